@@ -1,0 +1,39 @@
+"""Train the classic MNIST network on one GPU (on the CPU where there is none).
+
+Try: python mnist_singlegpu.py --epochs 2
+"""
+
+import torch
+
+from trainkit import batches, data, engine, errors, options, world
+from trainkit.model import Net
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.runlog import RunLog
+
+
+def main() -> None:
+    opts = options.parse(__doc__)
+    here = world.alone(not opts.no_cuda, "01_singlegpu")
+    precision = engine.choose_precision(opts.precision, here.device)
+    torch.manual_seed(opts.seed)
+
+    # The images go to the device once and stay there.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device)
+    test_batches = batches.testing(test_set, opts, here.device)
+
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    log = RunLog("single", opts, here, devices=1, precision=precision)
+    for epoch in range(1, opts.epochs + 1):
+        trained = engine.train_epoch(
+            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
+        )
+        tested = engine.evaluate(model, test_batches, precision)
+        log.epoch(epoch, trained, tested)
+    log.finish(model)
+
+
+if __name__ == "__main__":
+    errors.run(main)

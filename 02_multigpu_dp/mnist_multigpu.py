@@ -1,0 +1,50 @@
+"""Train the classic MNIST network on the GPUs of one node with nn.DataParallel: one process drives all.
+
+Try: python mnist_multigpu.py --epochs 2
+"""
+
+import torch
+from torch import nn
+
+from trainkit import batches, data, engine, errors, options, world
+from trainkit.model import Net
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.runlog import RunLog
+
+
+def main() -> None:
+    opts = options.parse(__doc__)
+    here = world.alone(not opts.no_cuda, "02_multigpu_dp")
+    precision = engine.choose_precision(opts.precision, here.device)
+    torch.manual_seed(opts.seed)
+
+    # The images go to the first GPU once and stay there.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device)
+    test_batches = batches.testing(test_set, opts, here.device)
+
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
+    if gpus > 1:
+        # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
+        # the gradients on the first one.
+        batches.check_divides(opts.batch_size, gpus, "GPUs")
+        model = nn.DataParallel(model)
+    else:
+        print(
+            f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model on one device."
+        )
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    log = RunLog("dp", opts, here, devices=max(gpus, 1), precision=precision)
+    for epoch in range(1, opts.epochs + 1):
+        trained = engine.train_epoch(
+            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
+        )
+        tested = engine.evaluate(model, test_batches, precision)
+        log.epoch(epoch, trained, tested)
+    log.finish(model)
+
+
+if __name__ == "__main__":
+    errors.run(main)

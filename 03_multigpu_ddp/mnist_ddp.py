@@ -1,0 +1,48 @@
+"""Train the classic MNIST network with DistributedDataParallel: one process per GPU, on any number of nodes.
+
+Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
+"""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit import batches, data, engine, errors, options, world
+from trainkit.model import Net
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.runlog import RunLog
+
+
+def main() -> None:
+    opts = options.parse(__doc__)
+    here = world.join(not opts.no_cuda)
+    precision = engine.choose_precision(opts.precision, here.device)
+    torch.manual_seed(opts.seed)
+
+    # Every rank holds all images on its GPU, and takes its own share of every batch.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    # All ranks start from rank 0's weights; in every backward pass the gradients are averaged over
+    # the ranks, so all weights stay equal.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    # The weights are made: from here on each rank drops other neurons.
+    torch.manual_seed(opts.seed + here.rank)
+    log = RunLog("ddp", opts, here, devices=here.size, precision=precision) if here.rank == 0 else None
+    for epoch in range(1, opts.epochs + 1):
+        trained = engine.train_epoch(
+            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
+        )
+        tested = engine.evaluate(model, test_batches, precision)
+        if log:
+            log.epoch(epoch, trained, tested)
+    if log:
+        log.finish(model)
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)

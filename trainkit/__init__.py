@@ -1,0 +1,1 @@
+"""What is the same in every stage: who am I, options, data, model, engine, records."""

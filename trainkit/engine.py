@@ -1,0 +1,164 @@
+"""Train one epoch, evaluate, and time both so that the numbers are true.
+
+Every number is that of the whole run, on every rank: seconds are the slowest rank's, losses and
+counts are summed over all ranks.
+"""
+
+import resource
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from trainkit import world
+from trainkit.batches import Batches
+from trainkit.errors import UserError
+from trainkit.model import Net
+
+
+class Trained(NamedTuple):
+    """One training epoch: mean loss per image, seconds of the slowest rank, steps over all images."""
+
+    steps: int
+    seconds: float
+    loss: float
+    learning_rate: float  # of the first step
+    peak_memory_mb: float  # of the fullest rank: device memory on GPUs, the whole process on CPUs
+
+
+class Tested(NamedTuple):
+    """One evaluation of the whole test set: mean loss per image, accuracy in percent, seconds."""
+
+    seconds: float
+    loss: float
+    accuracy: float
+
+
+def train_epoch(
+    model: nn.Module,
+    batches: Batches,
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler,
+    epoch: int,
+    precision: str,
+    log_interval: int,
+) -> Trained:
+    """Train on every batch of `epoch`.
+
+    Raises:
+        UserError: if the loss stops being a number; the text tells the step.
+    """
+    model.train()
+    batches.set_epoch(epoch)
+    device = batches.device
+    # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
+    losses = torch.zeros(len(batches), device=device)
+    learning_rate = schedule.get_last_lr()[0]
+    bar = tqdm(
+        batches,
+        desc=f"epoch {epoch}",
+        unit="step",
+        leave=False,
+        miniters=log_interval,
+        mininterval=0,
+        disable=None if world.is_first() else True,  # None: shown on a terminal, not in a log file
+    )
+    start = _start_clock(device)
+    for step, (images, labels) in enumerate(bar):
+        optimizer.zero_grad()
+        with _autocast(device, precision):
+            loss = F.nll_loss(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses[step] = loss.detach()
+    seconds = _stop_clock(device, start)
+
+    world.total(losses).div_(world.count())
+    broken = losses.isfinite().logical_not().nonzero()
+    if len(broken):
+        first = broken[0].item()
+        raise UserError(
+            f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr "
+            "or use --precision fp32. The epochs before are recorded."
+        )
+    peak = world.largest(_peak_memory_mb(device), device)
+    return Trained(len(batches), seconds, losses.mean().item(), learning_rate, peak)
+
+
+def evaluate(model: nn.Module, batches: Batches, precision: str) -> Tested:
+    """Evaluate on every test image once: sums over this rank's share, then over the ranks."""
+    model.eval()
+    device = batches.device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
+    start = _start_clock(device)
+    with torch.inference_mode(), _autocast(device, precision):
+        for images, labels in batches:
+            output = model(images)
+            loss = F.nll_loss(output, labels, reduction="sum")
+            correct = output.argmax(1).eq(labels).sum()
+            sums += torch.stack([loss, correct, torch.full_like(loss, len(labels))])
+    seconds = _stop_clock(device, start)
+    loss, correct, images = world.total(sums).tolist()
+    return Tested(seconds, loss / images, 100 * correct / images)
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """`wanted`, or for "auto" the faster of fp32 and bf16 on this device, the same on every rank.
+
+    A GPU is asked whether it has bf16 units. On a CPU the name of the chip does not tell, so a few
+    training steps in each precision do.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        faster = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        model = Net().to(memory_format=torch.channels_last)
+        seconds = {"fp32": [], "bf16": []}
+        for _ in range(5):  # in turns, so that a busy moment of the machine meets both
+            for precision, times in seconds.items():
+                times.append(_seconds_of_a_step(model, precision))
+        faster = min(seconds["bf16"]) < min(seconds["fp32"])
+    return "bf16" if world.agree(faster, device) else "fp32"
+
+
+def _seconds_of_a_step(model: nn.Module, precision: str) -> float:
+    images = torch.rand(64, 1, 28, 28)
+    start = time.perf_counter()
+    with _autocast(images.device, precision):
+        loss = model(images).square().mean()
+    loss.backward()
+    return time.perf_counter() - start
+
+
+def _autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def _start_clock(device: torch.device) -> float:
+    """Seconds on a clock that starts when every rank is here and every GPU idle."""
+    world.barrier()
+    _synchronize(device)
+    return time.perf_counter()
+
+
+def _stop_clock(device: torch.device, start: float) -> float:
+    """Seconds since `start`, when the work is done and not merely queued, on the slowest rank."""
+    _synchronize(device)
+    return world.largest(time.perf_counter() - start, device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

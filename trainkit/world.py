@@ -1,0 +1,205 @@
+"""Who am I: rank, local rank, world size and device; joining and leaving the process group."""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainkit.errors import UserError
+
+# A rank that waits for a peer longer than this gives up, so that a job with a lost or sleeping
+# rank ends instead of holding its GPUs until the time limit.
+TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all processes of the run.
+
+    `rank` counts over all processes and `local_rank` over those of this node; `size` is the
+    number of processes (the world size), `local_size` the number on this node. `launcher` is
+    what started the processes: torchrun, srun, env (RANK set by hand) or python.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    nodes: int
+    launcher: str
+    device: torch.device
+
+
+def alone(use_cuda: bool, stage_name: str) -> World:
+    """The world of one process, for the stages that are a single process.
+
+    Raises:
+        UserError: if a launcher started several processes: each would train the whole model.
+    """
+    place = _place()
+    nodes = max(place["nodes"], _number("SLURM_JOB_NUM_NODES", 1))
+    if place["size"] > 1 or nodes > 1:
+        raise UserError(
+            f"{stage_name} is one process on one node, but this job has {place['size']} process(es) "
+            f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
+            "03_multigpu_ddp/mnist_ddp.py."
+        )
+    return World(**place, device=_device(place, use_cuda))
+
+
+def join(use_cuda: bool) -> World:
+    """Meet the other processes: nccl between GPUs, gloo between CPUs.
+
+    Raises:
+        UserError: if the environment contradicts itself or there are more processes than GPUs.
+    """
+    place = _place()
+    device = _device(place, use_cuda)
+    meeting_point = {"init_method": "env://"} if place["size"] > 1 else {"store": dist.HashStore()}
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=place["rank"],
+        world_size=place["size"],
+        timeout=TIMEOUT,
+        **meeting_point,
+    )
+    return World(**place, device=device)
+
+
+def leave() -> None:
+    """Wait for the others and close the process group."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Nothing to do for one process."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of `values` over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest `value` of any rank: the slowest rank's seconds, the fullest device's memory."""
+    if not dist.is_initialized():
+        return value
+    number = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
+
+
+def agree(choice: bool, device: torch.device) -> bool:
+    """Rank 0's `choice`, on every rank."""
+    if not dist.is_initialized():
+        return choice
+    flag = torch.tensor(int(choice), device=device)
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())
+
+
+def count() -> int:
+    """The number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """True on rank 0, and where there is one process only."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _place() -> dict:
+    """Rank, sizes and launcher, from torchrun's variables, else from the srun step's, else alone."""
+    env = os.environ
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if any(name in env for name in names):
+        missing = [name for name in names if name not in env]
+        if missing:
+            present = ", ".join(name for name in names if name in env)
+            raise UserError(
+                f"{present} is set but {', '.join(missing)} is not: start the processes with torchrun or "
+                f"srun, which set all of them, or run `unset {present.replace(',', '')}` for one process."
+            )
+        size = _number("WORLD_SIZE")
+        nodes = _number("GROUP_WORLD_SIZE", _number("SLURM_STEP_NUM_NODES", 1))
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "srun" if "SLURM_STEP_ID" in env else "env"
+        rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+    # Inside an srun step only: in the batch script SLURM_PROCID is set too, and always 0.
+    elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
+        size, nodes = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_STEP_NUM_NODES", 1)
+        rank, local_rank, launcher = _number("SLURM_PROCID"), _number("SLURM_LOCALID"), "srun"
+    else:
+        rank, local_rank, size, nodes, launcher = 0, 0, 1, 1, "python"
+    if not 0 <= rank < size:
+        raise UserError(f"rank {rank} does not fit a world of {size}: ranks count from 0 to WORLD_SIZE - 1.")
+    if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        raise UserError(
+            f"{size} processes were started but MASTER_ADDR and MASTER_PORT are not both set, so they cannot "
+            "meet: start them with torchrun, or export both (the first node's name, and a free port)."
+        )
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "size": size,
+        "local_size": _number("LOCAL_WORLD_SIZE", size // nodes),
+        "nodes": nodes,
+        "launcher": launcher,
+    }
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} is {text!r}, which is not a whole number: unset it or correct it.") from None
+
+
+def _device(place: dict, use_cuda: bool) -> torch.device:
+    """The GPU of this process: the local rank's, or the only one that the launcher lets it see."""
+    if not use_cuda or not torch.cuda.is_available():
+        _keep_freed_memory()
+        if place["launcher"] == "torchrun":
+            _pin_to_own_cores(place["local_rank"], place["local_size"])
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    isolated = visible == 1 and "SLURM_STEP_ID" in os.environ  # srun --gpus-per-task
+    index = 0 if isolated else place["local_rank"]
+    if index >= visible:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
+        raise UserError(
+            f"rank {place['rank']} (local rank {place['local_rank']}) has no GPU of its own: "
+            f"{place['local_size']} processes on this node, {visible} visible GPU(s), "
+            f"CUDA_VISIBLE_DEVICES={seen}. Start one process per GPU, or add --no-cuda."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _keep_freed_memory() -> None:
+    """Stop glibc from giving the activations back to the kernel after every step.
+
+    By default it returns blocks over 128 kB at once, and the next step faults each page in again:
+    about 9,000 faults in a step of 128 images. Values from mallopt(3); other C libraries have none.
+    """
+    m_trim_threshold, m_mmap_threshold, largest_allowed = -1, -3, 32 << 20
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(m_mmap_threshold, largest_allowed)
+        mallopt(m_trim_threshold, 1 << 30)
+
+
+def _pin_to_own_cores(local_rank: int, local_size: int) -> None:
+    """Give each CPU worker its own cores, as srun does; torchrun leaves them all on every core."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // local_size
+    if share:
+        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
