@@ -28,7 +28,7 @@ data: $(VENV)/ready
 	@$(RUN) -m trainkit.data $(ARGS)
 
 bench: $(VENV)/ready
-	@$(RUN) results/bench.py $(ARGS)
+	@$(RUN) results/bench/bench.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -8,9 +8,7 @@ So N ranks together see exactly the batches that one process sees.
 from collections.abc import Iterator
 
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchvision import transforms
 
 from trainkit.data import Split
 from trainkit.errors import UserError
@@ -175,16 +173,20 @@ class WorkerBatches(Batches):
 class OneByOne(Dataset):
     """What torchvision's MNIST does for each image: to PIL, ToTensor, Normalize."""
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
-
     def __init__(self, split: Split) -> None:
+        # Imported by those who use it: torchvision takes longer to import than MNIST to load.
+        from PIL import Image
+        from torchvision import transforms
+
+        to_tensor, normalize = transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))
+        self.transform = lambda pixels: normalize(to_tensor(Image.fromarray(pixels)))
         self.images, self.labels = split.images.squeeze(1).numpy(), split.labels.tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+        return self.transform(self.images[index]), self.labels[index]
 
 
 def _make(split: Split, sampler: GlobalOrder | TestShare, options: Options, device: torch.device) -> Batches:

@@ -31,7 +31,6 @@ class RunLog:
         self._started = psutil.Process().create_time()
         started_at = datetime.fromtimestamp(self._started, timezone.utc)
         self.run_id = f"{stage}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        cuda = world.device.type == "cuda"
         workers = options.loader == "workers"
         facts = {
             "run_id": self.run_id,
@@ -43,7 +42,7 @@ class RunLog:
             "world_size": world.size,
             "nodes": world.nodes,
             "devices": devices,
-            "device_name": torch.cuda.get_device_name(world.device) if cuda else f"CPU: {_cpu_name()}",
+            "device_name": device_name(world.device),
             "workers_per_loader": options.num_workers if workers else 0,
             "threads_per_worker": torch.get_num_threads(),
             "global_batch": options.batch_size,
@@ -55,7 +54,7 @@ class RunLog:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": torch.__version__,
-            "cuda_version": torch.version.cuda if cuda else "",
+            "cuda_version": torch.version.cuda if world.device.type == "cuda" else "",
             "git_commit": _git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
@@ -117,13 +116,15 @@ class RunLog:
         return path
 
 
-def _cpu_name() -> str:
-    """The model name, from /proc/cpuinfo where there is one (platform.processor() is empty on Linux)."""
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "CPU: " and the processor's (from /proc/cpuinfo: Python's own is empty on Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+                return f"CPU: {line.split(':', 1)[1].strip()}"
+    return f"CPU: {platform.processor() or platform.machine()}"
 
 
 def _git_commit() -> str:

@@ -166,7 +166,7 @@ def _number(name: str, default: int | None = None) -> int:
 def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process: the local rank's, or the only one that the launcher lets it see."""
     if not use_cuda or not torch.cuda.is_available():
-        _keep_freed_memory()
+        keep_freed_memory()
         if place["launcher"] == "torchrun":
             _pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
@@ -184,7 +184,7 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Stop glibc from giving the activations back to the kernel after every step.
 
     By default it returns blocks over 128 kB at once, and the next step faults each page in again:

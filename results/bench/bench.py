@@ -1,0 +1,178 @@
+"""Time our stages against the classic script, side by side on this machine.
+
+Every part runs its cases in turn, several times over, and compares medians: machines drift, and a
+ratio of neighbours survives that. Each writes `<out>/<part>.csv` and prints what it found.
+"""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import torch
+from ladder import RUNGS
+
+from trainkit import data, errors, options, records
+from trainkit.runlog import device_name
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+SINGLE = [sys.executable, str(REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py")]
+DDP = str(REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py")
+GOAL = 99.0  # test accuracy in percent that the recipe part runs to
+
+Rows = Iterator[dict[str, object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--repeats", type=options.at_least(1), default=3, help="runs of each case (default: 3)"
+    )
+    parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: next to this file)"
+    )
+    args = parser.parse_args()
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
+    data.load("mnist", args.data_dir)  # says what to do where there is none
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = {"device_name": device_name(device), "torch_version": torch.__version__}
+    for part in args.parts or PARTS:
+        measure, summarise = PARTS[part]
+        print(f"\n== {part}: {measure.__doc__}", flush=True)
+        frame = pd.DataFrame([row | machine for row in measure(args)])
+        frame.to_csv(args.out / f"{part}.csv", index=False, float_format="%.6g")
+        print(summarise(frame).round(3).to_string(), flush=True)
+
+
+def speed(args: argparse.Namespace) -> Rows:
+    """Two epochs of the classic recipe at batch 128, on one GPU or all CPU cores."""
+    for repeat in range(args.repeats):
+        yield from _classic(args, repeat, "--epochs=2")
+        for precision in ("fp32", "bf16"):
+            chosen = ("--epochs=2", "--batch-size=128", f"--precision={precision}")
+            yield from _stage(args, f"ours, {precision}", repeat, SINGLE, *chosen)
+
+
+def ladder(args: argparse.Namespace) -> Rows:
+    """Training images per second with each technique added to those above it, batch 128."""
+    for repeat in range(args.repeats):
+        for number, rung in enumerate(RUNGS):
+            command = [sys.executable, HERE / "ladder.py", str(number), "--data-dir", args.data_dir]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            yield {"case": rung, "repeat": repeat, "images_per_s": float(done.stdout)}
+
+
+def recipe(args: argparse.Namespace) -> Rows:
+    """The whole process to 99 % test accuracy: the classic script, and --recipe fast on five fresh seeds."""
+    yield from _classic(args, 0, "--epochs=14", f"--stop-at={GOAL}")
+    for seed in range(101, 106):
+        chosen = ("--recipe=fast", "--epochs=2", "--batch-size=128", f"--seed={seed}")
+        yield from _stage(args, "recipe fast", seed, SINGLE, *chosen)
+
+
+def ddp(args: argparse.Namespace) -> Rows:
+    """One and two workers of one thread each, at three global batch sizes."""
+    chosen = ("--epochs=3", "--train-size=12800", "--no-cuda")
+    for repeat in range(args.repeats):
+        for batch in (128, 256, 1024):
+            for workers in (1, 2):
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command = [*torchrun, f"--nproc-per-node={workers}", DDP]
+                case = f"batch {batch}, {workers} worker(s)"
+                yield from _stage(args, case, repeat, command, *chosen, f"--batch-size={batch}", threads=1)
+
+
+def _stage(
+    args: argparse.Namespace,
+    case: str,
+    repeat: int,
+    command: list[str],
+    *chosen: str,
+    threads: int | None = None,
+) -> Rows:
+    """Run a stage and yield the rows of its CSV, cut to the columns of a benchmark."""
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    with tempfile.TemporaryDirectory() as folder:
+        where = ["--data-dir", args.data_dir, "--results-dir", folder]
+        subprocess.run([*command, *chosen, *where], env=environment, stdout=subprocess.DEVNULL, check=True)
+        (path,) = Path(folder, "runs").glob("*.csv")
+        rows = records.read(path)
+    for row in rows:
+        yield {
+            "case": case,
+            "repeat": repeat,
+            "epoch": row["epoch"],
+            "images_per_s": row["images_per_s"],
+            "eval_images_per_s": 10_000 / row["eval_seconds"],
+            "test_accuracy": row["test_accuracy"],
+            "elapsed_s": row["elapsed_s"],
+            "threads_per_worker": row["threads_per_worker"],
+            "peak_memory_mb": row["peak_memory_mb"],
+        }
+
+
+def _classic(args: argparse.Namespace, repeat: int, *chosen: str) -> Rows:
+    """Run the classic script and yield its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "classic.csv")
+        command = [sys.executable, HERE / "classic_mnist.py", *chosen, "--csv", path]
+        subprocess.run([*command, "--data-dir", args.data_dir], stdout=subprocess.DEVNULL, check=True)
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                numbers = {name: float(value) for name, value in row.items()}
+                yield {"case": "classic script", "repeat": repeat, **numbers}
+
+
+def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
+    """Medians of each case over its repeats, past the warm-up epoch, and the ratio to the first case."""
+    if "epoch" in frame:
+        frame = frame[frame.epoch > 1]
+    numbers = [name for name in ("images_per_s", "eval_images_per_s", "test_accuracy") if name in frame]
+    table = frame.groupby("case", sort=False)[numbers].median()
+    for name in numbers[:2]:
+        table[f"{name} x first"] = table[name] / table[name].iloc[0]
+    return table
+
+
+def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
+    """Seconds from the start of the process to the end of the first epoch at the goal, and the ratio."""
+    reached = frame[frame.test_accuracy >= GOAL].groupby(["case", "repeat"], sort=False).first()
+    table = reached[["epoch", "test_accuracy", "elapsed_s"]].copy()
+    table["times sooner"] = table.elapsed_s.iloc[0] / table.elapsed_s
+    return table
+
+
+def _efficiency(frame: pd.DataFrame) -> pd.DataFrame:
+    """Speedup of two workers over one, by global batch size, and half of it: the efficiency."""
+    medians = frame[frame.epoch > 1].groupby("case", sort=False).images_per_s.median()
+    table = pd.DataFrame({"one": medians.iloc[::2].to_numpy(), "two": medians.iloc[1::2].to_numpy()})
+    table.index = [name.split(",")[0] for name in medians.index[::2]]
+    table["speedup"] = table.two / table.one
+    table["efficiency"] = table.speedup / 2
+    return table
+
+
+PARTS = {
+    "speed": (speed, _against_first),
+    "ladder": (ladder, _against_first),
+    "recipe": (recipe, _time_to_goal),
+    "ddp": (ddp, _efficiency),
+}
+
+
+if __name__ == "__main__":
+    errors.run(main)

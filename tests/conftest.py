@@ -1,0 +1,68 @@
+"""What the tests share: MNIST on disk, and a way to start a stage as its user would."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit import data, records
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STAGES = {
+    "single": REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py",
+    "dp": REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py",
+    "ddp": REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py",
+}
+# Every worker has one thread, so that results do not depend on the number of cores.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    ENVIRONMENT.pop(name, None)
+
+
+def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
+    """`python <stage script> ...`, or torchrun with `processes` ranks."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launcher, str(STAGES.get(stage, stage)), *map(str, arguments)]
+
+
+def run_stage(
+    stage: str | Path, *arguments: object, processes: int | None = None, env: dict | None = None
+) -> subprocess.CompletedProcess:
+    """Run a stage to its end, on the CPU."""
+    return subprocess.run(
+        stage_command(stage, *arguments, "--no-cuda", processes=processes),
+        env=ENVIRONMENT | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def rows_of(results_dir: Path) -> list[dict[str, object]]:
+    """The rows of the one run in `results_dir`."""
+    (path,) = (results_dir / "runs").glob("*.csv")
+    return records.read(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mnist_dir() -> Path:
+    """The default data directory, with MNIST in it."""
+    data.stage(data.DEFAULT_DIR)
+    return data.DEFAULT_DIR
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
+    """Runs a stage that has to go well, and returns the rows of its CSV."""
+
+    def run(stage: str, *arguments: object, **how: object) -> list[dict[str, object]]:
+        done = run_stage(stage, *arguments, "--results-dir", tmp_path, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return rows_of(tmp_path)
+
+    return run

@@ -1,0 +1,103 @@
+"""Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
+
+from pathlib import Path
+
+import pytest
+from conftest import rows_of, run_stage
+
+from trainkit import records
+
+ALONE = [
+    (["--batch-size", "0"], "0 is too small"),
+    (["--epochs", "0"], "0 is too small"),
+    (["--epochs", "two"], "'two' is not a whole number"),
+    (["--lr", "-1"], "must be more than 0"),
+    (["--dataset", "cifar"], "choose from mnist, synthetic"),
+    (["--batch", "64"], "unrecognized arguments: --batch"),
+    (["--batch-size", "70000"], "more than the 60000 training images"),
+    (["--num-workers", "2"], "needs --loader workers"),
+    (["--data-dir", "/nowhere"], "/nowhere"),
+    (["--results-dir", "/proc/nowhere"], "results cannot be written to /proc/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ALONE, ids=lambda value: " ".join(value)[:24])
+def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    done = run_stage("single", "--results-dir", tmp_path, *arguments)
+    _is_one_sentence(done, sentence)
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE, LOCAL_RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "many", "LOCAL_RANK": "0"}, "WORLD_SIZE is 'many'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 does not fit a world of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR and MASTER_PORT are not both set"),
+    ],
+)
+def test_an_environment_that_contradicts_itself(environment: dict, sentence: str, tmp_path: Path) -> None:
+    _is_one_sentence(run_stage("ddp", "--results-dir", tmp_path, env=environment), sentence)
+
+
+@pytest.mark.parametrize("stage", ["single", "dp"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_JOB_NUM_NODES": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+    ],
+    ids=["two nodes", "two processes"],
+)
+def test_one_process_stages_refuse_more(stage: str, environment: dict, tmp_path: Path) -> None:
+    done = run_stage(stage, "--results-dir", tmp_path, env=environment)
+    _is_one_sentence(done, "use stage 03, 03_multigpu_ddp/mnist_ddp.py")
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest(tmp_path: Path) -> None:
+    done = run_stage("ddp", "--batch-size", 64, "--results-dir", tmp_path, processes=3)
+    assert done.returncode != 0
+    assert "--batch-size 64 does not divide among 3 processes: the nearest is 63 or 66." in done.stderr
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_loss_that_is_not_a_number_names_the_step(processes: int | None, tmp_path: Path) -> None:
+    """The learning rate explodes in the second epoch; the first one stays recorded."""
+    done = run_stage(
+        "ddp", "--epochs", 3, "--gamma", "1e30", "--train-size", 1000, "--precision", "fp32",
+        "--results-dir", tmp_path, processes=processes,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "the loss is nan at step" in done.stderr
+    assert "of epoch 2" in done.stderr
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
+def test_results_path_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    _is_one_sentence(run_stage("single", "--results-dir", path), "give another --results-dir")
+    assert path.read_text() == "precious"
+
+
+def test_a_rank_that_cannot_write_ends_the_run_without_tracebacks_of_ours(tmp_path: Path) -> None:
+    done = run_stage("ddp", "--results-dir", "/proc/nowhere", processes=2)
+    assert done.returncode != 0
+    assert "error on rank 0: results cannot be written to /proc/nowhere" in done.stderr
+    # torchrun reports the failed rank in its own way; the ranks themselves add nothing to it.
+    assert 'mnist_ddp.py", line' not in done.stderr
+
+
+def test_a_record_of_another_schema_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "new.csv"
+    path.write_text("run_id,schema_version\nx,99\n")
+    with pytest.raises(records.RecordError, match=r"new\.csv.*schema version 99 is newer"):
+        records.read(path)
+
+
+def _is_one_sentence(done: object, sentence: str) -> None:
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr

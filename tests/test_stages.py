@@ -1,0 +1,256 @@
+"""The three stages, run as their users run them: what they record, and that N ranks equal one."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command
+
+from trainkit import batches, data, engine, options, records
+from trainkit.model import Net
+
+SMALL = ("--train-size", 2000, "--batch-size", 60, "--precision", "bf16")
+EXACT = ("--train-size", 2000, "--batch-size", 60, "--precision", "fp32", "--lr", 0.1)
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+
+
+@pytest.mark.parametrize(("stage", "processes"), [("single", None), ("dp", None), ("ddp", None), ("ddp", 2)])
+def test_a_stage_learns_and_records_every_epoch(stage: str, processes: int | None, trained) -> None:
+    rows = trained(stage, "--epochs", 2, *SMALL, processes=processes)
+    world = processes or 1
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["warmup"] for row in rows] == [True, False]
+    assert rows[1]["test_accuracy"] > 85  # chance is 10
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert rows[0]["elapsed_s"] < rows[1]["elapsed_s"]
+    for row in rows:
+        assert row["stage"] == stage
+        assert row["world_size"] == row["devices"] == world
+        assert row["launcher"] == ("torchrun" if processes else "python")
+        assert (row["steps"], row["images"]) == (33, 1980)  # the last 20 images do not fill a batch
+        assert row["global_batch"] == row["batch_per_device"] * world == 60
+        # All ranks' images over the slowest rank's time.
+        assert row["images_per_s"] == pytest.approx(row["images"] / row["train_seconds"], rel=1e-4)
+        assert row["device_name"].startswith("CPU: ")
+        assert row["threads_per_worker"] == 1
+        assert row["precision"] == "bf16"
+    assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
+
+
+def test_the_classic_loader_sees_the_same_images(tmp_path: Path) -> None:
+    """Resident bytes and the DataLoader feed the same numbers, so the losses agree up to rounding.
+
+    Dropout is off because the DataLoader draws from the generator that dropout draws from.
+    """
+    losses = {}
+    for loader in (("--loader", "resident"), ("--loader", "workers", "--num-workers", 1)):
+        folder = tmp_path / loader[1]
+        options_ = (*EXACT, "--epochs", 1, *loader, "--results-dir", folder)
+        done = run_stage(WITHOUT_DROPOUT, STAGES["single"], *options_)
+        assert done.returncode == 0, done.stderr
+        losses[loader[1]] = [row["train_loss"] for row in rows_of(folder)]
+    assert losses["workers"] == pytest.approx(losses["resident"], rel=1e-4)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_n_ranks_train_as_one(processes: int, tmp_path: Path) -> None:
+    """With dropout off, 1 and N processes give the same losses and weights up to float rounding.
+
+    N ranks add the same numbers in another order, which rounds differently by some 1e-7 of each.
+    Over 66 steps that grew to 1e-4 of a weight here and to 1e-4 of a loss; the tolerances are five
+    times that. DDP_FAULT
+    """
+    options_ = (*EXACT, "--epochs", 2, "--save-model")
+    runs = {}
+    for ranks in (1, processes):
+        folder = tmp_path / str(ranks)
+        done = run_stage(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, processes=ranks)
+        assert done.returncode == 0, done.stderr
+        (weights,) = (folder / "models").glob("*.pt")
+        runs[ranks] = rows_of(folder), torch.load(weights, weights_only=True)
+    (one, one_weights), (many, many_weights) = runs[1], runs[processes]
+    for column in ("train_loss", "test_loss"):
+        assert [row[column] for row in many] == pytest.approx([row[column] for row in one], rel=5e-4)
+    assert many_weights.keys() == one_weights.keys() == Net().state_dict().keys()
+    for name, weights in one_weights.items():
+        torch.testing.assert_close(many_weights[name], weights, rtol=0, atol=5e-4, msg=name)
+
+
+def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
+    """10,000 test images do not divide by 3; padding a shard would count some of them twice."""
+    done = run_stage("ddp", *EXACT, "--epochs", 1, "--save-model", "--results-dir", tmp_path, processes=3)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path)
+    (path,) = (tmp_path / "models").glob("*.pt")
+    model = Net()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    opts = options.parse("", [])
+    _, test_set = data.load("mnist", data.DEFAULT_DIR)
+    tested = engine.evaluate(model, batches.testing(test_set, opts, torch.device("cpu")), "fp32")
+    assert row["test_accuracy"] == pytest.approx(tested.accuracy, abs=1e-6)
+    assert row["test_loss"] == pytest.approx(tested.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int) -> None:
+    count, batch = 240, 24
+    opts = options.parse("", ["--batch-size", str(batch), "--loader", loader])
+    split = data.Split(torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+    one = batches.training(split, opts, torch.device("cpu"))
+    ranks = [
+        batches.training(split, opts, torch.device("cpu"), rank, world_size) for rank in range(world_size)
+    ]
+    orders = []
+    for epoch in (1, 2, 3):
+        for loaded in (one, *ranks):
+            loaded.set_epoch(epoch)
+        whole = [labels for _, labels in one]
+        shares = [[labels for _, labels in rank] for rank in ranks]
+        for step, expected in enumerate(whole):
+            assert torch.equal(torch.cat([share[step] for share in shares]), expected)
+        seen = torch.cat(whole)
+        assert torch.equal(seen.sort().values, torch.arange(count))
+        orders.append(seen)
+    assert not torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2])
+
+
+def test_test_shares_cover_the_test_set_once() -> None:
+    for world_size in (1, 2, 3, 7):
+        shares = [batches.TestShare(100, 8, rank, world_size) for rank in range(world_size)]
+        seen = torch.cat([indices for share in shares for indices in share])
+        assert torch.equal(seen, torch.arange(100))
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        sampler = batches.GlobalOrder(100, 100, seed)
+        sampler.epoch = epoch
+        return torch.cat(list(sampler)).tolist()
+
+    assert order(1, 1) == order(1, 1)
+    # Seed and epoch are both heard, though the generator reads 32 bits only.
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (1, 2, 3)}) == 9
+
+
+def test_srun_variables_make_a_world(tmp_path: Path) -> None:
+    """Two processes with what srun sets, and no RANK, meet as ranks 0 and 1."""
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "SLURM_JOB_ID": "42"}
+    command = stage_command("ddp", *SMALL, "--epochs", 1, "--no-cuda", "--results-dir", tmp_path)
+    processes = [
+        subprocess.Popen(command, env=ENVIRONMENT | shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in "01"
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (row,) = rows_of(tmp_path)
+    assert (row["world_size"], row["launcher"], row["job_id"]) == (2, "srun", "42")
+
+
+def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> None:
+    command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", tmp_path)
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stdout if line.startswith("epoch 1/"))
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*.csv")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    rows = rows_of(tmp_path)
+    assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+def test_twenty_runs_at_once_leave_twenty_records(tmp_path: Path) -> None:
+    command = stage_command("single", "--epochs", 1, "--train-size", 64, "--precision", "bf16")
+    command += ["--no-cuda", "--results-dir", str(tmp_path)]
+    processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(20)]
+    assert [process.wait(timeout=300) for process in processes] == [0] * 20
+    paths = list((tmp_path / "runs").iterdir())
+    assert len(paths) == 20
+    assert len({row["run_id"] for path in paths for row in records.read(path)}) == 20
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = run_stage("ddp", "--dry-run", "--save-model", "--results-dir", tmp_path / "new", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "dry run" in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
+    done = run_stage("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=2)
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+    assert len(lines) == 4  # what runs, two epochs, where the results are
+
+
+def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Path) -> None:
+    done = run_stage("dp", *SMALL, "--epochs", 1, "--results-dir", tmp_path)
+    assert "DataParallel needs at least 2 GPUs and finds 0" in done.stdout
+    (row,) = rows_of(tmp_path)
+    assert (row["stage"], row["devices"]) == ("dp", 1)
+
+
+def test_auto_precision_is_recorded_and_the_same_on_every_rank(trained) -> None:
+    rows = trained("ddp", "--train-size", 600, "--epochs", 1, processes=2)
+    assert rows[0]["precision"] in ("fp32", "bf16")
+
+
+def test_the_fast_recipe_learns_faster(tmp_path: Path) -> None:
+    accuracy = {}
+    for recipe in ("classic", "fast"):
+        done = run_stage(
+            "single", "--recipe", recipe, "--train-size", 12800, "--batch-size", 128, "--epochs", 1,
+            "--results-dir", tmp_path / recipe,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (row,) = rows_of(tmp_path / recipe)
+        accuracy[row["recipe"]] = row["test_accuracy"]
+    assert accuracy["fast"] > 95
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_full_disk_keeps_the_epochs_before(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=100", "tmpfs", disk], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", disk)
+        with subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            while not list(disk.glob("runs/*.csv")) and process.poll() is None:
+                time.sleep(0.01)
+            with (disk / "filler").open("wb") as filler:
+                while True:
+                    try:
+                        filler.write(bytes(4096))
+                        filler.flush()
+                    except OSError:
+                        break
+            _, complaint = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "No space left" in complaint
+        assert "Traceback" not in complaint
+        rows = rows_of(disk)
+        assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+        assert not list(disk.glob("runs/*.tmp"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def _free_port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,15 @@
+"""Runs a stage script with dropout switched off: the only thing that differs between 1 and N ranks.
+
+usage: without_dropout.py STAGE_SCRIPT [options of the stage]
+"""
+
+import runpy
+import sys
+
+from torch import nn
+
+from trainkit import model
+
+model.Dropout = lambda _: nn.Identity()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")

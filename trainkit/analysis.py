@@ -1,0 +1,238 @@
+"""From the rows of many runs to a comparison: medians, speedup, efficiency, and what they show.
+
+rows, skipped = load(paths)
+table = compare(summarize(rows))
+print(verdict(table))
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit import records
+from trainkit.errors import UserError
+
+# A speedup says something about the number of workers only if all of this is equal in both runs.
+SAME = {
+    "dataset": "dataset",
+    "device_name": "device",
+    "loader": "loader",
+    "workers_per_loader": "loader workers",
+    "threads_per_worker": "threads per worker",
+    "recipe": "recipe",
+    "precision": "precision",
+    "compiled": "compiled",
+    "accumulate": "micro-batches per step",
+    "images": "images per epoch",
+    "global_batch": "global batch",
+}
+CONFIG = ["stage", *SAME, "world_size", "nodes", "devices"]
+# Rows of one bench share a table and a panel; other hardware has throughputs on another scale.
+BENCH = ["device_name", "dataset"]
+NAMES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
+# How a setting reads in a label, and the value that goes without saying.
+_LABELS = {
+    "loader": ("{} loader", "workers"),
+    "workers_per_loader": ("{} loader workers", 0),
+    "threads_per_worker": ("threads {}", None),
+    "recipe": ("{}", None),
+    "precision": ("{}", None),
+    "compiled": ("compiled", False),
+    "accumulate": ("accumulate {}", 1),
+    "images": ("{} images", None),
+}
+_WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
+
+
+def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """All epochs of all runs, one row each, and a sentence for every file or folder left out.
+
+    Args:
+        paths: CSV files, or folders that are searched for `*.csv` at any depth.
+
+    Returns:
+        Rows with the columns of `records.COLUMNS` and `wall_seconds`, the time since the run first
+        began, over all its processes if it was resumed (NaN if the earlier ones left no rows).
+
+    Raises:
+        UserError: if a path is not there.
+    """
+    files, runs, skipped = set(), [], []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
+        walk = os.walk(path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}."))
+        found = [Path(folder, name) for folder, _, names in walk for name in names if name.endswith(".csv")]
+        files.update(file.resolve() for file in (found if path.is_dir() else [path]))
+    for file in sorted(files):
+        try:
+            runs.append(_whole_run(pd.DataFrame(records.read(file))))
+        except records.RecordError as error:
+            skipped.append(str(error))
+    rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
+    # A run copied into a second folder is still one run.
+    return rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True), skipped
+
+
+def _whole_run(run: pd.DataFrame) -> pd.DataFrame:
+    """Put right what a row of a resumed run cannot know: the run's wall time and the data's size."""
+    earlier = run.elapsed_s.shift(fill_value=0).where(run.warmup, 0).cumsum()
+    known = run.epoch.iloc[0] == 1
+    # An epoch resumed in its middle has fewer images than a whole one.
+    return run.assign(
+        wall_seconds=run.elapsed_s + earlier if known else float("nan"), images=run.images.max()
+    )
+
+
+def summarize(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per configuration (`CONFIG`), over all its repeats; `rows` must not be empty.
+
+    `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
+    extremes of the same epochs (images/s), `eval_seconds` their median: NaN without such epochs.
+    `test_accuracy` (%) and `wall_seconds` are medians over runs of the last epoch's,
+    `peak_memory_mb` is the largest. `variant` names the settings that differ within the bench.
+    """
+    summary = []
+    for config, group in rows.groupby(CONFIG):
+        steady = group[~group.warmup]
+        runs = group.groupby("run_id")
+        last = runs.tail(1)
+        epochs = sorted({runs.size().min(), runs.size().max()})
+        numbers = {
+            "images_per_s": steady.images_per_s.median(),
+            "slowest": steady.images_per_s.min(),
+            "fastest": steady.images_per_s.max(),
+            "eval_seconds": steady.eval_seconds.median(),
+            "test_accuracy": last.test_accuracy.median(),
+            "wall_seconds": last.wall_seconds.median(),
+            "peak_memory_mb": group.peak_memory_mb.max(),
+            "runs": len(runs),
+            "epochs": "..".join(map(str, epochs)),
+            "steady_epochs": len(steady),
+        }
+        summary.append(dict(zip(CONFIG, config, strict=True)) | numbers)
+    table = pd.DataFrame(summary)
+    table["variant"] = pd.concat(_variants(bench) for _, bench in table.groupby(BENCH))
+    order = {stage: str(i) for i, stage in enumerate(NAMES)}
+    settings = [name for name in SAME if name != "images"]
+    return table.sort_values([*settings, "stage", "devices", "nodes"], key=lambda c: c.replace(order))
+
+
+def compare(table: pd.DataFrame) -> pd.DataFrame:
+    """Add `speedup` (X(n)/X(1)), `efficiency` (speedup/n, 1 is ideal), `baseline` and `why`.
+
+    `baseline` names the stage that X(1) comes from: `single` where it has an equal run, else the
+    row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
+    the reason; everywhere else it is empty.
+    """
+    against = [_against_one(row, table) for row in table.itertuples()]
+    table = table.join(pd.DataFrame(against, index=table.index, columns=["speedup", "baseline", "why"]))
+    return table.assign(efficiency=table.speedup / table.devices)
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """One sentence on what the comparison (from `compare`) shows at its largest device counts."""
+    clauses = []
+    for bench, rows in table.groupby(BENCH):
+        where = [name for name, column in zip(bench, BENCH, strict=True) if table[column].nunique() > 1]
+        text = "; ".join(_clause(stage, rows[rows.stage == stage]) for stage in ("ddp", "dp"))
+        clauses.append(f"on {', '.join(where)}: {text}" if where else text)
+    text = "; ".join(clauses) + "."
+    return text[0].upper() + text[1:]
+
+
+def is_cpu(device_name: str) -> bool:
+    """Whether the workers were CPU threads standing in for GPUs."""
+    return device_name.startswith("CPU")
+
+
+def label(row: tuple | pd.Series, count: bool = True) -> str:
+    """A configuration in a few words, as `DDP x2, batch 256`; without `count`, `DDP, batch 256`."""
+    nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
+    devices = f" x{row.devices}{nodes}" if count and row.stage != "single" else ""
+    plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
+    return ", ".join(
+        filter(None, [NAMES[row.stage] + devices + plain, f"batch {row.global_batch}", row.variant])
+    )
+
+
+def common(bench: pd.DataFrame) -> str:
+    """The settings that all rows of one bench have in common, in words."""
+    return _words(bench.iloc[0], [name for name in _LABELS if bench[name].nunique() == 1])
+
+
+def _words(row: pd.Series, names: Iterable[str]) -> str:
+    return ", ".join(_LABELS[name][0].format(row[name]) for name in names if row[name] != _LABELS[name][1])
+
+
+def _variants(bench: pd.DataFrame) -> pd.Series:
+    varying = [name for name in _LABELS if bench[name].nunique() > 1]
+    # Each batch size drops another rest of the same data.
+    if bench.images.max() < (bench.images + bench.global_batch).min():
+        varying = [name for name in varying if name != "images"]
+    return pd.Series([_words(row, varying) for _, row in bench.iterrows()], bench.index)
+
+
+def _against_one(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
+    """Speedup, stage of the baseline, and the reason if there is none."""
+    nothing = float("nan"), ""
+    if row.stage == "dp" and row.devices == 1:
+        return *nothing, "DataParallel had one device and ran the plain model: no DataParallel speed"
+    if not row.images_per_s > 0:
+        return *nothing, _WARMUP_ONLY
+    ones = table[(table.devices == 1) & (table.world_size == 1) & table.stage.isin(["single", row.stage])]
+    if ones.empty:
+        return *nothing, "no 1-device run to compare with"
+    unlike, unknown, _, one = min(
+        (
+            (_unlike(row, one), not one.images_per_s > 0, one.stage != "single", one)
+            for one in ones.itertuples()
+        ),
+        key=lambda choice: (len(choice[0]), *choice[1:3]),
+    )
+    if unlike == ["global_batch"]:
+        return (
+            *nothing,
+            f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with",
+        )
+    if unlike:
+        values = [f"{SAME[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
+        return *nothing, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
+    if unknown:
+        return *nothing, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
+    return row.images_per_s / one.images_per_s, one.stage, ""
+
+
+def _unlike(row: tuple, one: tuple) -> list[str]:
+    unlike = [name for name in SAME if getattr(row, name) != getattr(one, name)]
+    same_data = row.images < one.images + one.global_batch and one.images < row.images + row.global_batch
+    return [name for name in unlike if not (name == "images" and same_data)]
+
+
+def _clause(stage: str, rows: pd.DataFrame) -> str:
+    name, several = NAMES[stage], rows[rows.devices > 1]
+    unit = "device" if stage == "dp" else "worker"
+    if rows.empty:
+        return f"there is no {name} run"
+    if several.empty:
+        return f"{name} had only one {unit} and cannot be judged here"
+    unit = f"CPU {unit}s" if is_cpu(rows.device_name.iloc[0]) else f"{unit}s"
+    judged = several[several.speedup.notna()]
+    if judged.empty:
+        why = several.why.iloc[0] if several.why.nunique() == 1 else "for the reasons noted"
+        return f"{name} on {several.devices.max()} {unit} cannot be judged here ({why})"
+    top = judged[judged.devices == judged.devices.max()].sort_values("speedup", ascending=False)
+    best, worst = top.iloc[0], top.iloc[-1]
+    one = "single" if best.baseline == "single" else f"{name} on one"
+    text = f"{name} on {best.devices} {unit} trained {best.speedup:.2f}x as fast as {one} ({_at(best)})"
+    if len(top) > 1:
+        text += f" at best, {worst.speedup:.2f}x at worst ({_at(worst)})"
+    return text + (", which is slower than one" if best.speedup < 1 else "")
+
+
+def _at(row: pd.Series) -> str:
+    nodes = f"{row.nodes} nodes" if row.nodes > 1 else ""
+    where = ", ".join(filter(None, [str(row.global_batch), row.variant, nodes]))
+    return f"{100 * row.efficiency:.0f} % efficiency at global batch {where}"
