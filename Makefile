@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test data bench clean
+.PHONY: help compare test data bench lessons clean
 
 help:
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
@@ -29,6 +29,10 @@ data: $(VENV)/ready
 
 bench: $(VENV)/ready
 	@$(RUN) results/bench/bench.py $(ARGS)
+
+# The diffs and tables that the READMEs quote.
+lessons: $(VENV)/ready
+	@$(RUN) tests/lessons.py
 
 clean:
 	rm -rf $(VENV)

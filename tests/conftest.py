@@ -31,11 +31,15 @@ def stage_command(stage: str | Path, *arguments: object, processes: int | None =
 
 
 def run_stage(
-    stage: str | Path, *arguments: object, processes: int | None = None, env: dict | None = None
+    stage: str | Path,
+    *arguments: object,
+    processes: int | None = None,
+    env: dict | None = None,
+    device: tuple[str, ...] = ("--no-cuda",),
 ) -> subprocess.CompletedProcess:
-    """Run a stage to its end, on the CPU."""
+    """Run a stage to its end, on the CPU unless `device` is empty."""
     return subprocess.run(
-        stage_command(stage, *arguments, "--no-cuda", processes=processes),
+        stage_command(stage, *arguments, *device, processes=processes),
         env=ENVIRONMENT | (env or {}),
         capture_output=True,
         text=True,

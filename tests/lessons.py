@@ -1,0 +1,57 @@
+"""Keeps what the READMEs quote equal to what they quote: diffs of the stages, tables of committed runs.
+
+A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B` or
+`table FILE.md`, with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
+"""
+
+import difflib
+import re
+import subprocess
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
+
+
+def readmes() -> list[Path]:
+    """Every Markdown file of the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [REPOSITORY / name for name in listed.stdout.splitlines()]
+
+
+def up_to_date(readme: Path) -> str:
+    """The text of `readme` with every quote as its source has it now."""
+
+    def quoted(match: re.Match) -> str:
+        kind, *names = match[2].split()
+        text = {"diff": _diff, "table": _table}[kind](*(readme.parent / name for name in names))
+        return f"{match[1]}{text}\n{match[3]}"
+
+    return QUOTE.sub(quoted, readme.read_text())
+
+
+def _diff(before: Path, after: Path) -> str:
+    lines = difflib.unified_diff(
+        before.read_text().splitlines(),
+        after.read_text().splitlines(),
+        before.name,
+        after.name,
+        n=1,
+        lineterm="",
+    )
+    return "\n".join(["```diff", *lines, "```"])
+
+
+def _table(comparison: Path) -> str:
+    return "\n".join(line for line in comparison.read_text().splitlines() if line.startswith("|"))
+
+
+if __name__ == "__main__":
+    for path in readmes():
+        path.write_text(up_to_date(path))

@@ -1,0 +1,132 @@
+"""The project as a whole: style, dependencies, and documents that tell what is true."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import lessons
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Commands that other tests run, or that are the test itself.
+RUN_ELSEWHERE = {
+    "make compare",  # test_compare.py
+    'make compare ARGS="--epochs 10 --batch-size 512"',
+    "make test",
+    "make bench",  # test_bench_measures_the_ladder, on one rung
+    "make lessons",  # test_quotes_are_up_to_date
+    "conda env create -f environment.yml",
+    "conda activate tutorial",
+}
+
+
+def _files(*patterns: str) -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    return listed.stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "."], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck() -> None:
+    scripts = _files("*.sh", ".ci/run")
+    assert ".ci/run" in scripts
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([shellcheck, *scripts], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_conda_installs_what_make_installs() -> None:
+    """Both take the package list of pyproject.toml: neither has one of its own to drift."""
+    conda = (REPOSITORY / "environment.yml").read_text()
+    make = (REPOSITORY / "Makefile").read_text()
+    assert "name: tutorial" in conda
+    assert "--editable .[test]" in conda
+    assert "--editable '.[test]'" in make
+    lowest = re.search(r'requires-python = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())[1]
+    assert f"python>={lowest}" in conda
+    listed = [line.strip("- ") for line in conda.splitlines() if line.startswith("  - ")]
+    assert [name.split(">")[0] for name in listed] == ["conda-forge", "python", "pip", "pip:"]
+
+
+@pytest.mark.parametrize("readme", lessons.readmes(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_quotes_are_up_to_date(readme: Path) -> None:
+    assert readme.read_text() == lessons.up_to_date(readme), "run `make lessons`"
+
+
+def test_the_lessons_stay_small() -> None:
+    def changed(before: str, after: str) -> int:
+        done = subprocess.run(["diff", before, after], cwd=REPOSITORY, capture_output=True, text=True)
+        return sum(line.startswith(">") for line in done.stdout.splitlines())
+
+    stages = [str(path) for path in sorted(REPOSITORY.glob("0*/mnist_*.py"))]
+    assert all(len(Path(stage).read_text().splitlines()) <= 100 for stage in stages)
+    assert changed(stages[0], stages[1]) <= 20
+    assert changed(stages[1], stages[2]) <= 24
+
+
+def _commands() -> list[tuple[Path, str]]:
+    found = []
+    for readme in lessons.readmes():
+        for block in COMMANDS.findall(readme.read_text()):
+            found += [(readme, line) for line in block.splitlines() if line and not line.startswith("#")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("readme", "command"),
+    [(readme, command) for readme, command in _commands() if command not in RUN_ELSEWHERE],
+    ids=lambda value: value if isinstance(value, str) else value.parent.name,
+)
+def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: Path) -> None:
+    """As it is written, from the folder of its README, only on less data and into another folder."""
+    shorter = command
+    if "mnist_" in command:
+        shorter += f" --train-size 600 --results-dir {shlex.quote(str(tmp_path))}"
+    if "plot_results" in command:
+        shorter += f" --out {shlex.quote(str(tmp_path))}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", shorter],
+        cwd=readme.parent,
+        env=ENVIRONMENT | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_document_command_list_is_used() -> None:
+    """A command that no document has any more leaves the list above."""
+    assert set(RUN_ELSEWHERE) <= {command for _, command in _commands()}
+
+
+def test_bench_measures_the_ladder() -> None:
+    done = subprocess.run(
+        [sys.executable, "results/bench/ladder.py", "7", "--steps", "2"],
+        cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+def test_bench_names_its_parts() -> None:
+    done = subprocess.run(
+        [sys.executable, "results/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp."
