@@ -129,4 +129,6 @@ def test_bench_names_its_parts() -> None:
         [sys.executable, "results/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp."
+    assert (
+        done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp, memory."
+    )

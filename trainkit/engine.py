@@ -86,7 +86,7 @@ def train_epoch(
             f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr "
             "or use --precision fp32. The epochs before are recorded."
         )
-    peak = world.largest(_peak_memory_mb(device), device)
+    peak = world.largest(peak_memory_mb(device), device)
     return Trained(len(batches), seconds, losses.mean().item(), learning_rate, peak)
 
 
@@ -158,7 +158,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak_memory_mb(device: torch.device) -> float:
+def peak_memory_mb(device: torch.device) -> float:
+    """Megabytes (1e6 bytes) at the peak so far: allocated on the fullest GPU, or resident on a CPU."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
