@@ -22,15 +22,13 @@ def main() -> None:
     train_batches = batches.training(train_set, opts, here.device)
     test_batches = batches.testing(test_set, opts, here.device)
 
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(precision).to(here.device, memory_format=torch.channels_last)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     log = RunLog("single", opts, here, devices=1, precision=precision)
     for epoch in range(1, opts.epochs + 1):
-        trained = engine.train_epoch(
-            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
-        )
-        tested = engine.evaluate(model, test_batches, precision)
+        trained = engine.train_epoch(model, train_batches, optimizer, schedule, epoch, opts.log_interval)
+        tested = engine.evaluate(model, test_batches)
         log.epoch(epoch, trained, tested)
     log.finish(model)
 

@@ -23,7 +23,7 @@ def main() -> None:
     train_batches = batches.training(train_set, opts, here.device)
     test_batches = batches.testing(test_set, opts, here.device)
 
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(precision).to(here.device, memory_format=torch.channels_last)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
@@ -31,17 +31,13 @@ def main() -> None:
         batches.check_divides(opts.batch_size, gpus, "GPUs")
         model = nn.DataParallel(model)
     else:
-        print(
-            f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model on one device."
-        )
+        print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     log = RunLog("dp", opts, here, devices=max(gpus, 1), precision=precision)
     for epoch in range(1, opts.epochs + 1):
-        trained = engine.train_epoch(
-            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
-        )
-        tested = engine.evaluate(model, test_batches, precision)
+        trained = engine.train_epoch(model, train_batches, optimizer, schedule, epoch, opts.log_interval)
+        tested = engine.evaluate(model, test_batches)
         log.epoch(epoch, trained, tested)
     log.finish(model)
 

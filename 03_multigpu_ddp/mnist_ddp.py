@@ -16,27 +16,23 @@ def main() -> None:
     opts = options.parse(__doc__)
     here = world.join(not opts.no_cuda)
     precision = engine.choose_precision(opts.precision, here.device)
-    torch.manual_seed(opts.seed)
+    torch.manual_seed(opts.seed + here.rank)  # so that each rank drops other neurons
 
     # Every rank holds all images on its GPU, and takes its own share of every batch.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
 
-    model = Net().to(here.device, memory_format=torch.channels_last)
-    # All ranks start from rank 0's weights; in every backward pass the gradients are averaged over
-    # the ranks, so all weights stay equal.
+    model = Net(precision).to(here.device, memory_format=torch.channels_last)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
-    # The weights are made: from here on each rank drops other neurons.
-    torch.manual_seed(opts.seed + here.rank)
     log = RunLog("ddp", opts, here, devices=here.size, precision=precision) if here.rank == 0 else None
     for epoch in range(1, opts.epochs + 1):
-        trained = engine.train_epoch(
-            model, train_batches, optimizer, schedule, epoch, precision, opts.log_interval
-        )
-        tested = engine.evaluate(model, test_batches, precision)
+        trained = engine.train_epoch(model, train_batches, optimizer, schedule, epoch, opts.log_interval)
+        tested = engine.evaluate(model, test_batches)
         if log:
             log.epoch(epoch, trained, tested)
     if log:

@@ -57,8 +57,14 @@ def main() -> int:
         raise errors.UserError(f"--workers {workers} is more than the {available} found here: lower it.")
     if not on_gpus and wanted.train_size is None:
         arguments += ["--train-size", str(CPU_TRAIN_SIZE)]
+    if wanted.dry_run:
+        raise errors.UserError("--dry-run measures nothing that could be compared: leave it out.")
     # A size that divides among the workers, and one precision for all, or the rows could not be compared.
     batch_size = -(-wanted.batch_size // workers) * workers
+    if batch_size != wanted.batch_size:
+        print(
+            f"global batch size {batch_size}, the next above {wanted.batch_size} that {workers} workers share"
+        )
     device = torch.device("cuda" if on_gpus else "cpu")
     precision = engine.choose_precision(wanted.precision, device)
     dataset = _find_data(wanted)
@@ -94,13 +100,12 @@ def _runs(workers: int, on_gpus: bool) -> list[Run]:
 
 def _start(run: Run, arguments: list[str], on_gpus: bool, log: Path) -> bool:
     """Run it to its end, its output on the screen and in `log`; True if it went well."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    # The same number of threads for every worker of every run; torchrun would set 1, python all cores.
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if on_gpus:
         every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
         visible = environment.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: run.devices])
-    else:
-        environment["OMP_NUM_THREADS"] = "1"  # the same for every worker of every run
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -34,7 +34,7 @@ SHOWN = {
     "note": ("note", ""),
     "acc. %": ("test_accuracy", ".2f"),
     "eval s": ("eval_seconds", ".2f"),
-    "wall s": ("wall_seconds", ".1f"),
+    "wall s": ("elapsed_s", ".1f"),
     "mem. MB": ("peak_memory_mb", ".0f"),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
@@ -42,7 +42,8 @@ SHOWN = {
 TEXTS = ("stage", "variant", "note")
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
-    "speedup, eff. %: against one device of the same kind. wall s: from start to last evaluation."
+    "speedup, eff. %: against one device of the same kind. "
+    "wall s: from the start of the process (rank 0) to its last evaluation."
 )
 # Colour is never the only difference: figures are read on grey paper too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
@@ -116,8 +117,6 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
-    resumed = sorted(set(rows[rows.wall_seconds.isna()].run_id))
-    notes += [f"{run_id} lacks its first epoch, so its wall time is not known." for run_id in resumed]
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
 
 
@@ -139,7 +138,7 @@ def _draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     figures = {
         "throughput.png": _throughput(table[table.images_per_s.notna()]),
         "speedup.png": _speedup(table[table.speedup.notna()]),
-        "accuracy.png": _accuracy(table, rows.dropna(subset="wall_seconds")),
+        "accuracy.png": _accuracy(table, rows),
     }
     for name, figure in figures.items():
         # A figure of an earlier call would be taken for one of these runs.
@@ -211,7 +210,7 @@ def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
         for _, epochs in bench.groupby("run_id", sort=False):
             text = analysis.label(epochs.iloc[0])
             style = styles.setdefault(text, _style(len(styles)))
-            axes.plot(epochs.wall_seconds, epochs.test_accuracy, label=text, **style)
+            axes.plot(epochs.elapsed_s, epochs.test_accuracy, label=text, **style)
         axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
         axes.set_title(_title(*name), fontsize=10)
         axes.grid(alpha=0.3)

@@ -1,11 +1,15 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import rows_of, run_stage
+import torch
+from conftest import ENVIRONMENT, rows_of, run_stage, stage_command
 
-from trainkit import records
+from trainkit import records, world
+from trainkit.errors import UserError
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
@@ -15,6 +19,8 @@ ALONE = [
     (["--dataset", "cifar"], "choose from mnist, synthetic"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--batch-size", "70000"], "more than the 60000 training images"),
+    (["--train-size", "70000"], "more than the 60000 training images"),
+    (["--seed", "99999999999999999999"], "is too large"),
     (["--num-workers", "2"], "needs --loader workers"),
     (["--data-dir", "/nowhere"], "/nowhere"),
     (["--results-dir", "/proc/nowhere"], "results cannot be written to /proc/nowhere"),
@@ -59,6 +65,63 @@ def test_a_batch_that_does_not_divide_names_the_nearest(tmp_path: Path) -> None:
     done = run_stage("ddp", "--batch-size", 64, "--results-dir", tmp_path, processes=3)
     assert done.returncode != 0
     assert "--batch-size 64 does not divide among 3 processes: the nearest is 63 or 66." in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+        done = run_stage("ddp", "--results-dir", tmp_path, env=place | {"MASTER_PORT": port})
+    assert done.returncode == 1
+    assert f"the 2 processes could not meet at localhost:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_whose_peer_dies_ends_with_a_sentence(tmp_path: Path) -> None:
+    """Without a launcher to end it, the rank that is left notices by itself."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = stage_command("ddp", "--epochs", 99, "--no-cuda", "--results-dir", tmp_path)
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=shared | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    next(line for line in ranks[0].stdout if line.startswith("stage ddp"))
+    ranks[1].kill()
+    _, complaint = ranks[0].communicate(timeout=120)
+    ranks[1].communicate()
+    assert ranks[0].returncode == 1
+    assert "error on rank 0: lost the other ranks" in complaint
+    assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("visible", "launcher", "device"),
+    [(2, "torchrun", "cuda:1"), (1, "srun", "cuda:0"), (1, "torchrun", None), (0, "python", "cpu")],
+)
+def test_every_process_has_a_gpu_of_its_own(
+    visible: int, launcher: str, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two processes on a node, by the number of GPUs it sees; no GPU is needed to decide."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
+    if device:
+        assert str(world._device(place, use_cuda=True)) == device
+    else:
+        with pytest.raises(UserError, match=r"rank 1 \(local rank 1\) has no GPU of its own.*1 visible GPU"):
+            world._device(place, use_cuda=True)
 
 
 @pytest.mark.parametrize("processes", [None, 2])

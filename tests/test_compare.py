@@ -100,6 +100,7 @@ def test_without_mnist_it_says_loudly_what_it_uses_instead(project: Path) -> Non
     [
         ("--workers 4000 --no-cuda", "--workers 4000 is more than the"),
         ("--workers 0", "0 is too small"),
+        ("--dry-run", "--dry-run measures nothing"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
         ("--results-dir /proc/nowhere --no-cuda", "cannot be written"),
     ],

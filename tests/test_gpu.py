@@ -8,7 +8,7 @@ from conftest import rows_of, run_stage
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NAME = torch.cuda.get_device_name(0) if GPUS else ""
-SHORT = ("--epochs", 2, "--train-size", 6400, "--batch-size", 64 * max(GPUS, 1))
+SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA GPUs, finds {GPUS}")

@@ -196,21 +196,6 @@ def test_only_warm_up_runs(tmp_path: Path) -> None:
     assert [name for name in FIGURES if (tmp_path / "out" / name).exists()] == ["accuracy.png"]
 
 
-def test_resumed_run_counts_all_its_time(tmp_path: Path) -> None:
-    path = write_run(tmp_path, "resumed", [10, 1000, 10, 1100])
-    rows = pd.read_csv(path)
-    # The second process starts its clock again, and its first epoch has the rest of the data only.
-    rows.loc[2:, ["warmup", "elapsed_s", "images"]] = [[1, 7, 1024], [0, 12, 59904]]
-    rows.to_csv(path, index=False)
-    late = write_run(tmp_path, "late", [10, 1000], **ddp(2))
-    pd.read_csv(late).assign(epoch=[3, 4]).to_csv(late, index=False)
-    text, table = report(tmp_path)
-    assert list(table.images) == [59904, 59904]
-    assert (table.wall_seconds[0], table.images_per_s[0]) == (32, 1050)
-    assert pd.isna(table.wall_seconds[1])
-    assert "late lacks its first epoch, so its wall time is not known." in text
-
-
 def test_copies_count_once(tmp_path: Path) -> None:
     path = write_run(tmp_path, "one", [10, 1000, 1200])
     shutil.copy(path, tmp_path / "copy.csv")

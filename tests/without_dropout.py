@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit import model
 
-model.Dropout = lambda _: nn.Identity()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if __name__ == "__main__":
+    model.Dropout = lambda _: nn.Identity()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -53,22 +53,25 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with the columns of `records.COLUMNS` and `wall_seconds`, the time since the run first
-        began, over all its processes if it was resumed (NaN if the earlier ones left no rows).
+        Rows with the columns of `records.COLUMNS`, and the sentences.
 
     Raises:
         UserError: if a path is not there.
     """
     files, runs, skipped = set(), [], []
     for path in paths:
-        if not path.exists():
+        if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
-        walk = os.walk(path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}."))
-        found = [Path(folder, name) for folder, _, names in walk for name in names if name.endswith(".csv")]
-        files.update(file.resolve() for file in (found if path.is_dir() else [path]))
+        if not path.is_dir():
+            files.add(path.resolve())
+            continue
+        for folder, _, names in os.walk(
+            path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}.")
+        ):
+            files.update(Path(folder, name).resolve() for name in names if name.endswith(".csv"))
     for file in sorted(files):
         try:
-            runs.append(_whole_run(pd.DataFrame(records.read(file))))
+            runs.append(pd.DataFrame(records.read(file)))
         except records.RecordError as error:
             skipped.append(str(error))
     rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
@@ -76,22 +79,12 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     return rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True), skipped
 
 
-def _whole_run(run: pd.DataFrame) -> pd.DataFrame:
-    """Put right what a row of a resumed run cannot know: the run's wall time and the data's size."""
-    earlier = run.elapsed_s.shift(fill_value=0).where(run.warmup, 0).cumsum()
-    known = run.epoch.iloc[0] == 1
-    # An epoch resumed in its middle has fewer images than a whole one.
-    return run.assign(
-        wall_seconds=run.elapsed_s + earlier if known else float("nan"), images=run.images.max()
-    )
-
-
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per configuration (`CONFIG`), over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `eval_seconds` their median: NaN without such epochs.
-    `test_accuracy` (%) and `wall_seconds` are medians over runs of the last epoch's,
+    `test_accuracy` (%) and `elapsed_s` are medians over runs of the last epoch's,
     `peak_memory_mb` is the largest. `variant` names the settings that differ within the bench.
     """
     summary = []
@@ -106,7 +99,7 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
             "fastest": steady.images_per_s.max(),
             "eval_seconds": steady.eval_seconds.median(),
             "test_accuracy": last.test_accuracy.median(),
-            "wall_seconds": last.wall_seconds.median(),
+            "elapsed_s": last.elapsed_s.median(),
             "peak_memory_mb": group.peak_memory_mb.max(),
             "runs": len(runs),
             "epochs": "..".join(map(str, epochs)),
@@ -208,7 +201,9 @@ def _against_one(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
 def _unlike(row: tuple, one: tuple) -> list[str]:
     unlike = [name for name in SAME if getattr(row, name) != getattr(one, name)]
     same_data = row.images < one.images + one.global_batch and one.images < row.images + row.global_batch
-    return [name for name in unlike if not (name == "images" and same_data)]
+    # A GPU does not become faster by more CPU threads beside it.
+    equal = {"images": same_data, "threads_per_worker": not is_cpu(row.device_name)}
+    return [name for name in unlike if not equal.get(name)]
 
 
 def _clause(stage: str, rows: pd.DataFrame) -> str:

@@ -28,13 +28,15 @@ def training(
         UserError: if the global batch does not divide among the ranks or exceeds the data set.
     """
     batch = options.batch_size
-    size = batch if options.dry_run else options.train_size
-    images, labels = split.images[:size], split.labels[:size]
     check_divides(batch, world_size, "processes")
-    if batch > len(labels):
-        raise UserError(f"--batch-size {batch} is more than the {len(labels)} training images: lower it.")
-    sampler = GlobalOrder(len(labels), batch, options.seed, rank, world_size)
-    return _make(Split(images, labels), sampler, options, device)
+    available, size = len(split.labels), options.train_size or len(split.labels)
+    if size > available:
+        raise UserError(f"--train-size {size} is more than the {available} training images: lower it.")
+    if batch > size:
+        raise UserError(f"--batch-size {batch} is more than the {size} training images: lower it.")
+    size = batch if options.dry_run else size
+    order = GlobalOrder(size, batch, options.seed, rank, world_size)
+    return _make(Split(split.images[:size], split.labels[:size]), order, options, device)
 
 
 def testing(
@@ -43,8 +45,8 @@ def testing(
     """This rank's share of the test set, every image once on exactly one rank: no padding."""
     if options.dry_run:
         split = Split(*(part[: options.test_batch_size * world_size] for part in split))
-    sampler = TestShare(len(split.labels), options.test_batch_size, rank, world_size)
-    return _make(split, sampler, options, device)
+    share = TestShare(len(split.labels), options.test_batch_size, rank, world_size)
+    return _make(split, share, options, device)
 
 
 def check_divides(batch_size: int, parts: int, what: str) -> None:
@@ -57,38 +59,51 @@ def check_divides(batch_size: int, parts: int, what: str) -> None:
         )
 
 
-class GlobalOrder(Sampler[torch.Tensor]):
-    """Yields this rank's indices, int64 (batch_size / world_size,), for every step of `epoch`."""
+class Share(Sampler[torch.Tensor]):
+    """The indices that one rank takes, in steps of `step_size`."""
+
+    step_size: int
+
+    def indices(self) -> torch.Tensor:
+        """All indices of an epoch, int64 (n,)."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.indices().split(self.step_size))
+
+
+class GlobalOrder(Share):
+    """This rank's share of every batch of `epoch`: batch_size / world_size indices a step."""
 
     def __init__(self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.step_size = rank, batch_size // world_size
         self.epoch = 1
 
     def __len__(self) -> int:
         return self.size // self.batch_size
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def indices(self) -> torch.Tensor:
         order = torch.randperm(self.size, generator=generator(self.seed, self.epoch))
-        share = self.batch_size // self.world_size
-        for start in range(self.rank * share, len(self) * self.batch_size, self.batch_size):
-            yield order[start : start + share]
+        steps = order[: len(self) * self.batch_size].view(len(self), self.batch_size)
+        start = self.rank * self.step_size
+        return steps[:, start : start + self.step_size].flatten()
 
 
-class TestShare(Sampler[torch.Tensor]):
-    """Yields the indices of this rank's contiguous share of the test set, in order."""
+class TestShare(Share):
+    """This rank's contiguous share of the test set, in order; the last step may be smaller."""
 
     __test__ = False  # not a test case, whatever its name
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.indices = torch.arange(size * rank // world_size, size * (rank + 1) // world_size)
-        self.batch_size = batch_size
+        self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
+        self.step_size = batch_size
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
+        return -(-(self.last - self.first) // self.step_size)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.indices.split(self.batch_size))
+    def indices(self) -> torch.Tensor:
+        return torch.arange(self.first, self.last)
 
 
 def generator(seed: int, epoch: int) -> torch.Generator:
@@ -100,74 +115,65 @@ def generator(seed: int, epoch: int) -> torch.Generator:
 
 
 class Batches:
-    """Batches on `device`: normalised float images (n, 1, 28, 28) in channels_last order, int64 labels (n,).
+    """Batches on `device`: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
 
     `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows.
     """
 
-    def __init__(self, sampler: GlobalOrder | TestShare, device: torch.device, shift: bool) -> None:
-        self.sampler, self.device, self.shift = sampler, device, shift
+    def __init__(self, share: Share, device: torch.device, shift: bool) -> None:
+        self.share, self.device, self.shift = share, device, shift
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.share)
 
     def set_epoch(self, epoch: int) -> None:
-        self.sampler.epoch = epoch
+        self.share.epoch = epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self.shift:
-            yield from self._load()
-            return
-        # One random shift of at most a pixel for the whole batch; digits have a border of four.
-        random = generator(self.sampler.seed, self.sampler.epoch)
-        shifts = torch.randint(-1, 2, (len(self), 2), generator=random).tolist()
-        for (images, labels), offset in zip(self._load(), shifts, strict=True):
-            yield images.roll(offset, dims=(2, 3)), labels
-
-    def _load(self) -> Iterator[Batch]:
         raise NotImplementedError
+
+    def _offsets(self) -> list[tuple[int, int]]:
+        """For every step the pixels, down and right, by which its images are shifted: at most one."""
+        if not self.shift:
+            return [(0, 0)] * len(self)
+        random = generator(self.share.seed, self.share.epoch)
+        return [tuple(pair) for pair in torch.randint(-1, 2, (len(self), 2), generator=random).tolist()]
 
 
 class ResidentBatches(Batches):
     """The data set lives on the device as bytes (MNIST: 47 MB); each batch is normalised there."""
 
-    def __init__(
-        self, split: Split, sampler: GlobalOrder | TestShare, device: torch.device, shift: bool
-    ) -> None:
-        super().__init__(sampler, device, shift)
+    def __init__(self, split: Split, share: Share, device: torch.device, shift: bool) -> None:
+        super().__init__(share, device, shift)
         self.images, self.labels = split.images.to(device), split.labels.to(device)
 
-    def _load(self) -> Iterator[Batch]:
-        for indices in self.sampler:
-            indices = indices.to(self.device, non_blocking=True)
-            images = self.images[indices].float().sub_(255 * MEAN).div_(255 * STD)
-            yield images.contiguous(memory_format=torch.channels_last), self.labels[indices]
+    def __iter__(self) -> Iterator[Batch]:
+        steps = self.share.indices().to(self.device).split(self.share.step_size)
+        for indices, offset in zip(steps, self._offsets(), strict=True):
+            images = _shifted(self.images[indices], offset)
+            images = images.to(torch.float32, memory_format=torch.channels_last)
+            yield images.sub_(255 * MEAN).div_(255 * STD), self.labels[indices]
 
 
 class WorkerBatches(Batches):
     """The classic way: a DataLoader whose processes decode and normalise one image at a time."""
 
     def __init__(
-        self,
-        split: Split,
-        sampler: GlobalOrder | TestShare,
-        device: torch.device,
-        shift: bool,
-        num_workers: int,
+        self, split: Split, share: Share, device: torch.device, shift: bool, num_workers: int
     ) -> None:
-        super().__init__(sampler, device, shift)
+        super().__init__(share, device, shift)
         self.loader = DataLoader(
             OneByOne(split),
-            batch_sampler=sampler,
+            batch_sampler=share,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
         )
 
-    def _load(self) -> Iterator[Batch]:
-        for images, labels in self.loader:
+    def __iter__(self) -> Iterator[Batch]:
+        for (images, labels), offset in zip(self.loader, self._offsets(), strict=True):
             images = images.to(self.device, non_blocking=True, memory_format=torch.channels_last)
-            yield images, labels.to(self.device, non_blocking=True)
+            yield _shifted(images, offset), labels.to(self.device, non_blocking=True)
 
 
 class OneByOne(Dataset):
@@ -175,12 +181,10 @@ class OneByOne(Dataset):
 
     def __init__(self, split: Split) -> None:
         # Imported by those who use it: torchvision takes longer to import than MNIST to load.
-        from PIL import Image
-        from torchvision import transforms
+        from torchvision import transforms as t
 
-        to_tensor, normalize = transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))
-        self.transform = lambda pixels: normalize(to_tensor(Image.fromarray(pixels)))
-        self.images, self.labels = split.images.squeeze(1).numpy(), split.labels.tolist()
+        self.images, self.labels = split.images, split.labels.tolist()
+        self.transform = t.Compose([t.ToPILImage(), t.ToTensor(), t.Normalize((MEAN,), (STD,))])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -189,8 +193,13 @@ class OneByOne(Dataset):
         return self.transform(self.images[index]), self.labels[index]
 
 
-def _make(split: Split, sampler: GlobalOrder | TestShare, options: Options, device: torch.device) -> Batches:
-    shift = options.recipe == "fast" and isinstance(sampler, GlobalOrder)
+def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
+    # What leaves at one edge comes in at the other: nearly always background.
+    return images.roll(offset, dims=(2, 3)) if any(offset) else images
+
+
+def _make(split: Split, share: Share, options: Options, device: torch.device) -> Batches:
+    shift = options.recipe == "fast" and isinstance(share, GlobalOrder)
     if options.loader == "resident":
-        return ResidentBatches(split, sampler, device, shift)
-    return WorkerBatches(split, sampler, device, shift, options.num_workers)
+        return ResidentBatches(split, share, device, shift)
+    return WorkerBatches(split, share, device, shift, options.num_workers)

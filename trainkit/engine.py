@@ -4,6 +4,7 @@ Every number is that of the whole run, on every rank: seconds are the slowest ra
 counts are summed over all ranks.
 """
 
+import math
 import resource
 import time
 from typing import NamedTuple
@@ -21,21 +22,21 @@ from trainkit.model import Net
 
 
 class Trained(NamedTuple):
-    """One training epoch: mean loss per image, seconds of the slowest rank, steps over all images."""
+    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per image."""
 
     steps: int
     seconds: float
     loss: float
     learning_rate: float  # of the first step
-    peak_memory_mb: float  # of the fullest rank: device memory on GPUs, the whole process on CPUs
 
 
 class Tested(NamedTuple):
-    """One evaluation of the whole test set: mean loss per image, accuracy in percent, seconds."""
+    """One evaluation: seconds of the slowest rank, mean loss per image, percent correct."""
 
     seconds: float
     loss: float
     accuracy: float
+    peak_memory_mb: float  # so far, of the fullest rank
 
 
 def train_epoch(
@@ -44,7 +45,6 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     schedule: LRScheduler,
     epoch: int,
-    precision: str,
     log_interval: int,
 ) -> Trained:
     """Train on every batch of `epoch`.
@@ -70,8 +70,7 @@ def train_epoch(
     start = _start_clock(device)
     for step, (images, labels) in enumerate(bar):
         optimizer.zero_grad()
-        with _autocast(device, precision):
-            loss = F.nll_loss(model(images), labels)
+        loss = F.nll_loss(model(images), labels)
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -83,20 +82,23 @@ def train_epoch(
     if len(broken):
         first = broken[0].item()
         raise UserError(
-            f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr "
-            "or use --precision fp32. The epochs before are recorded."
+            f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr. "
+            "The epochs before are recorded."
         )
-    peak = world.largest(peak_memory_mb(device), device)
-    return Trained(len(batches), seconds, losses.mean().item(), learning_rate, peak)
+    return Trained(len(batches), seconds, losses.mean().item(), learning_rate)
 
 
-def evaluate(model: nn.Module, batches: Batches, precision: str) -> Tested:
-    """Evaluate on every test image once: sums over this rank's share, then over the ranks."""
+def evaluate(model: nn.Module, batches: Batches) -> Tested:
+    """Evaluate on every test image once: sums over this rank's share, then over the ranks.
+
+    Raises:
+        UserError: if the loss is not a number: the last training step went wrong.
+    """
     model.eval()
     device = batches.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
     start = _start_clock(device)
-    with torch.inference_mode(), _autocast(device, precision):
+    with torch.inference_mode():
         for images, labels in batches:
             output = model(images)
             loss = F.nll_loss(output, labels, reduction="sum")
@@ -104,7 +106,10 @@ def evaluate(model: nn.Module, batches: Batches, precision: str) -> Tested:
             sums += torch.stack([loss, correct, torch.full_like(loss, len(labels))])
     seconds = _stop_clock(device, start)
     loss, correct, images = world.total(sums).tolist()
-    return Tested(seconds, loss / images, 100 * correct / images)
+    if not math.isfinite(loss):
+        raise UserError(f"the test loss is {loss}: lower --lr. The epochs before are recorded.")
+    peak = world.largest(peak_memory_mb(device), device)
+    return Tested(seconds, loss / images, 100 * correct / images, peak)
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
@@ -118,26 +123,20 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     if device.type == "cuda":
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        model = Net().to(memory_format=torch.channels_last)
         seconds = {"fp32": [], "bf16": []}
         for _ in range(5):  # in turns, so that a busy moment of the machine meets both
             for precision, times in seconds.items():
-                times.append(_seconds_of_a_step(model, precision))
+                times.append(_seconds_of_a_step(precision))
         faster = min(seconds["bf16"]) < min(seconds["fp32"])
     return "bf16" if world.agree(faster, device) else "fp32"
 
 
-def _seconds_of_a_step(model: nn.Module, precision: str) -> float:
+def _seconds_of_a_step(precision: str) -> float:
+    model = Net(precision).to(memory_format=torch.channels_last)
     images = torch.rand(64, 1, 28, 28)
     start = time.perf_counter()
-    with _autocast(images.device, precision):
-        loss = model(images).square().mean()
-    loss.backward()
+    model(images).square().mean().backward()
     return time.perf_counter() - start
-
-
-def _autocast(device: torch.device, precision: str) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def _start_clock(device: torch.device) -> float:

@@ -21,11 +21,21 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            sys.exit(f"error{_which_rank()}: the GPU's memory is full: lower --batch-size.")
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
         if not _lost_a_peer(error):
             raise
-        sys.exit(f"error{_which_rank()}: another rank stopped; the reason is the first error above.")
+        sys.exit(
+            f"error{_which_rank()}: lost the other ranks ({first_line(error)}). If one of them reported "
+            "an error above, that is the reason."
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its text, without the stack of C++ frames that PyTorch adds."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _which_rank() -> str:

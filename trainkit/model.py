@@ -8,11 +8,13 @@ from torch import nn
 class Net(nn.Module):
     """Two convolutions, one pooling, two linear layers, as in the PyTorch MNIST example.
 
-    Takes normalised images, float (n, 1, 28, 28); returns log-probabilities, float32 (n, 10).
+    Takes normalised images, float32 (n, 1, 28, 28); returns log-probabilities, float32 (n, 10).
+    `precision` is what the layers compute in, "fp32" or "bf16"; the weights are float32 either way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "fp32") -> None:
         super().__init__()
+        self.precision = precision
         self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
         self.dropout1 = Dropout(0.25)
@@ -21,6 +23,11 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # In here and not around the call: the threads of DataParallel would fall back to float16.
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return F.log_softmax(self._logits(images).float(), dim=1)
+
+    def _logits(self, images: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.conv1(images))
         # Pooling before relu: the largest of four, then relu, is the same number as relu, then the
         # largest of four, and leaves relu a quarter of the work.
@@ -30,7 +37,7 @@ class Net(nn.Module):
         x = x.permute(0, 2, 3, 1).flatten(1)
         x = F.relu(self.fc1(x))
         x = self.dropout2(x)
-        return F.log_softmax(self.fc2(x).float(), dim=1)
+        return self.fc2(x)
 
 
 class Dropout(nn.Dropout):

@@ -102,14 +102,14 @@ def parse(description: str, arguments: list[str] | None = None) -> Options:
         type=at_least(0),
         default=0,
         metavar="N",
-        help="loader processes per GPU, for --loader workers",
+        help="loader processes of each process, for --loader workers",
     )
     images.add_argument(
         "--test-batch-size",
         type=at_least(1),
         default=250,
         metavar="N",
-        help="images per evaluation step and GPU; changes the speed only",
+        help="images per evaluation step and process; changes the speed only",
     )
 
     machine = parser.add_argument_group("machine")
@@ -166,15 +166,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """An argparse type: a whole number, `smallest` or more."""
+    """An argparse type: a whole number of 32 bits, `smallest` or more."""
 
     def whole_number(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < smallest:
-            raise argparse.ArgumentTypeError(f"{number} is too small, it must be at least {smallest}")
+        if not smallest <= number < 2**31:
+            size = "small" if number < smallest else "large"
+            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {2**31 - 1}")
         return number
 
     return whole_number

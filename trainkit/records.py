@@ -6,6 +6,7 @@ file and renamed over the old one, so that a reader, a kill or a full disk never
 
 import csv
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.errors import UserError
@@ -103,7 +104,8 @@ class Recorder:
                 os.fsync(file.fileno())
             temporary.replace(self.path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
                 f"--results-dir. The {len(self._rows) - 1} epochs recorded before are kept."
@@ -133,7 +135,7 @@ def read(path: Path) -> list[dict[str, object]]:
             raise RecordError(f"{path}: not read, line {number} is cut short or too long.")
         version = row["schema_version"]
         if version != str(SCHEMA_VERSION):
-            age = "newer" if version.isdigit() and int(version) > SCHEMA_VERSION else "older or unknown"
+            age = "newer" if version.isdecimal() and int(version) > SCHEMA_VERSION else "older or unknown"
             raise RecordError(
                 f"{path}: not read, its schema version {version or '(none)'} is {age} "
                 f"(this program reads version {SCHEMA_VERSION})."

@@ -4,8 +4,8 @@ import os
 import platform
 import secrets
 import subprocess
-import sys
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class RunLog:
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": torch.__version__,
             "cuda_version": torch.version.cuda if world.device.type == "cuda" else "",
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
         self._recorder = None if options.dry_run else Recorder(options.results_dir, facts)
@@ -85,7 +85,7 @@ class RunLog:
             test_loss=tested.loss,
             test_accuracy=tested.accuracy,
             learning_rate=trained.learning_rate,
-            peak_memory_mb=trained.peak_memory_mb,
+            peak_memory_mb=tested.peak_memory_mb,
             elapsed_s=time.time() - self._started,
         )
 
@@ -109,7 +109,8 @@ class RunLog:
             torch.save(network.state_dict(), temporary)
             temporary.replace(path)
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise UserError(
                 f"the weights cannot be saved to {path} ({error}). The results are in {self._recorder.path}."
             ) from None
@@ -117,17 +118,16 @@ class RunLog:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or "CPU: " and the processor's (from /proc/cpuinfo: Python's own is empty on Linux)."""
+    """The GPU's name, or "CPU: " and the processor's, from Linux's /proc/cpuinfo."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"CPU: {line.split(':', 1)[1].strip()}"
-    return f"CPU: {platform.processor() or platform.machine()}"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"CPU: {line.split(':', 1)[1].strip()}"
+    return f"CPU: {platform.machine()}"  # ARM processors have no name there
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
     """The commit of this checkout, with "-dirty" if it was changed since; empty outside of git."""
     try:
         done = subprocess.run(

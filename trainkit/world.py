@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, first_line
 
 # A rank that waits for a peer longer than this gives up, so that a job with a lost or sleeping
 # rank ends instead of holding its GPUs until the time limit.
@@ -40,7 +40,8 @@ def alone(use_cuda: bool, stage_name: str) -> World:
         UserError: if a launcher started several processes: each would train the whole model.
     """
     place = _place()
-    nodes = max(place["nodes"], _number("SLURM_JOB_NUM_NODES", 1))
+    # In a batch script this process stands for the whole job; in an srun step only for the step.
+    nodes = _number("SLURM_JOB_NUM_NODES", 1) if place["launcher"] == "python" else place["nodes"]
     if place["size"] > 1 or nodes > 1:
         raise UserError(
             f"{stage_name} is one process on one node, but this job has {place['size']} process(es) "
@@ -59,13 +60,21 @@ def join(use_cuda: bool) -> World:
     place = _place()
     device = _device(place, use_cuda)
     meeting_point = {"init_method": "env://"} if place["size"] > 1 else {"store": dist.HashStore()}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        rank=place["rank"],
-        world_size=place["size"],
-        timeout=TIMEOUT,
-        **meeting_point,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=place["rank"],
+            world_size=place["size"],
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+            **meeting_point,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
+            "them run, that every node resolves the address, and that nothing else uses the port."
+        ) from None
     return World(**place, device=device)
 
 
@@ -171,7 +180,7 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
             _pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    isolated = visible == 1 and "SLURM_STEP_ID" in os.environ  # srun --gpus-per-task
+    isolated = visible == 1 and place["launcher"] == "srun"  # srun --gpus-per-task
     index = 0 if isolated else place["local_rank"]
     if index >= visible:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")

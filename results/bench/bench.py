@@ -1,12 +1,13 @@
 """Time our stages against the classic script, side by side on this machine.
 
-Every part runs its cases in turn, several times over, and compares medians: machines drift, and a
-ratio of neighbours survives that. Each writes `<out>/<part>.csv` and prints what it found.
+The parts speed, ladder and ddp run their cases in turn, several times over, and compare medians:
+machines drift, and a ratio of neighbours survives that. Each part writes `<out>/<part>.csv`.
 """
 
 import argparse
 import csv
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import torch
 from ladder import RUNGS
 
 from trainkit import data, errors, options, records
-from trainkit.runlog import device_name
+from trainkit.runlog import device_name, git_commit
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -35,27 +36,36 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument(
-        "--repeats", type=options.at_least(1), default=3, help="runs of each case (default: 3)"
+        "--repeats", type=options.at_least(1), default=3, help="turns of speed, ladder and ddp (default: 3)"
     )
     parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR, help="where MNIST is")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: next to this file)"
+        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: results/bench/out)"
     )
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
     data.load("mnist", args.data_dir)  # says what to do where there is none
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.UserError(f"{args.out} cannot be made ({error.strerror}): give another --out.") from None
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = {"device_name": device_name(device), "torch_version": torch.__version__}
+    machine |= {"git_commit": git_commit()}
     for part in args.parts or PARTS:
         measure, summarise = PARTS[part]
         print(f"\n== {part}: {measure.__doc__}", flush=True)
-        frame = pd.DataFrame([row | machine for row in measure(args)])
-        frame.to_csv(args.out / f"{part}.csv", index=False, float_format="%.6g")
-        print(summarise(frame).round(3).to_string(), flush=True)
+        rows = []
+        try:
+            for row in measure(args):
+                rows.append(row | machine)
+                pd.DataFrame(rows).to_csv(args.out / f"{part}.csv", index=False, float_format="%.6g")
+        except subprocess.CalledProcessError as error:
+            raise errors.UserError(f"{shlex.join(map(str, error.cmd))} failed; its error is above.") from None
+        print(summarise(pd.DataFrame(rows)).round(3).to_string(), flush=True)
 
 
 def speed(args: argparse.Namespace) -> Rows:
@@ -92,8 +102,8 @@ def ddp(args: argparse.Namespace) -> Rows:
             for workers in (1, 2):
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
                 command = [*torchrun, f"--nproc-per-node={workers}", DDP]
-                case = f"batch {batch}, {workers} worker(s)"
-                yield from _stage(args, case, repeat, command, *chosen, f"--batch-size={batch}", threads=1)
+                runs = _stage(args, "ddp", repeat, command, *chosen, f"--batch-size={batch}", threads=1)
+                yield from ({"batch": batch, "workers": workers} | row for row in runs)
 
 
 def memory(args: argparse.Namespace) -> Rows:
@@ -161,20 +171,19 @@ def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
-    """Seconds from the start of the process to the end of the first epoch at the goal, and the ratio."""
-    reached = frame[frame.test_accuracy >= GOAL].groupby(["case", "repeat"], sort=False).first()
-    table = reached[["epoch", "test_accuracy", "elapsed_s"]].copy()
-    table["times sooner"] = table.elapsed_s.iloc[0] / table.elapsed_s
+    """Seconds until each run had reached the goal, and how many times sooner than the classic script."""
+    runs = ["case", "repeat"]
+    reached = frame[frame.test_accuracy >= GOAL].groupby(runs).first()
+    # A run that never reached the goal shows as NaN.
+    table = reached[["epoch", "test_accuracy", "elapsed_s"]].reindex(frame.groupby(runs).first().index)
+    table["times sooner"] = table.elapsed_s["classic script", 0] / table.elapsed_s
     return table
 
 
 def _efficiency(frame: pd.DataFrame) -> pd.DataFrame:
-    """Speedup of two workers over one, by global batch size, and half of it: the efficiency."""
-    medians = frame[frame.epoch > 1].groupby("case", sort=False).images_per_s.median()
-    table = pd.DataFrame({"one": medians.iloc[::2].to_numpy(), "two": medians.iloc[1::2].to_numpy()})
-    table.index = [name.split(",")[0] for name in medians.index[::2]]
-    table["speedup"] = table.two / table.one
-    table["efficiency"] = table.speedup / 2
+    """Median images/s of one and of two workers by global batch size, and their ratio over two."""
+    table = frame[frame.epoch > 1].pivot_table("images_per_s", "batch", "workers", aggfunc="median")
+    table["efficiency"] = table[2] / table[1] / 2
     return table
 
 

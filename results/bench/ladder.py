@@ -5,6 +5,8 @@ python results/bench/ladder.py 3 --data-dir data
 
 import argparse
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from classic_mnist import Net as ClassicNet
 from torch import nn
 
 from trainkit import data, world
-from trainkit.batches import GlobalOrder, OneByOne, ResidentBatches
+from trainkit.batches import Batch, GlobalOrder, OneByOne, ResidentBatches
 from trainkit.model import Dropout
 
 RUNGS = (
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("rung", type=int, choices=range(len(RUNGS)))
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--data-dir", type=data.Path, default=data.DEFAULT_DIR)
+    parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR)
     args = parser.parse_args()
     have = set(RUNGS[: args.rung + 1])
 
@@ -66,19 +68,25 @@ def main() -> None:
 
     sampler = GlobalOrder(len(train_set.labels), args.batch_size, seed=1)
     if "data set resident as bytes" in have:
-        batches = iter(ResidentBatches(train_set, sampler, device, shift=False))
+        batches = ResidentBatches(train_set, sampler, device, shift=False)
     else:
-        batches = iter(torch.utils.data.DataLoader(OneByOne(train_set), batch_sampler=sampler))
+        batches = torch.utils.data.DataLoader(OneByOne(train_set), batch_sampler=sampler)
+    batches = _endless(batches)
     _train(model, optimizer, batches, device, have, steps=5)  # warm-up
     start = time.perf_counter()
     _train(model, optimizer, batches, device, have, args.steps)
     print(args.steps * args.batch_size / (time.perf_counter() - start))
 
 
+def _endless(batches: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches
+
+
 def _train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: object,
+    batches: Iterator[Batch],
     device: torch.device,
     have: set[str],
     steps: int,
@@ -86,8 +94,6 @@ def _train(
     for _ in range(steps):
         images, labels = next(batches)
         images, labels = images.to(device), labels.to(device)
-        if "channels_last" not in have:
-            images = images.contiguous()
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in have):
             loss = F.nll_loss(model(images), labels)

@@ -15,14 +15,14 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     precision = parser.parse_args().precision
     opts = options.parse("", ["--batch-size", "128", "--dry-run"])
-    here = world.alone(True, "this script")
+    here = world.alone(use_cuda=True, stage_name="this script")
     one = Split(torch.zeros(250, 1, 28, 28, dtype=torch.uint8), torch.zeros(250, dtype=torch.long))
     train_batches = batches.training(one, opts, here.device)
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(precision).to(here.device, memory_format=torch.channels_last)
     optimizer, schedule = optimizer_and_schedule(opts, model, 1)
     for epoch in range(1, 61):
-        engine.train_epoch(model, train_batches, optimizer, schedule, epoch, precision, 10)
-        engine.evaluate(model, batches.testing(one, opts, here.device), precision)
+        engine.train_epoch(model, train_batches, optimizer, schedule, epoch, 10)
+        engine.evaluate(model, batches.testing(one, opts, here.device))
     print(engine.peak_memory_mb(here.device))
 
 
