@@ -16,7 +16,7 @@ ALONE = [
     (["--epochs", "0"], "0 is too small"),
     (["--epochs", "two"], "'two' is not a whole number"),
     (["--lr", "-1"], "must be more than 0"),
-    (["--dataset", "cifar"], "choose from mnist, synthetic"),
+    (["--dataset", "cifar"], "--dataset: invalid choice: 'cifar' (choose from"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--batch-size", "70000"], "more than the 60000 training images"),
     (["--train-size", "70000"], "more than the 60000 training images"),

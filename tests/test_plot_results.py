@@ -133,7 +133,6 @@ def test_own_baseline_is_named(tmp_path: Path) -> None:
         ({"images": 20480}, "in images per epoch (20480, 59904)"),
         ({"dataset": "synthetic"}, "in dataset (synthetic, mnist)"),
         ({"loader": "workers", "workers_per_loader": 4}, "in loader (workers, resident) and loader"),
-        ({"threads_per_worker": 2}, "in threads per worker (2, 1)"),
         ({"recipe": "fast"}, "in recipe (fast, classic)"),
         ({"compiled": True}, "in compiled (True, False)"),
         ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
@@ -149,6 +148,19 @@ def test_unequal_runs_are_not_compared(tmp_path: Path, facts: dict[str, object],
     assert pd.isna(two.speedup) and reason in two.why
     assert reason in text and "cannot be judged here" in text
     assert not (tmp_path / "out" / "speedup.png").exists()
+
+
+def test_threads_count_where_they_are_the_workers(tmp_path: Path) -> None:
+    """Two threads against one is no comparison of CPU workers; a GPU is as fast with either."""
+    for device in (CPU, GPU):
+        write_run(tmp_path, f"one-{device[:3]}", [10, 1000], device_name=device)
+        write_run(
+            tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
+        )
+    _, table = report(tmp_path)
+    two = table[table.stage == "ddp"].set_index("device_name")
+    assert pd.isna(two.speedup[CPU]) and "in threads per worker (2, 1)" in two.why[CPU]
+    assert two.speedup[GPU] == 1.5
 
 
 def test_each_batch_has_its_own_line(tmp_path: Path) -> None:
