@@ -1,17 +1,19 @@
 """Time our stages against the classic script, side by side on this machine.
 
 The parts speed, ladder and ddp run their cases in turn, several times over, and compare medians:
-machines drift, and a ratio of neighbours survives that. Each part writes `<out>/<part>.csv`.
+machines drift, and a ratio of neighbours survives that. Each part writes `<out>/<part>.csv`, and the
+table made of it to `<out>/<part>.md`.
 """
 
 import argparse
 import csv
+import math
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -25,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 SINGLE = [sys.executable, str(REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py")]
 DDP = str(REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py")
+SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}
 GOAL = 99.0  # test accuracy in percent that the recipe part runs to
 
 Rows = Iterator[dict[str, object]]
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSVs (default: results/bench/out)"
     )
+    parser.add_argument("--tables-only", action="store_true", help="remake the tables from the CSVs in --out")
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
@@ -52,20 +56,53 @@ def main() -> None:
     except OSError as error:
         raise errors.UserError(f"{args.out} cannot be made ({error.strerror}): give another --out.") from None
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = {"device_name": device_name(device), "torch_version": torch.__version__}
-    machine |= {"git_commit": git_commit()}
     for part in args.parts or PARTS:
         measure, summarise = PARTS[part]
         print(f"\n== {part}: {measure.__doc__}", flush=True)
-        rows = []
-        try:
-            for row in measure(args):
-                rows.append(row | machine)
-                pd.DataFrame(rows).to_csv(args.out / f"{part}.csv", index=False, float_format="%.6g")
-        except subprocess.CalledProcessError as error:
-            raise errors.UserError(f"{shlex.join(map(str, error.cmd))} failed; its error is above.") from None
-        print(summarise(pd.DataFrame(rows)).round(3).to_string(), flush=True)
+        path = args.out / f"{part}.csv"
+        if not args.tables_only:
+            _measure(measure, args, path)
+        table = _markdown(summarise(_read(path)))
+        path.with_suffix(".md").write_text(table)
+        print(table, flush=True)
+
+
+def _measure(measure: Callable[[argparse.Namespace], Rows], args: argparse.Namespace, path: Path) -> None:
+    """Write the rows of one part to `path`, after each run, so that an interrupted part keeps its rows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = {"device_name": device_name(device), "torch_version": torch.__version__}
+    machine |= {"git_commit": git_commit()}
+    rows = []
+    try:
+        for row in measure(args):
+            rows.append(row | machine)
+            pd.DataFrame(rows).to_csv(path, index=False, float_format="%.6g")
+    except subprocess.CalledProcessError as error:
+        raise errors.UserError(f"{shlex.join(map(str, error.cmd))} failed; its error is above.") from None
+
+
+def _read(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise errors.UserError(
+            f"{path} cannot be read ({error}): measure first, without --tables-only."
+        ) from None
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    def text(value: object) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+    table = table.reset_index()
+    rows = [
+        list(map(str, table)),
+        ["---"] * len(table.columns),
+        *([text(cell) for cell in row] for row in table.values.tolist()),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def speed(args: argparse.Namespace) -> Rows:
@@ -163,10 +200,14 @@ def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
     """Medians of each case over its repeats, past the warm-up epoch, and the ratio to the first case."""
     if "epoch" in frame:
         frame = frame[frame.epoch > 1]
-    numbers = [name for name in ("images_per_s", "eval_images_per_s", "test_accuracy") if name in frame]
-    table = frame.groupby("case", sort=False)[numbers].median()
-    for name in numbers[:2]:
-        table[f"{name} x first"] = table[name] / table[name].iloc[0]
+    medians = frame.groupby("case", sort=False).median(numeric_only=True)
+    table = pd.DataFrame(index=medians.index)
+    for column, name in SPEEDS.items():
+        if column in medians:
+            table[f"{name}, images/s"] = medians[column]
+            table[f"{name}, x first row"] = medians[column] / medians[column].iloc[0]
+    if "test_accuracy" in medians:
+        table["test accuracy, %"] = medians.test_accuracy
     return table
 
 
@@ -176,6 +217,7 @@ def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
     reached = frame[frame.test_accuracy >= GOAL].groupby(runs).first()
     # A run that never reached the goal shows as NaN.
     table = reached[["epoch", "test_accuracy", "elapsed_s"]].reindex(frame.groupby(runs).first().index)
+    table["epoch"] = table.epoch.astype("Int64")
     table["times sooner"] = table.elapsed_s["classic script", 0] / table.elapsed_s
     return table
 
@@ -184,7 +226,7 @@ def _efficiency(frame: pd.DataFrame) -> pd.DataFrame:
     """Median images/s of one and of two workers by global batch size, and their ratio over two."""
     table = frame[frame.epoch > 1].pivot_table("images_per_s", "batch", "workers", aggfunc="median")
     table["efficiency"] = table[2] / table[1] / 2
-    return table
+    return table.rename(columns={1: "1 worker, images/s", 2: "2 workers, images/s"})
 
 
 def _above_model(frame: pd.DataFrame) -> pd.DataFrame:
