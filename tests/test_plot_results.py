@@ -213,6 +213,7 @@ def test_copies_count_once(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "copy.csv")
     done = plot(tmp_path, path, "--out", tmp_path / "out")
     assert done.returncode == 0 and cells(done.stdout, "single", 1)[-2:] == ["1", "3"]
+    assert "Skipped" not in done.stdout
 
 
 def test_kinds_of_hardware_stay_apart(tmp_path: Path) -> None:
