@@ -18,11 +18,12 @@ def main() -> None:
     precision = engine.choose_precision(opts.precision, here.device)
     torch.manual_seed(opts.seed)
 
-    # The images go to the first GPU once and stay there.
+    # By default all images go to the device once and stay there.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device)
     test_batches = batches.testing(test_set, opts, here.device)
 
+    # channels_last: the memory layout in which convolutions are fastest.
     model = Net(precision).to(here.device, memory_format=torch.channels_last)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:

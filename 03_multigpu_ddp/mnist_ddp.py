@@ -16,16 +16,17 @@ def main() -> None:
     opts = options.parse(__doc__)
     here = world.join(not opts.no_cuda)
     precision = engine.choose_precision(opts.precision, here.device)
-    torch.manual_seed(opts.seed + here.rank)  # so that each rank drops other neurons
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
-    # Every rank holds all images on its GPU, and takes its own share of every batch.
+    # Every rank has all images, and takes its own share of every batch.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
 
+    # channels_last: the memory layout in which convolutions are fastest.
     model = Net(precision).to(here.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
-    # backward pass: so the weights stay equal.
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 

@@ -50,7 +50,8 @@ def main() -> None:
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
-    data.load("mnist", args.data_dir)  # says what to do where there is none
+    if not args.tables_only:
+        data.load("mnist", args.data_dir)  # says what to do where there is none
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
