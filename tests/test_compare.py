@@ -69,9 +69,7 @@ def test_compare_ends_with_table_figures_and_a_sentence(project: Path) -> None:
 
 def test_a_failing_stage_leaves_the_others(project: Path) -> None:
     script = project / "02_multigpu_dp" / "mnist_multigpu.py"
-    script.write_text(
-        script.read_text().replace("    model = Net()", "    raise SystemExit('planted')\n    model = Net()")
-    )
+    script.write_text("raise SystemExit('planted')\n")
     done = compare(project, QUICK)
     assert done.returncode != 0
     assert "failed: dp on 1." in done.stderr
