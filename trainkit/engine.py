@@ -98,7 +98,7 @@ def evaluate(model: nn.Module, batches: Batches) -> Tested:
     device = batches.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
     start = _start_clock(device)
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: the threads of DataParallel would not be in it
         for images, labels in batches:
             output = model(images)
             loss = F.nll_loss(output, labels, reduction="sum")
