@@ -1,6 +1,7 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,13 @@ def run_stage(
         text=True,
         timeout=300,
     )
+
+
+def free_port() -> str:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
 
 
 def rows_of(results_dir: Path) -> list[dict[str, object]]:

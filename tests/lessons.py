@@ -13,10 +13,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
-def readmes() -> list[Path]:
-    """Every Markdown file of the repository."""
+def files(*patterns: str) -> list[Path]:
+    """The files of the repository that match, whether committed yet or not."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
+        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -53,5 +53,5 @@ def _table(comparison: Path) -> str:
 
 
 if __name__ == "__main__":
-    for path in readmes():
+    for path in files("*.md"):
         path.write_text(up_to_date(path))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, free_port, rows_of, run_stage, stage_command
 
 from trainkit import records, world
 from trainkit.errors import UserError
@@ -81,10 +81,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_whose_peer_dies_ends_with_a_sentence(tmp_path: Path) -> None:
     """Without a launcher to end it, the rank that is left notices by itself."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     command = stage_command("ddp", "--epochs", 99, "--no-cuda", "--results-dir", tmp_path)
     ranks = [
         subprocess.Popen(

@@ -25,16 +25,6 @@ RUN_ELSEWHERE = {
 }
 
 
-def _files(*patterns: str) -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    return listed.stdout.splitlines()
-
-
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff(command: list[str]) -> None:
     done = subprocess.run(
@@ -44,8 +34,8 @@ def test_ruff(command: list[str]) -> None:
 
 
 def test_shellcheck() -> None:
-    scripts = _files("*.sh", ".ci/run")
-    assert ".ci/run" in scripts
+    scripts = lessons.files("*.sh", ".ci/run")
+    assert REPOSITORY / ".ci" / "run" in scripts
     shellcheck = Path(sys.executable).parent / "shellcheck"
     done = subprocess.run([shellcheck, *scripts], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -64,7 +54,7 @@ def test_conda_installs_what_make_installs() -> None:
     assert [name.split(">")[0] for name in listed] == ["conda-forge", "python", "pip", "pip:"]
 
 
-@pytest.mark.parametrize("readme", lessons.readmes(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("readme", lessons.files("*.md"), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_quotes_are_up_to_date(readme: Path) -> None:
     assert readme.read_text() == lessons.up_to_date(readme), "run `make lessons`"
 
@@ -82,7 +72,7 @@ def test_the_lessons_stay_small() -> None:
 
 def _commands() -> list[tuple[Path, str]]:
     found = []
-    for readme in lessons.readmes():
+    for readme in lessons.files("*.md"):
         for block in COMMANDS.findall(readme.read_text()):
             found += [(readme, line) for line in block.splitlines() if line and not line.startswith("#")]
     return found

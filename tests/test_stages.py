@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
 
 from trainkit import batches, data, engine, options, records
 from trainkit.model import Net
@@ -143,7 +142,7 @@ def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
 def test_srun_variables_make_a_world(tmp_path: Path) -> None:
     """Two processes with what srun sets, and no RANK, meet as ranks 0 and 1."""
     shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "SLURM_JOB_ID": "42"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "SLURM_JOB_ID": "42"}
     command = stage_command("ddp", *SMALL, "--epochs", 1, "--no-cuda", "--results-dir", tmp_path)
     processes = [
         subprocess.Popen(command, env=ENVIRONMENT | shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank})
@@ -237,9 +236,3 @@ def test_a_full_disk_keeps_the_epochs_before(tmp_path: Path) -> None:
         assert not list(disk.glob("runs/*.tmp"))
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])

@@ -31,7 +31,6 @@ class RunLog:
         self._started = psutil.Process().create_time()
         started_at = datetime.fromtimestamp(self._started, timezone.utc)
         self.run_id = f"{stage}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        workers = options.loader == "workers"
         facts = {
             "run_id": self.run_id,
             "stage": stage,
@@ -43,7 +42,7 @@ class RunLog:
             "nodes": world.nodes,
             "devices": devices,
             "device_name": device_name(world.device),
-            "workers_per_loader": options.num_workers if workers else 0,
+            "workers_per_loader": options.num_workers,
             "threads_per_worker": torch.get_num_threads(),
             "global_batch": options.batch_size,
             "batch_per_device": options.batch_size // devices,
