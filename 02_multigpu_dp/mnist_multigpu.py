@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainkit import batches, data, engine, errors, options, world
+from trainkit.checkpoint import Checkpoints
 from trainkit.model import Net
 from trainkit.recipes import optimizer_and_schedule
 from trainkit.runlog import RunLog
@@ -36,10 +37,14 @@ def main() -> None:
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     log = RunLog("dp", opts, here, devices=max(gpus, 1), precision=precision)
-    for epoch in range(1, opts.epochs + 1):
-        trained = engine.train_epoch(model, train_batches, optimizer, schedule, epoch, opts.log_interval)
+    checkpoints = Checkpoints(opts, model, optimizer, schedule, log)  # goes on where an earlier run stopped
+    for epoch in checkpoints.epochs():
+        trained = engine.train_epoch(
+            model, train_batches, optimizer, schedule, epoch, checkpoints, opts.log_interval
+        )
         tested = engine.evaluate(model, test_batches)
         log.epoch(epoch, trained, tested)
+        checkpoints.end_of_epoch(epoch)
     log.finish(model)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit import batches, data, engine, errors, options, world
+from trainkit.checkpoint import Checkpoints
 from trainkit.model import Net
 from trainkit.recipes import optimizer_and_schedule
 from trainkit.runlog import RunLog
@@ -14,7 +15,7 @@ from trainkit.runlog import RunLog
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.join(not opts.no_cuda)
+    here = world.join(not opts.no_cuda, opts.timeout)
     precision = engine.choose_precision(opts.precision, here.device)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
@@ -31,11 +32,15 @@ def main() -> None:
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     log = RunLog("ddp", opts, here, devices=here.size, precision=precision) if here.rank == 0 else None
-    for epoch in range(1, opts.epochs + 1):
-        trained = engine.train_epoch(model, train_batches, optimizer, schedule, epoch, opts.log_interval)
+    checkpoints = Checkpoints(opts, model, optimizer, schedule, log)  # goes on where an earlier run stopped
+    for epoch in checkpoints.epochs():
+        trained = engine.train_epoch(
+            model, train_batches, optimizer, schedule, epoch, checkpoints, opts.log_interval
+        )
         tested = engine.evaluate(model, test_batches)
         if log:
             log.epoch(epoch, trained, tested)
+        checkpoints.end_of_epoch(epoch)
     if log:
         log.finish(model)
     world.leave()

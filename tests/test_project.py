@@ -88,6 +88,8 @@ def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: P
     shorter = command
     if "mnist_" in command:
         shorter += f" --train-size 600 --results-dir {shlex.quote(str(tmp_path))}"
+    if "--checkpoint-dir" in command:
+        shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
     if "plot_results" in command:
         shorter += f" --out {shlex.quote(str(tmp_path))}"  # the later of two counts
     if "--tables-only" in command:

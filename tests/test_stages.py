@@ -43,15 +43,12 @@ def test_a_stage_learns_and_records_every_epoch(stage: str, processes: int | Non
 
 
 def test_the_classic_loader_sees_the_same_images(tmp_path: Path) -> None:
-    """Resident bytes and the DataLoader feed the same numbers, so the losses agree up to rounding.
-
-    Dropout is off because the DataLoader draws from the generator that dropout draws from.
-    """
+    """Resident bytes and the DataLoader feed the same numbers, so the losses agree up to rounding."""
     losses = {}
     for loader in (("--loader", "resident"), ("--loader", "workers", "--num-workers", 1)):
         folder = tmp_path / loader[1]
         options_ = (*EXACT, "--epochs", 1, *loader, "--results-dir", folder)
-        done = run_stage(WITHOUT_DROPOUT, STAGES["single"], *options_)
+        done = run_stage("single", *options_)
         assert done.returncode == 0, done.stderr
         losses[loader[1]] = [row["train_loss"] for row in rows_of(folder)]
     assert losses["workers"] == pytest.approx(losses["resident"], rel=1e-4)

@@ -5,6 +5,7 @@ Step k takes the k-th run of `batch_size` indices of it, and each rank a contigu
 So N ranks together see exactly the batches that one process sees.
 """
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -60,16 +61,17 @@ def check_divides(batch_size: int, parts: int, what: str) -> None:
 
 
 class Share(Sampler[torch.Tensor]):
-    """The indices that one rank takes, in steps of `step_size`."""
+    """The indices that one rank takes, in steps of `step_size`, from step `first_step` on."""
 
     step_size: int
+    first_step = 0
 
     def indices(self) -> torch.Tensor:
         """All indices of an epoch, int64 (n,)."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.indices().split(self.step_size))
+        return iter(self.indices().split(self.step_size)[self.first_step :])
 
 
 class GlobalOrder(Share):
@@ -117,7 +119,8 @@ def generator(seed: int, epoch: int) -> torch.Generator:
 class Batches:
     """Batches on `device`: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
 
-    `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows.
+    `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows,
+    and the step at which it begins: 0, unless an earlier process has done the steps before.
     """
 
     def __init__(self, share: Share, device: torch.device, shift: bool) -> None:
@@ -126,18 +129,20 @@ class Batches:
     def __len__(self) -> int:
         return len(self.share)
 
-    def set_epoch(self, epoch: int) -> None:
-        self.share.epoch = epoch
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self.share.epoch, self.share.first_step = epoch, first_step
 
     def __iter__(self) -> Iterator[Batch]:
         raise NotImplementedError
 
     def _offsets(self) -> list[tuple[int, int]]:
         """For every step the pixels, down and right, by which its images are shifted: at most one."""
+        first = self.share.first_step
         if not self.shift:
-            return [(0, 0)] * len(self)
+            return [(0, 0)] * (len(self) - first)
         random = generator(self.share.seed, self.share.epoch)
-        return [tuple(pair) for pair in torch.randint(-1, 2, (len(self), 2), generator=random).tolist()]
+        pairs = torch.randint(-1, 2, (len(self), 2), generator=random)[first:]
+        return [tuple(pair) for pair in pairs.tolist()]
 
 
 class ResidentBatches(Batches):
@@ -148,7 +153,8 @@ class ResidentBatches(Batches):
         self.images, self.labels = split.images.to(device), split.labels.to(device)
 
     def __iter__(self) -> Iterator[Batch]:
-        steps = self.share.indices().to(self.device).split(self.share.step_size)
+        # The order of the whole epoch goes to the device at once: a copy per step would make it wait.
+        steps = self.share.indices().to(self.device).split(self.share.step_size)[self.share.first_step :]
         for indices, offset in zip(steps, self._offsets(), strict=True):
             images = _shifted(self.images[indices], offset)
             images = images.to(torch.float32, memory_format=torch.channels_last)
@@ -167,6 +173,8 @@ class WorkerBatches(Batches):
             batch_sampler=share,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            worker_init_fn=_ignore_the_stop_signal,
+            generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
             pin_memory=device.type == "cuda",
         )
 
@@ -191,6 +199,11 @@ class OneByOne(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.transform(self.images[index]), self.labels[index]
+
+
+def _ignore_the_stop_signal(worker: int) -> None:
+    """Slurm signals every process of a job, and the one that trains decides when to stop."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:

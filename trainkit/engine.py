@@ -7,7 +7,6 @@ counts are summed over all ranks.
 import math
 import resource
 import time
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +16,10 @@ from tqdm import tqdm
 
 from trainkit import world
 from trainkit.batches import Batches
+from trainkit.checkpoint import Checkpoints
+from trainkit.epoch import Part, Tested, Trained
 from trainkit.errors import UserError
 from trainkit.model import Net
-
-
-class Trained(NamedTuple):
-    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per image."""
-
-    steps: int
-    seconds: float
-    loss: float
-    learning_rate: float  # of the first step
-
-
-class Tested(NamedTuple):
-    """One evaluation: seconds of the slowest rank, mean loss per image, percent correct."""
-
-    seconds: float
-    loss: float
-    accuracy: float
-    peak_memory_mb: float  # so far, of the fullest rank
 
 
 def train_epoch(
@@ -45,21 +28,26 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     schedule: LRScheduler,
     epoch: int,
+    checkpoints: Checkpoints,
     log_interval: int,
 ) -> Trained:
-    """Train on every batch of `epoch`.
+    """Train on every batch of `epoch` that an earlier process has not trained on.
 
     Raises:
         UserError: if the loss stops being a number; the text tells the step.
+        Stopped: if a signal asked to save and stop within the epoch.
     """
     model.train()
-    batches.set_epoch(epoch)
     device = batches.device
+    done = checkpoints.part_of(epoch) or Part(0, 0.0, schedule.get_last_lr()[0], torch.zeros(0))
+    batches.set_epoch(epoch, done.steps)
     # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
     losses = torch.zeros(len(batches), device=device)
-    learning_rate = schedule.get_last_lr()[0]
+    losses[: done.steps] = done.losses
+    seconds = done.seconds
     bar = tqdm(
         batches,
+        initial=done.steps,
         desc=f"epoch {epoch}",
         unit="step",
         leave=False,
@@ -68,16 +56,21 @@ def train_epoch(
         disable=None if world.is_first() else True,  # None: shown on a terminal, not in a log file
     )
     start = _start_clock(device)
-    for step, (images, labels) in enumerate(bar):
+    for step, (images, labels) in enumerate(bar, start=done.steps):
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels)
         loss.backward()
         optimizer.step()
         schedule.step()
         losses[step] = loss.detach()
-    seconds = _stop_clock(device, start)
+        if checkpoints.due() and step + 1 < len(batches):
+            seconds += _stop_clock(device, start)  # saving is not training
+            part = Part(step + 1, seconds, done.learning_rate, _mean_over_ranks(losses[: step + 1]).cpu())
+            checkpoints.save(epoch, part)
+            start = _start_clock(device)
+    seconds += _stop_clock(device, start)
 
-    world.total(losses).div_(world.count())
+    losses = _mean_over_ranks(losses)
     broken = losses.isfinite().logical_not().nonzero()
     if len(broken):
         first = broken[0].item()
@@ -85,7 +78,7 @@ def train_epoch(
             f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr. "
             "The epochs before are recorded."
         )
-    return Trained(len(batches), seconds, losses.mean().item(), learning_rate)
+    return Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
 
 
 def evaluate(model: nn.Module, batches: Batches) -> Tested:
@@ -128,7 +121,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
             for precision, times in seconds.items():
                 times.append(_seconds_of_a_step(precision))
         faster = min(seconds["bf16"]) < min(seconds["fp32"])
-    return "bf16" if world.agree(faster, device) else "fp32"
+    return "bf16" if world.share(faster) else "fp32"
 
 
 def _seconds_of_a_step(precision: str) -> float:
@@ -150,6 +143,10 @@ def _stop_clock(device: torch.device, start: float) -> float:
     """Seconds since `start`, when the work is done and not merely queued, on the slowest rank."""
     _synchronize(device)
     return world.largest(time.perf_counter() - start, device)
+
+
+def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    return world.total(values.clone()).div_(world.count())
 
 
 def _synchronize(device: torch.device) -> None:

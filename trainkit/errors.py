@@ -3,34 +3,70 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(Exception):
     """A mistake the user can mend; its text says what is wrong and what to do."""
 
 
+class Stopped(Exception):  # noqa: N818  not an error: the run did what it was asked to
+    """The run has saved its state and ends before its last epoch; the text says how it goes on."""
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Call `main` and leave the process, with its return value as the exit code.
 
-    A `UserError` prints its sentence on stderr and exits with 1. Ctrl-C exits with 130.
+    A `UserError` prints its sentence on stderr and exits with 1, `Stopped` exits with 0, Ctrl-C with
+    130. In a job each rank also leaves a note on how it ended (`note`).
     """
+    note("started")
     try:
-        sys.exit(main())
+        code = main()
     except UserError as error:
-        sys.exit(f"error{_which_rank()}: {error}")
+        _fail(str(error))
+    except Stopped as stop:
+        note("finished", str(stop))
+        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except RuntimeError as error:
+    except SystemExit as left:
+        note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
+        raise
+    except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            sys.exit(f"error{_which_rank()}: the GPU's memory is full: lower --batch-size.")
+            _fail("the GPU's memory is full: lower --batch-size.")
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
-        if not _lost_a_peer(error):
-            raise
-        sys.exit(
-            f"error{_which_rank()}: lost the other ranks ({first_line(error)}). If one of them reported "
-            "an error above, that is the reason."
-        )
+        if _lost_a_peer(error):
+            _fail(
+                f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
+                "that is the reason.",
+                "lost",
+            )
+        note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
+        raise
+    note("finished")
+    sys.exit(code)
+
+
+def note(state: str, text: str = "") -> None:
+    """In a job, tell how this rank is: started, finished, failed, or lost (its peers went away).
+
+    The note is the file `rank-N.<state>` in $TRAINKIT_JOB_DIR and replaces the rank's earlier one.
+    srun often reports another exit code than that of the rank that failed first, and a log mixes
+    the ranks' lines; from the notes slurm/job_env.sh and submit.py tell which rank it was, and one
+    that is still "started" when all is over was killed.
+    """
+    folder, rank = os.environ.get("TRAINKIT_JOB_DIR"), _rank()
+    if not folder or rank is None:
+        return
+    with suppress(OSError):  # a full disk must not hide the error that is being noted
+        Path(folder, f"rank-{rank}.{state}").write_text(f"{text}\n" if text else "")
+        if state != "started":
+            Path(folder, f"rank-{rank}.started").unlink(missing_ok=True)
 
 
 def first_line(error: Exception) -> str:
@@ -38,12 +74,21 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _fail(text: str, state: str = "failed") -> NoReturn:
+    text = f"error{_which_rank()}: {text}"
+    note(state, text)
+    sys.exit(text)
+
+
+def _rank() -> str | None:
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+
+
 def _which_rank() -> str:
     """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    return f" on rank {rank}" if rank else ""
+    return f" on rank {_rank()}" if _rank() else ""
 
 
-def _lost_a_peer(error: RuntimeError) -> bool:
+def _lost_a_peer(error: Exception) -> bool:
     kinds = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-    return type(error).__name__ in kinds or "gloo" in str(error)
+    return isinstance(error, RuntimeError) and (type(error).__name__ in kinds or "gloo" in str(error))

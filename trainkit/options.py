@@ -34,6 +34,10 @@ class Options:
     save_model: bool
     log_interval: int
     dry_run: bool
+    checkpoint_dir: Path | None
+    checkpoint_minutes: float
+    resume: str
+    timeout: int
 
 
 def parse(description: str, arguments: list[str] | None = None) -> Options:
@@ -120,6 +124,34 @@ def parse(description: str, arguments: list[str] | None = None) -> Options:
         help="bf16: layers compute in bfloat16; auto: the faster of the two on this device",
     )
     machine.add_argument("--no-cuda", action="store_true", help="use the CPU even where there is a GPU")
+    machine.add_argument(
+        "--timeout",
+        type=at_least(1),
+        default=300,
+        metavar="S",
+        help="seconds a process waits for the others before it gives up",
+    )
+
+    saving = parser.add_argument_group("stop and go on")
+    saving.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="save the state of the training here after every epoch, and on the signal USR2",
+    )
+    saving.add_argument(
+        "--checkpoint-minutes",
+        type=_positive,
+        default=10,
+        metavar="X",
+        help="within an epoch, save this often",
+    )
+    saving.add_argument(
+        "--resume",
+        choices=("never", "auto"),
+        default="never",
+        help="auto: go on from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -148,8 +180,10 @@ def parse(description: str, arguments: list[str] | None = None) -> Options:
         values["lr"] = DEFAULT_LR[values["recipe"]]
     if values["num_workers"] and values["loader"] == "resident":
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+    if values["resume"] == "auto" and not values["checkpoint_dir"]:
+        raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
     if values["dry_run"]:
-        values["epochs"] = 1
+        values["epochs"], values["checkpoint_dir"] = 1, None
     return Options(**values)
 
 

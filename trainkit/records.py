@@ -63,6 +63,8 @@ class RecordError(UserError):
 class Recorder:
     """Writes `<results_dir>/runs/<run_id>.csv`.
 
+    `rows` are the rows so far.
+
     Args:
         results_dir: created if it is not there.
         facts: the columns that are the same in every row of the run.
@@ -75,7 +77,7 @@ class Recorder:
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
-        self._rows: list[dict[str, object]] = []
+        self.rows: list[dict[str, object]] = []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             probe = self.path.with_suffix(".tmp")
@@ -93,13 +95,28 @@ class Recorder:
         Raises:
             UserError: if the file cannot be written; the rows written before stay.
         """
-        self._rows.append(self._facts | row)
+        self.rows.append(self._facts | row)
+        self._write()
+
+    def go_on(self, run_id: str, rows: list[dict[str, object]]) -> None:
+        """Continue the file of an earlier process of the run, which had written `rows`.
+
+        Raises:
+            UserError: if the file cannot be written.
+        """
+        self.path, self._facts["run_id"] = self.path.with_name(f"{run_id}.csv"), run_id
+        self.rows = rows
+        if rows:
+            self._facts["started_at"] = rows[0]["started_at"]
+            self._write()
+
+    def _write(self) -> None:
         temporary = self.path.with_suffix(".tmp")
         try:
             with temporary.open("w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 writer.writeheader()
-                writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self._rows)
+                writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self.rows)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
@@ -108,7 +125,7 @@ class Recorder:
                 temporary.unlink()
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                f"--results-dir. The {len(self._rows) - 1} epochs recorded before are kept."
+                f"--results-dir. The {len(self.rows) - 1} epochs recorded before are kept."
             ) from None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from trainkit.engine import Tested, Trained
+from trainkit.epoch import Tested, Trained
 from trainkit.errors import UserError
 from trainkit.options import Options
 from trainkit.records import Recorder
@@ -29,6 +29,8 @@ class RunLog:
     def __init__(self, stage: str, options: Options, world: World, devices: int, precision: str) -> None:
         self._options = options
         self._started = psutil.Process().create_time()
+        self._before_s = 0.0  # what earlier processes of this run took
+        self._warm = False
         started_at = datetime.fromtimestamp(self._started, timezone.utc)
         self.run_id = f"{stage}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         facts = {
@@ -52,7 +54,7 @@ class RunLog:
             "seed": options.seed,
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
-            "torch_version": torch.__version__,
+            "torch_version": str(torch.__version__),
             "cuda_version": torch.version.cuda if world.device.type == "cuda" else "",
             "git_commit": git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
@@ -74,7 +76,7 @@ class RunLog:
             return
         self._recorder.add(
             epoch=epoch,
-            warmup=epoch == 1,
+            warmup=not self._warm,
             steps=trained.steps,
             images=images,
             train_seconds=trained.seconds,
@@ -85,8 +87,26 @@ class RunLog:
             test_accuracy=tested.accuracy,
             learning_rate=trained.learning_rate,
             peak_memory_mb=tested.peak_memory_mb,
-            elapsed_s=time.time() - self._started,
+            elapsed_s=self._elapsed_s(),
         )
+        self._warm = True
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of the log, so that the run can go on under its own name."""
+        return {"run_id": self.run_id, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
+
+    def go_on(self, state: dict) -> None:
+        """Continue the run that `state` was kept of; epochs written after that count as not written.
+
+        Raises:
+            UserError: if the CSV cannot be written.
+        """
+        self.run_id, self._before_s = state["run_id"], state["elapsed_s"]
+        self._recorder.go_on(self.run_id, state["rows"])
+
+    def _elapsed_s(self) -> float:
+        """Seconds that the run's processes took so far, without the time between two of them."""
+        return self._before_s + time.time() - self._started
 
     def finish(self, model: torch.nn.Module) -> None:
         """Save the weights if asked to, and say where everything is."""

@@ -10,10 +10,6 @@ import torch.distributed as dist
 
 from trainkit.errors import UserError, first_line
 
-# A rank that waits for a peer longer than this gives up, so that a job with a lost or sleeping
-# rank ends instead of holding its GPUs until the time limit.
-TIMEOUT = timedelta(minutes=5)
-
 
 @dataclass(frozen=True)
 class World:
@@ -51,8 +47,11 @@ def alone(use_cuda: bool, stage_name: str) -> World:
     return World(**place, device=_device(place, use_cuda))
 
 
-def join(use_cuda: bool) -> World:
+def join(use_cuda: bool, timeout: int) -> World:
     """Meet the other processes: nccl between GPUs, gloo between CPUs.
+
+    A rank that waits for a peer longer than `timeout` seconds gives up, so that a job with a lost
+    or sleeping rank ends instead of holding its GPUs until the time limit.
 
     Raises:
         UserError: if the environment contradicts itself or there are more processes than GPUs.
@@ -65,7 +64,7 @@ def join(use_cuda: bool) -> World:
             "nccl" if device.type == "cuda" else "gloo",
             rank=place["rank"],
             world_size=place["size"],
-            timeout=TIMEOUT,
+            timeout=timedelta(seconds=timeout),
             device_id=device if device.type == "cuda" else None,
             **meeting_point,
         )
@@ -79,9 +78,10 @@ def join(use_cuda: bool) -> World:
 
 
 def leave() -> None:
-    """Wait for the others and close the process group."""
-    dist.barrier()
-    dist.destroy_process_group()
+    """Wait for the others and close the process group. Nothing to do for one process."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def barrier() -> None:
@@ -106,13 +106,22 @@ def largest(value: float, device: torch.device) -> float:
     return number.item()
 
 
-def agree(choice: bool, device: torch.device) -> bool:
-    """Rank 0's `choice`, on every rank."""
+def share(value: object) -> object:
+    """Rank 0's `value`, on every rank; it must be picklable."""
     if not dist.is_initialized():
-        return choice
-    flag = torch.tensor(int(choice), device=device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather(value: object) -> list:
+    """The `value` of every rank, in the order of the ranks; it must be picklable."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def count() -> int:
@@ -120,9 +129,14 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """The rank of this process; 0 where there is one process only."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_first() -> bool:
     """True on rank 0, and where there is one process only."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def _place() -> dict:

@@ -5,6 +5,7 @@ import argparse
 import torch
 
 from trainkit import batches, engine, options, world
+from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
 from trainkit.model import Net
 from trainkit.recipes import optimizer_and_schedule
@@ -20,8 +21,9 @@ def main() -> None:
     train_batches = batches.training(one, opts, here.device)
     model = Net(precision).to(here.device, memory_format=torch.channels_last)
     optimizer, schedule = optimizer_and_schedule(opts, model, 1)
+    checkpoints = Checkpoints(opts, model, optimizer, schedule, log=None)  # off: no --checkpoint-dir
     for epoch in range(1, 61):
-        engine.train_epoch(model, train_batches, optimizer, schedule, epoch, 10)
+        engine.train_epoch(model, train_batches, optimizer, schedule, epoch, checkpoints, log_interval=10)
         engine.evaluate(model, batches.testing(one, opts, here.device))
     print(engine.peak_memory_mb(here.device))
 

@@ -1,0 +1,236 @@
+"""A run that is stopped, killed or moved goes on as if nothing had happened."""
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
+
+from trainkit import records
+
+WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
+EPOCHS = 3
+TRAINING = ("--epochs", EPOCHS, "--train-size", 4000, "--precision", "fp32", "--save-model")
+
+
+def options(folder: Path) -> tuple:
+    return (
+        *TRAINING,
+        "--results-dir",
+        folder,
+        "--checkpoint-dir",
+        folder / "checkpoints",
+        "--resume",
+        "auto",
+    )
+
+
+def start(stage: str | Path, *arguments: object, ranks: int = 1, env: dict | None = None) -> list:
+    """The ranks of a stage, as processes that go on by themselves."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
+    return [
+        subprocess.Popen(
+            stage_command(stage, *arguments, "--no-cuda"),
+            env=ENVIRONMENT
+            | (env or {})
+            | (meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
+    while not what():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def epochs_recorded(folder: Path) -> int:
+    runs = list((folder / "runs").glob("*.csv"))
+    return len(records.read(runs[0])) if runs else 0
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = (folder / "models").glob("*.pt")
+    return torch.load(path, weights_only=True)
+
+
+def finish(stage: str | Path, folder: Path, *arguments: object, ranks: int = 1) -> str:
+    """Go on until the end; returns all that the ranks printed."""
+    outputs = [p.communicate(timeout=300)[0] for p in start(stage, *arguments, *options(folder), ranks=ranks)]
+    assert len(rows_of(folder)) == EPOCHS, outputs
+    return "".join(outputs)
+
+
+def check_one_run(folder: Path) -> None:
+    """No epoch is lost or there twice, and the clock went on from one process to the next."""
+    rows = rows_of(folder)
+    assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
+    assert len({row["run_id"] for row in rows}) == 1
+    elapsed = [row["elapsed_s"] for row in rows]
+    assert elapsed == sorted(elapsed)
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory) -> Callable[..., Path]:
+    """The results of the same training in one go."""
+    done = {}
+
+    def run(stage: str, *arguments: object, ranks: int = 1) -> Path:
+        key = (stage, arguments, ranks)
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("never-stopped")
+            finish(stage, done[key], *arguments, ranks=ranks)
+        return done[key]
+
+    return run
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    losses = [[row["train_loss"] for row in rows_of(place)] for place in (folder, reference)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    expected = weights_of(reference)
+    for name, weights in weights_of(folder).items():
+        torch.testing.assert_close(weights, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "arguments"),
+    [
+        ("single", 1, ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")),
+        ("dp", 1, ()),
+        ("ddp", 2, ()),
+    ],
+)
+def test_a_signal_stops_every_rank_and_resuming_ends_the_same(
+    stage: str, ranks: int, arguments: tuple, tmp_path: Path, never_stopped
+) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    processes = start(stage, *arguments, *options(tmp_path), ranks=ranks, env={"TRAINKIT_JOB_DIR": str(job)})
+    wait_for(lambda: epochs_recorded(tmp_path) == 1, processes[0])
+    processes[-1].send_signal(signal.SIGUSR2)  # to one rank only: all have to stop at the same step
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, outputs
+    assert "stopped after" in outputs[0]
+    assert (job / "stopped").exists()
+    stopped_at = rows_of(tmp_path)
+    assert len(stopped_at) < EPOCHS
+
+    output = finish(stage, tmp_path, *arguments, ranks=ranks)
+    assert "resumed from" in output
+    check_one_run(tmp_path)
+    rows = rows_of(tmp_path)
+    assert [row["warmup"] for row in rows[:2]] == [True, len(stopped_at) == 1]  # each process warms up
+    assert rows[len(stopped_at)]["elapsed_s"] > stopped_at[-1]["elapsed_s"]
+    assert_same_end(tmp_path, never_stopped(stage, *arguments, ranks=ranks))
+
+
+def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, never_stopped) -> None:
+    """Checkpoints within the epoch, as often as possible; the process is killed while it writes one."""
+    (process,) = start("single", "--checkpoint-minutes", 1e-6, *options(tmp_path))
+    within = tmp_path / "checkpoints"
+    wait_for(lambda: list(within.glob("epoch-2-step-[1-9]*.pt")), process)
+    wait_for((within / "saving.tmp").exists, process)
+    process.kill()
+    process.wait()
+    output = finish("single", tmp_path)
+    assert "resumed from" in output
+    check_one_run(tmp_path)
+    assert_same_end(tmp_path, never_stopped("single"))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "one bit"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    damage: str, tmp_path: Path, never_stopped
+) -> None:
+    reference = never_stopped("single")
+    shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
+    newest = tmp_path / "checkpoints" / f"epoch-{EPOCHS + 1}-step-0.pt"
+    content = bytearray(newest.read_bytes())
+    if damage == "cut short":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2] ^= 1  # within a weight: the file still opens
+    newest.write_bytes(content)
+    output = finish("single", tmp_path)
+    assert f"warning: the checkpoint {newest} cannot be read" in output
+    assert f"resumed from {tmp_path / 'checkpoints' / f'epoch-{EPOCHS}-step-0.pt'}" in output
+    check_one_run(tmp_path)
+    assert_same_end(tmp_path, reference)
+
+
+def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "epoch-2-step-0.pt").write_text("not a checkpoint")
+    done = run_stage("single", *options(tmp_path))
+    assert done.returncode == 1
+    assert "no checkpoint in" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_resuming_at_another_world_size(tmp_path: Path) -> None:
+    """With dropout off, two ranks that become one end where one process ends."""
+    stage, script = WITHOUT_DROPOUT
+    for folder, first in ((tmp_path / "moved", 2), (tmp_path / "stayed", 1)):
+        for ranks, epochs in ((first, 1), (1, EPOCHS)):
+            processes = start(stage, script, "--lr", 0.1, *options(folder), "--epochs", epochs, ranks=ranks)
+            for process in processes:
+                output = process.communicate(timeout=300)[0]
+                assert process.returncode == 0, output
+    moved = rows_of(tmp_path / "moved")
+    check_one_run(tmp_path / "moved")
+    assert [row["world_size"] for row in moved] == [2, 1, 1]
+    stayed = rows_of(tmp_path / "stayed")
+    assert [row["train_loss"] for row in moved] == pytest.approx(
+        [row["train_loss"] for row in stayed], rel=5e-4
+    )
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, never_stopped) -> None:
+    reference = never_stopped("single")
+    shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
+    finish("single", tmp_path)
+    assert rows_of(tmp_path) == rows_of(reference)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "-"]
+        + stage_command("single", *options(tmp_path), "--no-cuda"),
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(rows_of(tmp_path)) == 1  # the epoch that was done
+    assert not list((tmp_path / "checkpoints").iterdir())  # and nothing half written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--resume", "auto"], "--resume auto needs --checkpoint-dir"),
+        (["--checkpoint-dir", "/proc/nowhere"], "checkpoints cannot be kept in /proc/nowhere"),
+        (["--checkpoint-dir", "{}"], "add --resume auto to go on with it"),
+        (["--checkpoint-dir", "{}", "--resume", "auto", "--seed", "7"], "was made with --seed 1"),
+    ],
+)
+def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, never_stopped) -> None:
+    earlier = never_stopped("single") / "checkpoints"
+    before = {path: path.stat().st_mtime_ns for path in earlier.iterdir()}
+    done = run_stage("single", *TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert {path: path.stat().st_mtime_ns for path in earlier.iterdir()} == before
