@@ -1,5 +1,6 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -79,10 +80,11 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_whose_peer_dies_ends_with_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("happens", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(happens: int, tmp_path: Path) -> None:
     """Without a launcher to end it, the rank that is left notices by itself."""
     shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    command = stage_command("ddp", "--epochs", 99, "--no-cuda", "--results-dir", tmp_path)
+    command = stage_command("ddp", "--epochs", 99, "--timeout", 10, "--no-cuda", "--results-dir", tmp_path)
     ranks = [
         subprocess.Popen(
             command,
@@ -94,8 +96,9 @@ def test_a_rank_whose_peer_dies_ends_with_a_sentence(tmp_path: Path) -> None:
         for rank in "01"
     ]
     next(line for line in ranks[0].stdout if line.startswith("stage ddp"))
-    ranks[1].kill()
+    ranks[1].send_signal(happens)
     _, complaint = ranks[0].communicate(timeout=120)
+    ranks[1].kill()
     ranks[1].communicate()
     assert ranks[0].returncode == 1
     assert "error on rank 0: lost the other ranks" in complaint

@@ -1,0 +1,28 @@
+#!/bin/bash
+# Stage 03 as a Slurm job, from this folder: sbatch slurm_submit.sh --epochs 10
+# On two nodes: sbatch --nodes=2 slurm_submit.sh
+# On four GPUs: sbatch --ntasks-per-node=4 --gpus-per-node=4 --mem=16G slurm_submit.sh
+# Options of sbatch go before the name of the script, options of the training after it.
+
+#SBATCH --job-name=mnist-ddp
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2       # one process per GPU:
+#SBATCH --gpus-per-node=2         # keep these two equal
+#SBATCH --cpus-per-task=2         # CPU cores for each process and its data loader
+#SBATCH --mem=8G                  # of each node; without it some sites give the whole node
+#SBATCH --time=00:30:00           # the job is ended after this
+#SBATCH --output=%x-%j.log        # job name and number
+#SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,
+#SBATCH --requeue                 # go back to the queue,
+#SBATCH --open-mode=append        # and go on in the same log
+
+set -euo pipefail
+[[ -f $SLURM_SUBMIT_DIR/mnist_ddp.py ]] || { echo "error: submit from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
+source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+
+# srun starts every rank. One that fails takes the others down (--kill-on-bad-exit), and one that
+# leaves early gives them 60 seconds to end (--wait): else they would wait for it at full price.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
+    "${SITE_CONTAINER[@]}" python mnist_ddp.py \
+    --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
+    --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"

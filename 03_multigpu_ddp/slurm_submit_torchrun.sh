@@ -1,0 +1,31 @@
+#!/bin/bash
+# Stage 03 as a Slurm job in which torchrun starts the ranks: srun starts one torchrun per node, and
+# each torchrun one process per GPU of its node. From this folder: sbatch slurm_submit_torchrun.sh --epochs 10
+# On two nodes: sbatch --nodes=2 slurm_submit_torchrun.sh
+# Options of sbatch go before the name of the script, options of the training after it.
+
+#SBATCH --job-name=mnist-torchrun
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1       # one torchrun
+#SBATCH --gpus-per-node=2         # torchrun starts as many processes
+#SBATCH --cpus-per-task=4         # CPU cores for all processes of a node
+#SBATCH --mem=8G                  # of each node; without it some sites give the whole node
+#SBATCH --time=00:30:00           # the job is ended after this
+#SBATCH --output=%x-%j.log        # job name and number
+#SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,
+#SBATCH --requeue                 # go back to the queue,
+#SBATCH --open-mode=append        # and go on in the same log
+
+set -euo pipefail
+[[ -f $SLURM_SUBMIT_DIR/mnist_ddp.py ]] || { echo "error: submit from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
+source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+
+# USR2 is for the ranks; torchrun itself would die of it.
+# shellcheck disable=SC2016  # "$@" is for the inner shell
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
+    "${SITE_CONTAINER[@]}" bash -c 'trap "" USR2; exec python -m torch.distributed.run "$@"' torchrun \
+    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" \
+    --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
+    mnist_ddp.py \
+    --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
+    --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"

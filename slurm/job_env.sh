@@ -1,0 +1,113 @@
+# shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
+# The part of a job that is the same in every job script, sourced at its beginning: reads
+# slurm/site.sh, makes the Python environment ready, checks it, chooses where the ranks meet, and
+# prints what this job runs on. When the script ends, it tells why if it failed, and sends a job
+# that stopped before its time limit back to the queue.
+#
+# For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
+# SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
+
+fail() {
+    echo "error: $1" >&2
+    exit 1
+}
+
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# --- the site ---------------------------------------------------------------------------------------
+SITE_SRUN_ARGS=()
+SITE_CONTAINER=()
+activate_environment() {
+    if [[ -f $REPOSITORY/.venv/bin/activate ]]; then
+        source "$REPOSITORY/.venv/bin/activate"
+    fi
+}
+if [[ -f $REPOSITORY/slurm/site.sh ]]; then
+    problem=$(bash -n "$REPOSITORY/slurm/site.sh" 2>&1) ||
+        fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
+    # shellcheck disable=SC1091  # the site's own file
+    source "$REPOSITORY/slurm/site.sh"
+fi
+set +u # module and conda read variables that are not set
+activate_environment || fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
+set -u
+
+# --- where things are -------------------------------------------------------------------------------
+DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
+RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
+# The job's own folder: checkpoints, and a note of every rank on how it ended.
+export TRAINKIT_JOB_DIR=${SITE_SCRATCH_DIR:-$RESULTS_DIR/jobs}/$SLURM_JOB_ID
+if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+    # An older job with the same number; its checkpoints are not ours.
+    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
+fi
+mkdir -p "$TRAINKIT_JOB_DIR" ||
+    fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
+rm -f "$TRAINKIT_JOB_DIR"/{rank-*,stopped}
+export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
+
+# --- where the ranks meet ---------------------------------------------------------------------------
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
+    name=$MASTER_ADDR
+    MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    getent ahosts "$MASTER_ADDR" >/dev/null ||
+        fail "neither $name nor its address in Slurm ($MASTER_ADDR) can be resolved on $(hostname): tell your admin."
+fi
+# By the job's number, so that two jobs on one node do not collide, and below the ports that the
+# system hands out by itself (32768 and up).
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
+    export NCCL_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+
+# --- what this job runs on --------------------------------------------------------------------------
+echo "job     $SLURM_JOB_ID ${SLURM_JOB_NAME:-}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
+echo "nodes   $SLURM_JOB_NODELIST, tasks per node ${SLURM_TASKS_PER_NODE:-1}, CPUs per task ${SLURM_CPUS_PER_TASK:-1}"
+gpu_names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs || true)
+echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"
+echo "code    $(git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
+# By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
+srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
+import importlib.metadata, importlib.util, sys
+needed = ("torch", "numpy", "tqdm", "psutil", "filelock", "trainkit")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: {sys.executable} has no {missing}")
+print(f"python  {sys.executable}, torch", importlib.metadata.version("torch"))' ||
+    fail "the Python environment of this job does not work: mend activate_environment in slurm/site.sh."
+echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
+echo
+
+# --- how it ends ------------------------------------------------------------------------------------
+# Every rank leaves rank-N.started, and renames it when it ends (trainkit/errors.py).
+tell_who_failed() {
+    local silent first
+    silent=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.started' -printf '%f\n' | sort -V | sed 's/rank-\(.*\).started/\1/' | xargs)
+    first=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.failed' -printf '%T@ %p\n' | sort -n | head -n 1 | cut -d ' ' -f 2-)
+    if [[ -n $first ]]; then
+        echo "the first rank to fail:"
+        cat "$first"
+    elif [[ -n $silent ]]; then
+        echo "rank(s) $silent ended without a word: killed, by hand or for want of memory (--mem). See srun's lines above."
+    fi
+}
+
+finish() {
+    local code=$?
+    trap - EXIT
+    echo
+    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+        echo "stopped before the time limit; back to the queue, to go on from the checkpoint"
+        scontrol requeue "$SLURM_JOB_ID" ||
+            fail "this job may not be requeued; the checkpoint is in $TRAINKIT_JOB_DIR/checkpoints: submit again with \
+--checkpoint-dir $TRAINKIT_JOB_DIR/checkpoints"
+    elif ((code)); then
+        tell_who_failed
+    fi
+    echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code; results in $RESULTS_DIR/runs"
+    exit "$code"
+}
+trap finish EXIT

@@ -1,0 +1,35 @@
+# shellcheck shell=bash disable=SC2034
+# Everything about your cluster, in one file. Copy it, then edit the copy; git ignores it:
+#     cp slurm/site.example.sh slurm/site.sh
+# Complete examples for conda, venv, Apptainer and pyxis are in slurm/sites/.
+# slurm/README.md explains every option. A line that you leave out keeps its default.
+
+# --- 1. What to ask Slurm for -------------------------------------------------------------------
+# submit.py, sweep.py and doctor.py read these by themselves. For plain `sbatch`, first run
+# `source slurm/site.sh` in your shell. They overrule the #SBATCH lines of the job scripts;
+# options on sbatch's command line overrule both.
+#export SBATCH_PARTITION=gpu
+#export SBATCH_ACCOUNT=my-project
+#export SBATCH_RESERVATION=workshop
+#export SBATCH_QOS=normal
+#export SBATCH_CONSTRAINT=a100
+
+# --- 2. The Python environment, made ready inside every job -------------------------------------
+# Default: .venv of this checkout if it is there, else the `python` of the shell you submit from.
+#activate_environment() {
+#    module purge
+#    module load cuda
+#    conda activate tutorial
+#}
+
+# A command to put before `python`, for sites that run it in a container.
+#SITE_CONTAINER=(apptainer exec --nv "$HOME/tutorial.sif")
+
+# --- 3. Where things are; all of these must be on a file system that every node sees ------------
+#SITE_DATA_DIR=/shared/datasets/mnist      # default: data/ of this checkout
+#SITE_RESULTS_DIR=$HOME/results            # default: results/ of this checkout
+#SITE_SCRATCH_DIR=/scratch/$USER           # checkpoints and error notes of jobs; default: results/jobs/
+
+# --- 4. How the processes start and meet --------------------------------------------------------
+#SITE_SRUN_ARGS=(--mpi=none)               # more arguments for srun
+#SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo

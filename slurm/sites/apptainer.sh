@@ -1,0 +1,13 @@
+# shellcheck shell=bash disable=SC2034
+# A site where Python runs in an Apptainer (Singularity) container, built once on the login node from
+# any image that has PyTorch and what pyproject.toml lists:
+#     cp slurm/sites/apptainer.sh slurm/site.sh
+export SBATCH_PARTITION=gpu
+
+activate_environment() {
+    module load apptainer
+}
+
+# --nv brings the GPU driver of the node into the container, --bind the checkout and the data.
+SITE_CONTAINER=(apptainer exec --nv --bind "$REPOSITORY,/shared/datasets" "$HOME/images/tutorial.sif")
+SITE_DATA_DIR=/shared/datasets/mnist
