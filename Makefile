@@ -6,20 +6,29 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
+NODES ?= 2
+GPUS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test data bench lessons clean
+.PHONY: help compare sweep test data bench lessons cluster-up cluster-down clean
 
 help:
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
+	@echo "make sweep     many runs as jobs on a cluster: stages x GPUs x batch sizes, and their comparison"
 	@echo "make test      run all tests"
 	@echo "make data      put MNIST into data/ (make compare does it too)"
 	@echo "make bench     time our stages against the classic script; takes long"
+	@echo "make cluster-up    start a Slurm cluster on this machine to practise on: slurm/practice_cluster"
+	@echo "make cluster-down  stop it and remove it"
 	@echo "make clean     remove the environment .venv (results stay)"
-	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512"'
+	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2'
 
 compare: $(VENV)/ready
 	@$(RUN) results/compare.py $(ARGS)
+
+# Many jobs on a cluster: slurm/sweep.py --help.
+sweep: $(VENV)/ready
+	@$(RUN) slurm/sweep.py $(ARGS)
 
 test: $(VENV)/ready
 	@$(RUN) -m pytest $(ARGS)
@@ -33,6 +42,13 @@ bench: $(VENV)/ready
 # The diffs and tables that the READMEs quote.
 lessons: $(VENV)/ready
 	@$(RUN) tests/lessons.py
+
+# Needs no packages of Python: it works before the environment is set up.
+cluster-up:
+	@$(PYTHON) slurm/practice_cluster/cluster.py up --nodes $(NODES) --gpus $(GPUS) $(ARGS)
+
+cluster-down:
+	@$(PYTHON) slurm/practice_cluster/cluster.py down $(ARGS)
 
 clean:
 	rm -rf $(VENV)

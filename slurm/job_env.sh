@@ -7,36 +7,11 @@
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
 # SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
 
-fail() {
-    echo "error: $1" >&2
-    exit 1
-}
+source "${BASH_SOURCE[0]%/*}/site_env.sh"
+activate
 
-REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-# --- the site ---------------------------------------------------------------------------------------
-SITE_SRUN_ARGS=()
-SITE_CONTAINER=()
-activate_environment() {
-    if [[ -f $REPOSITORY/.venv/bin/activate ]]; then
-        source "$REPOSITORY/.venv/bin/activate"
-    fi
-}
-if [[ -f $REPOSITORY/slurm/site.sh ]]; then
-    problem=$(bash -n "$REPOSITORY/slurm/site.sh" 2>&1) ||
-        fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
-    # shellcheck disable=SC1091  # the site's own file
-    source "$REPOSITORY/slurm/site.sh"
-fi
-set +u # module and conda read variables that are not set
-activate_environment || fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
-set -u
-
-# --- where things are -------------------------------------------------------------------------------
-DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
-RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
 # The job's own folder: checkpoints, and a note of every rank on how it ended.
-export TRAINKIT_JOB_DIR=${SITE_SCRATCH_DIR:-$RESULTS_DIR/jobs}/$SLURM_JOB_ID
+export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
 if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
     # An older job with the same number; its checkpoints are not ours.
     mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
@@ -44,7 +19,6 @@ fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,stopped}
-export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
 
 # --- where the ranks meet ---------------------------------------------------------------------------
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -111,3 +85,4 @@ finish() {
     exit "$code"
 }
 trap finish EXIT
+trap 'exit 143' TERM # scancel

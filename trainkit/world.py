@@ -17,7 +17,7 @@ class World:
 
     `rank` counts over all processes and `local_rank` over those of this node; `size` is the
     number of processes (the world size), `local_size` the number on this node. `launcher` is
-    what started the processes: torchrun, srun, env (RANK set by hand) or python.
+    what started the processes: torchrun, submitit, srun, env (RANK set by hand) or python.
     """
 
     rank: int
@@ -153,7 +153,8 @@ def _place() -> dict:
             )
         size = _number("WORLD_SIZE")
         nodes = _number("GROUP_WORLD_SIZE", _number("SLURM_STEP_NUM_NODES", 1))
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "srun" if "SLURM_STEP_ID" in env else "env"
+        marks = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_EXECUTOR": "submitit", "SLURM_STEP_ID": "srun"}
+        launcher = next((name for mark, name in marks.items() if mark in env), "env")
         rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
     # Inside an srun step only: in the batch script SLURM_PROCID is set too, and always 0.
     elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
@@ -190,11 +191,12 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process: the local rank's, or the only one that the launcher lets it see."""
     if not use_cuda or not torch.cuda.is_available():
         keep_freed_memory()
-        if place["launcher"] == "torchrun":
+        if place["launcher"] == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
             _pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    isolated = visible == 1 and place["launcher"] == "srun"  # srun --gpus-per-task
+    by_srun = place["launcher"] == "srun" or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+    isolated = visible == 1 and by_srun  # srun --gpus-per-task
     index = 0 if isolated else place["local_rank"]
     if index >= visible:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
@@ -222,7 +224,7 @@ def keep_freed_memory() -> None:
 
 
 def _pin_to_own_cores(local_rank: int, local_size: int) -> None:
-    """Give each CPU worker its own cores, as srun does; torchrun leaves them all on every core."""
+    """Give each CPU worker its own cores, as srun does; torchrun and submitit give it every core."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // local_size
     if share:

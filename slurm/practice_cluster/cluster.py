@@ -1,0 +1,328 @@
+"""A real Slurm on this machine to practise on: up, status, shell, network, down. See README.md."""
+
+import argparse
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import config
+import processes
+import software
+from state import Cluster, ClusterError, folder, slurm_conf
+
+HERE = Path(__file__).resolve().parent
+# Between the well-known ports and those that job scripts choose, which are five digits long.
+PORTS = range(7000, 10000)
+
+
+class StartError(ClusterError):
+    """A daemon did not start; its text names the log that says more."""
+
+
+def main() -> int:
+    arguments = parse()
+    return arguments.action(arguments)
+
+
+def parse() -> argparse.Namespace:
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--name", type=cluster_name, default="practice", help="of the cluster (default: practice)"
+    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    def add(action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        added = actions.add_parser(action.__name__, parents=[common], help=action.__doc__)
+        added.set_defaults(action=action)
+        return added
+
+    options = add(up)
+    options.add_argument("--nodes", type=number(1, 16), default=2)
+    options.add_argument("--gpus", type=number(0, 16), default=2, help="virtual GPUs per node (default: 2)")
+    options.add_argument("--cpus", type=number(1, 256), default=4, help="CPUs per node (default: 4)")
+    options.add_argument(
+        "--mode",
+        choices=["hosts", "one-host"],
+        help="every node a host of its own (default, where that is allowed), or all nodes on this host",
+    )
+    options.add_argument(
+        "--no-accounting", action="store_true", help="no database: a quicker start, but no sacct"
+    )
+    add(status)
+    add(shell)
+    options = add(network)
+    options.add_argument("node")
+    options.add_argument("state", choices=["up", "down"])
+    add(down)
+    arguments = parser.parse_args(words[:at])
+    arguments.words = words[at + 1 :]
+    if arguments.words and arguments.action is not shell:
+        parser.error("only shell takes a command")
+    return arguments
+
+
+def cluster_name(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 31 small letters, digits and dashes")
+    return text
+
+
+def number(least: int, most: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch("[0-9]+", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return convert
+
+
+def up(arguments: argparse.Namespace) -> int:
+    """start a cluster"""
+    name = arguments.name
+    with lock(name):
+        if processes.first(name):
+            raise ClusterError(f"{name} is up already: take it down first, or choose another --name.")
+        clear(name)  # what a crash may have left
+        try:
+            cluster = prepare(arguments)
+            start(cluster)
+        except StartError:
+            processes.kill(name)  # the logs stay, for the error speaks of them
+            raise
+        except OSError as error:
+            remove(name)
+            raise ClusterError(f"{name} cannot be started: {error}.") from error
+        except BaseException:
+            remove(name)
+            raise
+    print("\n".join(description(cluster)))
+    if not cluster.accounting and not arguments.no_accounting:
+        print("MariaDB and slurmdbd could not be had, so there is no sacct.")
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """show nodes, partitions and jobs"""
+    cluster = load(arguments.name)
+    print("\n".join([*description(cluster), ""]), flush=True)
+    columns = "NodeList:10,StateLong:12,CPUs:6,Memory:10,Gres:10,GresUsed"
+    nodes = f"sinfo --partition=practice --Node --Format={columns}"
+    command = on_login_host(cluster, ["sh", "-c", f"{nodes} && echo && sinfo && echo && squeue"])
+    return subprocess.run(command, env=user_environment(cluster)).returncode
+
+
+def shell(arguments: argparse.Namespace) -> int:
+    """a shell on the login host, or the command after --"""
+    cluster = load(arguments.name)
+    words = arguments.words or [os.environ.get("SHELL", "/bin/sh")]
+    command = on_login_host(cluster, words)
+    os.execvpe(command[0], command, user_environment(cluster))
+
+
+def network(arguments: argparse.Namespace) -> int:
+    """cut or mend the network of a node"""
+    cluster = load(arguments.name)
+    if arguments.node not in cluster.node_names:
+        raise ClusterError(f"there is no node {arguments.node}: choose from {', '.join(cluster.node_names)}.")
+    if not cluster.hosts:
+        raise ClusterError("all nodes are on this host, so that none has a network of its own to cut.")
+    cable = on_login_host(cluster, ["ip", "link", "set", arguments.node, arguments.state])
+    subprocess.run(cable, env=user_environment(cluster), check=True)
+    if arguments.state == "up":
+        # On this signal slurmd reports to slurmctld, which asks a node that is down every few minutes only.
+        os.kill(int((cluster.folder / f"slurmd-{arguments.node}.pid").read_text()), signal.SIGHUP)
+    return 0
+
+
+def down(arguments: argparse.Namespace) -> int:
+    """stop the cluster and remove all of it"""
+    name = arguments.name
+    if os.environ.get("SLURM_CONF") == str(slurm_conf(name)):
+        raise ClusterError(f"this is a shell of {name}, which would end too: leave it first, with exit.")
+    if not folder(name).exists():
+        print(f"{name} is not up.")
+        return 0
+    with lock(name):
+        remove(name)
+    print(f"{name} is down.")
+    return 0
+
+
+def load(name: str) -> Cluster:
+    """The cluster that is up. Raises ClusterError if there is none."""
+    if not (folder(name) / "ready").exists():
+        raise ClusterError(f"{name} is not up: start it with `up`, or choose another --name.")
+    return Cluster.load(name)
+
+
+def description(cluster: Cluster) -> list[str]:
+    where = "every node is a host of its own" if cluster.hosts else "all nodes are on this host"
+    option = "" if cluster.name == "practice" else f" --name {cluster.name}"
+    return [
+        f"{cluster.name} is up: {', '.join(cluster.node_names)}; {where}.",
+        f"GPUs: {cluster.gpus} per node. They are virtual: what trains in them runs on the CPU.",
+        f"Accounting (sacct): {'on' if cluster.accounting else 'off'}.",
+        f"Next: {Path(sys.argv[0])} shell{option}",
+    ]
+
+
+def on_login_host(cluster: Cluster, command: list[str]) -> list[str]:
+    """The command line that runs `command` on the login host, in the current folder."""
+    return [*processes.entrance(cluster), "env", f"--chdir={Path.cwd()}", *command]
+
+
+def user_environment(cluster: Cluster) -> dict[str, str]:
+    path = f"{cluster.folder}/bin:{os.environ.get('PATH', software.SYSTEM_PATH)}"
+    return os.environ | {"PATH": path, "SLURM_CONF": str(slurm_conf(cluster.name))}
+
+
+@contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Make the cluster's folder and hold it. Raises ClusterError while another command does."""
+    try:
+        folder(name).mkdir(mode=0o700, exist_ok=True)
+        holder = os.open(folder(name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ClusterError(f"cannot make {folder(name)} ({error.strerror}).") from error
+    try:
+        if os.fstat(holder).st_uid != os.getuid():
+            raise ClusterError(f"{folder(name)} is another user's: choose another --name.")
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ClusterError(
+            f"another command is starting or stopping {name}: wait until it is done."
+        ) from error
+    finally:
+        os.close(holder)
+
+
+def remove(name: str) -> None:
+    clear(name)
+    folder(name).rmdir()
+
+
+def clear(name: str) -> None:
+    """End the cluster's processes, with which its network ends, and empty its folder."""
+    processes.kill(name)
+    for entry in folder(name).iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def prepare(arguments: argparse.Namespace) -> Cluster:
+    """Get the software and write the cluster's files."""
+    software.ensure(accounting=not arguments.no_accounting)
+    cluster = Cluster(
+        name=arguments.name,
+        nodes=arguments.nodes,
+        gpus=arguments.gpus,
+        cpus=arguments.cpus,
+        memory=machine_memory() // arguments.nodes,
+        hosts=arguments.mode != "one-host" and hosts_are_allowed(arguments.mode == "hosts"),
+        accounting=not arguments.no_accounting and software.has_accounting(),
+        first_port=free_ports(arguments.name, config.FIRST_SLURMD_PORT + arguments.nodes),
+    )
+    config.write(cluster)
+    return cluster
+
+
+def hosts_are_allowed(must: bool) -> bool:
+    """Whether this user may make hosts here. Raises ClusterError if it `must` be."""
+    attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add type bridge && ip link add type veth"
+    command = ["unshare", *processes.NAMESPACES, "sh", "-c", attempt]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=software.environment())
+        refusal = done.stderr.strip() if done.returncode else ""
+    except FileNotFoundError:
+        refusal = "there is no unshare"
+    if refusal and must:
+        raise ClusterError(
+            f"nodes cannot be hosts of their own here ({refusal}): be root, or use --mode one-host."
+        )
+    return not refusal
+
+
+def machine_memory() -> int:
+    """In MB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+def free_ports(name: str, count: int) -> int:
+    """The first of `count` ports in a row that nothing listens on."""
+    # Every name starts its search elsewhere, so that clusters started at the same time do not meet.
+    start = zlib.crc32(f"{os.getuid()} {name}".encode()) % (len(PORTS) // count)
+    for row in range(len(PORTS) // count):
+        first = PORTS[(start + row) % (len(PORTS) // count) * count]
+        if all(is_free(port) for port in range(first, first + count)):
+            return first
+    raise ClusterError(f"there are no {count} free ports in a row between {PORTS[0]} and {PORTS[-1]}.")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def start(cluster: Cluster) -> None:
+    """Start init.py, detached from this terminal, and wait until the nodes are ready.
+
+    Raises StartError if they never are.
+    """
+    command = [sys.executable, str(HERE / "init.py"), cluster.name]
+    if cluster.hosts:
+        login = [str(HERE / "login.sh"), str(cluster.folder / "hosts"), cluster.login_address]
+        command = ["unshare", *processes.NAMESPACES, *login, *command]
+    log = cluster.folder / "log" / "init.log"
+    variables = {
+        "PATH": f"{cluster.folder}/bin:{software.SYSTEM_PATH}",
+        "SLURM_CONF": str(slurm_conf(cluster.name)),
+        "MYSQL_UNIX_PORT": str(cluster.folder / "mariadb.socket"),  # for slurmdbd
+    }
+    with log.open("w") as output:
+        init = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+            start_new_session=True,
+        )
+    while not (cluster.folder / "ready").exists():
+        if init.poll() is not None:
+            raise StartError((log.read_text().splitlines() or ["its first process was killed"])[-1])
+        time.sleep(0.02)
+
+
+def stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        sys.exit(main())
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,229 @@
+"""The files in a cluster's folder: the configuration of its daemons, and the commands for its users."""
+
+import os
+import pwd
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import software
+from state import Cluster, slurm_conf
+
+HERE = Path(__file__).resolve().parent
+# Offsets from the cluster's first port.
+SLURMCTLD_PORT, SLURMDBD_PORT, FIRST_SLURMD_PORT = 0, 1, 2
+
+
+def write(cluster: Cluster) -> None:
+    """Write everything that the daemons of `cluster` need into its folder, which is empty."""
+    for name in ("bin", "exec", "dev", "log", "spool", "slurmctld", "database"):
+        (cluster.folder / name).mkdir()
+    (cluster.folder / "packages").symlink_to(software.UNPACKED)
+    _write_commands(cluster)
+    (cluster.folder / "task_prolog.sh").symlink_to(HERE / "task_prolog.sh")
+    (cluster.folder / "munge.key").write_bytes(os.urandom(128))
+    (cluster.folder / "munge.key").chmod(0o600)
+    (cluster.folder / "hosts").write_text(_hosts(cluster))
+    slurm_conf(cluster.name).write_text(_slurm_conf(cluster))
+    (cluster.folder / "gres.conf").write_text(_gres_conf(cluster))
+    (cluster.folder / "cgroup.conf").write_text(_cgroup_conf(cluster))
+    (cluster.folder / "slurmdbd.conf").write_text(_slurmdbd_conf(cluster))
+    (cluster.folder / "slurmdbd.conf").chmod(0o600)
+    if cluster.accounting:
+        _write_database(cluster)
+    cluster.save()
+
+
+def _write_commands(cluster: Cluster) -> None:
+    """Fill bin/ with the programs."""
+    for name in software.DAEMONS + software.COMMANDS:
+        program = software.find(name)
+        if not program:
+            continue
+        command = [str(program)]
+        if program.is_relative_to(software.UNPACKED):
+            command = _unpacked_command(cluster, name, program)
+        if name == "slurmstepd":
+            command = [sys.executable, "-I", "-S", str(HERE / "adopt.py"), *command]
+        script = cluster.folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        script.chmod(0o755)
+
+
+def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
+    """How to start an unpacked program, which needs the unpacked libraries.
+
+    The variable for that is good for daemons, which give it to no job. With sbatch and srun it would reach the
+    jobs, so there the dynamic loader is told on its command line. The link in exec/ gives the process its
+    name: without it `ps` would show slurmd-wlm, and the loader in place of srun.
+    """
+    library_path = ":".join(_short(cluster, library) for library in software.libraries())
+    link = cluster.folder / "exec" / name
+    if name in software.DAEMONS:
+        link.symlink_to(_short(cluster, program))
+        return ["env", f"LD_LIBRARY_PATH={library_path}", str(link)]
+    link.symlink_to(software.loader(program))
+    return [str(link), "--argv0", name, "--library-path", library_path, _short(cluster, program)]
+
+
+def _short(cluster: Cluster, path: Path) -> str:
+    """An unpacked file's path by way of the link in the cluster's folder, which has no spaces and colons."""
+    if not path.is_relative_to(software.UNPACKED):
+        return str(path)
+    return str(cluster.folder / "packages" / path.relative_to(software.UNPACKED))
+
+
+def _hosts(cluster: Cluster) -> str:
+    names = [(cluster.node_address(node), node) for node in cluster.node_names]
+    names = [("127.0.0.1", "localhost"), ("::1", "localhost"), (cluster.login_address, "login"), *names]
+    return "".join(f"{address} {name}\n" for address, name in names)
+
+
+def _slurm_conf(cluster: Cluster) -> str:
+    """Words: https://slurm.schedmd.com/slurm.conf.html."""
+    folder = cluster.folder
+    login = "login" if cluster.hosts else socket.gethostname().partition(".")[0]
+    user = _user()
+    lines = f"""\
+ClusterName=practice
+SlurmctldHost={login}({cluster.login_address})
+SlurmctldPort={cluster.first_port + SLURMCTLD_PORT}
+SlurmUser={user}
+SlurmdUser={user}
+# A requeued job waits until the credential of its first run has expired: 5 s is the least that Slurm accepts.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/slurmctld
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdSpoolDir={folder}/spool/%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/log/steps-%n.log
+{_plugin_dir(cluster)}
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+TaskProlog={folder}/task_prolog.sh
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+# Nodes may have more CPUs and memory than the machine.
+SlurmdParameters=config_overrides
+DefMemPerCPU={cluster.memory // cluster.cpus}
+# A job that uses more memory than it asked for is killed, as where cgroups limit it.
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=2
+JobAcctGatherParams=UsePss,OverMemoryKill
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=30
+InactiveLimit=0
+KillWait=5
+CompleteWait=0
+MinJobAge=300
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+"""
+    if cluster.accounting:
+        lines += f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={cluster.login_address}
+AccountingStoragePort={cluster.first_port + SLURMDBD_PORT}
+AccountingStoragePass={folder}/munge.socket
+AccountingStorageTRES=gres/gpu
+"""
+    gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
+    for number, node in enumerate(cluster.node_names):
+        lines += (
+            f"NodeName={node} NodeAddr={cluster.node_address(node)} NodeHostname={_hostname(cluster, node)} "
+            f"Port={cluster.first_port + FIRST_SLURMD_PORT + number} "
+            f"CPUs={cluster.cpus} Sockets=1 CoresPerSocket={cluster.cpus} ThreadsPerCore=1 "
+            f"RealMemory={cluster.memory}{gres}\n"
+        )
+    lines += "PartitionName=practice Nodes=ALL Default=YES DefaultTime=10 MaxTime=240\n"
+    lines += "PartitionName=debug Nodes=ALL DefaultTime=5 MaxTime=15\n"
+    return lines
+
+
+def _hostname(cluster: Cluster, node: str) -> str:
+    return node if cluster.hosts else "localhost"
+
+
+def _user() -> str:
+    """Who runs the daemons: the caller, by name, or by number where the number has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def _plugin_dir(cluster: Cluster) -> str:
+    """Where slurm's plugins are, if that is not where Slurm looks by itself."""
+    unpacked = [plugin.parent for plugin in software.UNPACKED.glob("usr/lib/*/*/auth_munge.so")]
+    return f"PluginDir={_short(cluster, unpacked[0])}" if unpacked else ""
+
+
+def _gres_conf(cluster: Cluster) -> str:
+    """A GPU is a device file for Slurm; a link to /dev/null is one that anybody may make."""
+    if not cluster.gpus:
+        return ""
+    for number in range(cluster.gpus):
+        (cluster.folder / "dev" / f"gpu{number}").symlink_to("/dev/null")
+    numbers = f"[0-{cluster.gpus - 1}]"
+    return f"AutoDetect=off\nName=gpu File={cluster.folder}/dev/gpu{numbers} Flags=nvidia_gpu_env\n"
+
+
+def _cgroup_conf(cluster: Cluster) -> str:
+    """No cgroups. Slurm has no word for that before 23.02, but then does nothing with v1 unless asked to."""
+    command = [cluster.folder / "bin" / "slurmctld", "-V"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    year, month = re.search(r"(\d+)\.(\d+)", version).groups()
+    if (int(year), int(month)) >= (23, 2):
+        return "CgroupPlugin=disabled\n"
+    return "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
+
+
+def _slurmdbd_conf(cluster: Cluster) -> str:
+    """Words: https://slurm.schedmd.com/slurmdbd.conf.html. The database's socket comes by the environment."""
+    return f"""\
+DbdHost={"login" if cluster.hosts else "localhost"}
+DbdAddr={cluster.login_address}
+DbdPort={cluster.first_port + SLURMDBD_PORT}
+SlurmUser={_user()}
+AuthType=auth/munge
+AuthInfo=socket={cluster.folder}/munge.socket
+PidFile={cluster.folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=slurm
+StoragePass=slurm
+{_plugin_dir(cluster)}
+"""
+
+
+def _write_database(cluster: Cluster) -> None:
+    """A small, forgetful database with no door but its socket, in a folder that only its owner may enter."""
+    tables = _database_tables()
+    (cluster.folder / "mariadb.cnf").write_text(f"""\
+[mariadbd]
+user={_user()}
+datadir={cluster.folder}/database
+socket={cluster.folder}/mariadb.socket
+pid_file={cluster.folder}/mariadb.pid
+lc_messages_dir={_short(cluster, tables.parent)}
+skip_networking
+skip_grant_tables
+innodb_buffer_pool_size=16M
+innodb_log_file_size=4M
+innodb_flush_log_at_trx_commit=0
+aria_log_file_size=8M
+""")
+    # What mariadb-install-db does; that script knows no other place for the programs than the system's.
+    sql = "create database mysql;\nuse mysql;\n" + tables.read_text()
+    (cluster.folder / "tables.sql").write_text(sql)
+
+
+def _database_tables() -> Path:
+    """MariaDB's own list of the tables that every database starts with."""
+    shares = (software.UNPACKED / "usr" / "share", Path("/usr/share"))
+    return next(tables for share in shares for tables in share.glob("m*/m*_system_tables.sql"))

@@ -1,0 +1,126 @@
+"""The first process of a practice cluster: it starts the daemons, and adopts what they leave behind.
+
+    python init.py NAME
+
+It makes the file `ready` when the nodes wait for jobs. If they never do, its last line on stderr says why.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import config
+from adopt import adopt_orphans
+from processes import NAMESPACES
+from state import Cluster, ClusterError
+
+# Seconds that a daemon may take to start on a busy machine.
+PATIENCE = 60.0
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    cluster = Cluster.load(sys.argv[1])
+    (cluster.folder / "init.pid").write_text(str(os.getpid()))
+    adopt_orphans()
+    try:
+        start(cluster)
+    except ClusterError as error:
+        sys.exit(str(error))
+    (cluster.folder / "ready").touch()
+    while True:
+        os.wait()
+
+
+def start(cluster: Cluster) -> None:
+    """Start the daemons in order, each as soon as the one it needs answers."""
+    start_munged(cluster)
+    if cluster.accounting:
+        start_accounting(cluster)
+    slurmctld = Daemon(cluster, "slurmctld", ["slurmctld", "-D"])
+    slurmctld.wait_for(lambda: listens(cluster, config.SLURMCTLD_PORT))
+    slurmds = {node: start_slurmd(cluster, node) for node in cluster.node_names}
+    for node, slurmd in slurmds.items():
+        slurmd.wait_for(partial(is_idle, node))
+
+
+class Daemon:
+    """A program of the cluster. What it says goes to log/NAME.log."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, command: Sequence[str], stdin: Path = Path(os.devnull)
+    ) -> None:
+        self.name = name
+        self.log = cluster.folder / "log" / f"{name}.log"
+        with self.log.open("w") as log, stdin.open() as source:
+            self.process = subprocess.Popen(command, stdin=source, stdout=log, stderr=log)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return when `condition` is true. Raises ClusterError when the daemon ends or takes too long."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if self.process.poll() is not None:
+                raise self.failure("ended")
+            if time.monotonic() > deadline:
+                raise self.failure(f"was not ready after {PATIENCE:.0f} s")
+            time.sleep(0.02)
+
+    def wait_for_end(self) -> None:
+        """For a command that has to succeed and end. Raises ClusterError if it does not succeed."""
+        if self.process.wait() != 0:
+            raise self.failure("failed")
+
+    def failure(self, what: str) -> ClusterError:
+        """An error with the last line of the log that tells of one, or the last line."""
+        lines = self.log.read_text(errors="replace").splitlines() or ["it wrote nothing"]
+        errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
+        return ClusterError(f"{self.name} {what}: {(errors or lines)[-1].strip()} (all of it: {self.log})")
+
+
+def start_munged(cluster: Cluster) -> None:
+    """Munge lets a daemon know which user sent it a message."""
+    folder = cluster.folder
+    files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+    files |= {"log-file": "log/munge.log", "seed-file": "munge.seed"}
+    options = [f"--{option}={folder / file}" for option, file in files.items()]
+    # --force: it mistrusts files below /tmp, but nobody else may enter our folder.
+    munged = Daemon(cluster, "munged", ["munged", "--foreground", "--force", *options])
+    munged.wait_for((folder / "munge.socket").exists)
+
+
+def start_accounting(cluster: Cluster) -> None:
+    """The database, empty, then the daemon that keeps the accounts in it."""
+    database = cluster.folder / "mariadb.socket"
+    command = ["mariadbd", f"--defaults-file={cluster.folder / 'mariadb.cnf'}"]
+    tables = cluster.folder / "tables.sql"
+    Daemon(cluster, "mariadbd-tables", [*command, "--bootstrap"], stdin=tables).wait_for_end()
+    Daemon(cluster, "mariadbd", command).wait_for(database.exists)
+    Daemon(cluster, "slurmdbd", ["slurmdbd", "-D"]).wait_for(lambda: listens(cluster, config.SLURMDBD_PORT))
+    Daemon(cluster, "sacctmgr", ["sacctmgr", "--immediate", "add", "cluster", "practice"]).wait_for_end()
+
+
+def start_slurmd(cluster: Cluster, node: str) -> Daemon:
+    command = ["slurmd", "-D", "-N", node, "-d", str(cluster.folder / "bin" / "slurmstepd")]
+    if cluster.hosts:
+        prepare = [str(HERE / "node.sh"), node, cluster.node_address(node), str(os.getpid())]
+        command = ["unshare", *NAMESPACES, *prepare, *command]
+    return Daemon(cluster, f"slurmd-{node}", command)
+
+
+def listens(cluster: Cluster, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((cluster.login_address, cluster.first_port + port)) == 0
+
+
+def is_idle(node: str) -> bool:
+    command = ["sinfo", "--noheader", "--partition=practice", f"--nodes={node}", "--format=%T"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() == "idle"
+
+
+if __name__ == "__main__":
+    main()

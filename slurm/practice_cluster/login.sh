@@ -1,0 +1,16 @@
+#!/bin/sh
+# The login host of the practice cluster, in namespaces of its own: network, name, mounts.
+# login.sh HOSTS_FILE ADDRESS COMMAND ...   prepares it and becomes COMMAND.
+set -eu
+hosts_file=$1
+address=$2
+shift 2
+
+hostname login
+mount --bind "$hosts_file" /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+ip link add name switch type bridge
+ip address add "$address/24" dev switch
+ip link set switch up
+exec "$@"

@@ -1,0 +1,74 @@
+"""The processes of a cluster: how they are found, entered and ended.
+
+They all have the cluster's SLURM_CONF in their environment, or descend from one that has. The first of them,
+init.py, adopts those whose parents end, so that nothing is ever out of reach.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from state import Cluster, ClusterError, folder, slurm_conf
+
+NAMESPACES = ["--mount", "--uts", "--net", "--ipc"]
+# Seconds that the kernel may take to end a process on a busy machine.
+PATIENCE = 20.0
+
+
+def first(name: str) -> int | None:
+    """The process number of the cluster's init.py, if it runs."""
+    try:
+        pid = int((folder(name) / "init.pid").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if pid in _living(name) else None
+
+
+def entrance(cluster: Cluster) -> list[str]:
+    """What to put before a command that shall run on the login host. Raises ClusterError if it is gone."""
+    pid = first(cluster.name)
+    if not pid:
+        raise ClusterError(f"{cluster.name} has crashed: take it down and up again.")
+    return ["nsenter", f"--target={pid}", *NAMESPACES, "--"] if cluster.hosts else []
+
+
+def kill(name: str) -> None:
+    """End them all, init.py last, because it collects the others. Raises ClusterError if one does not end."""
+    deadline = time.monotonic() + PATIENCE
+    init = first(name)
+    while living := _living(name):
+        for pid in living - {init} or {init}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            raise ClusterError(f"these processes of {name} do not end: {sorted(living)}")
+        time.sleep(0.01)
+
+
+def _living(name: str) -> set[int]:
+    """The numbers of the cluster's processes that have not ended yet."""
+    mark = f"SLURM_CONF={slurm_conf(name)}".encode()
+    parents, marked = {}, set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            # Behind the name in brackets, which may contain anything: state, parent, ...
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                continue
+            parents[int(process.name)] = int(parent)
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                marked.add(int(process.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return {pid for pid in parents if not marked.isdisjoint(_line(pid, parents))}
+
+
+def _line(pid: int, parents: dict[int, int]) -> list[int]:
+    """The process and its ancestors."""
+    line = [pid]
+    while line[-1] in parents:
+        line.append(parents[line[-1]])
+    return line

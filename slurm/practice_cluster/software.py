@@ -1,0 +1,138 @@
+"""Slurm, munge and MariaDB: the system's own where they are installed, else unpacked into a folder here."""
+
+import fcntl
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from state import ClusterError
+
+UNPACKED = Path(__file__).resolve().parent / "packages"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+FOLDERS = ["usr/sbin", "usr/bin", "sbin", "bin"]
+ACCOUNTING_DAEMONS = ["slurmdbd", "mariadbd"]
+DAEMONS = ["munged", "slurmctld", "slurmd", "slurmstepd", *ACCOUNTING_DAEMONS]
+COMMANDS = [
+    *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo"),
+    *("sprio", "squeue", "sreport", "srun", "sstat", "ip"),
+]
+CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
+
+
+def ensure(accounting: bool) -> None:
+    """Unpack what the system lacks, unless that was done before.
+
+    Raises ClusterError if it cannot be had; what only the accounting needs may be missing.
+    """
+    try:
+        lock = (UNPACKED.parent / "packages.lock").open("w")
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write to {UNPACKED.parent} ({error.strerror}): make it writable."
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (missing() or accounting and not has_accounting()) and not UNPACKED.exists():
+            try:
+                _unpack()
+            except ClusterError:
+                if missing():
+                    raise
+    if missing():
+        raise ClusterError(f"{UNPACKED} lacks {', '.join(missing())}: delete that folder, and try again.")
+
+
+def find(program: str) -> Path | None:
+    """The program's file: the system's own, else the unpacked one."""
+    installed = shutil.which(program, path=SYSTEM_PATH)
+    if installed:
+        return Path(installed)
+    # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
+    names = (program, f"{program}-wlm")
+    places = (UNPACKED / folder / name for folder in FOLDERS for name in names)
+    return next((place for place in places if place.exists()), None)
+
+
+def missing() -> list[str]:
+    """The programs that a cluster cannot do without, and that are not there."""
+    needed = [name for name in DAEMONS + COMMANDS if name not in ACCOUNTING_DAEMONS]
+    return [name for name in needed if not find(name)]
+
+
+def has_accounting() -> bool:
+    return all(find(name) for name in ACCOUNTING_DAEMONS)
+
+
+def libraries() -> list[Path]:
+    """The folders that hold the unpacked shared libraries."""
+    files = itertools.chain(UNPACKED.glob("lib/**/lib*.so*"), UNPACKED.glob("usr/lib/**/lib*.so*"))
+    return sorted({file.parent for file in files})
+
+
+def environment() -> dict[str, str]:
+    """For a program that is started before the cluster has its own way to start it."""
+    path = [*(str(UNPACKED / folder) for folder in FOLDERS), SYSTEM_PATH]
+    return os.environ | {"PATH": ":".join(path), "LD_LIBRARY_PATH": ":".join(map(str, libraries()))}
+
+
+def loader(program: Path) -> str:
+    """The dynamic loader that the program names in its header, such as /lib64/ld-linux-x86-64.so.2."""
+    return re.search(rb"(/lib\w*/ld-[^\0]+)\0", program.read_bytes())[1].decode()
+
+
+def _unpack() -> None:
+    """Fill the folder with the packages that the system lacks, or leave no folder at all."""
+    if not shutil.which("apt-get") or not shutil.which("dpkg"):
+        raise ClusterError(
+            f"this machine has no {', '.join(missing())}, and no apt-get to fetch them with: "
+            "install Slurm and munge, or use Debian or Ubuntu."
+        )
+    print("Downloading Slurm (once) ...", flush=True)
+    for leftover in UNPACKED.parent.glob("unpacking-*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix="unpacking-", dir=UNPACKED.parent) as temporary:
+        here = Path(temporary)
+        for package in _download(here):
+            _run(["dpkg", "-x", str(package), str(here / "root")])
+        (here / "root").rename(UNPACKED)
+
+
+def _download(here: Path) -> list[Path]:
+    """Download the packages that the system lacks, with apt's own idea of what they depend on."""
+    # Lists and caches of our own, so that neither root nor up-to-date lists of the system are needed.
+    (here / "lists" / "partial").mkdir(parents=True)
+    (here / "cache" / "archives" / "partial").mkdir(parents=True)
+    options = [f"Dir::State::Lists={here / 'lists'}", f"Dir::Cache={here / 'cache'}"]
+    options += ["Debug::NoLocking=1", "APT::Sandbox::User=root"]
+    flags = [word for option in options for word in ("-o", option)]
+    _run(["apt-get", *flags, "update"])
+    databases = _run(["apt-cache", *flags, "pkgnames", "mariadb-server-core"]).split()
+    wanted = CLUSTER_PACKAGES + (["slurmdbd", max(databases)] if databases else [])
+    plan = _run(["apt-get", *flags, "--simulate", "--no-install-recommends", "install", *wanted])
+    # "Inst NAME (VERSION ..." is a new package, "Inst NAME [OLD] (VERSION ..." a newer one of what is there.
+    names = re.findall(r"^Inst (\S+) \(", plan, re.MULTILINE)
+    _run(["apt-get", *flags, "download", *names], cwd=here)
+    return sorted(here.glob("*.deb"))
+
+
+def _run(command: list[str], **how: object) -> str:
+    """The command's output. Raises ClusterError with the reason it gives when it fails."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"LC_ALL": "C"},
+        **how,
+    )
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        raise ClusterError(
+            f"could not get Slurm: {command[0]} says {said[-1]!r}. Check the network and apt's sources, "
+            "or install Slurm and munge."
+        )
+    return done.stdout

@@ -1,0 +1,59 @@
+"""What is known about one practice cluster, and where its files are."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+class ClusterError(Exception):
+    """Something the user can mend; its text says what is wrong and what to do."""
+
+
+@dataclass
+class Cluster:
+    """A practice cluster, as `up` was asked to make it.
+
+    `hosts`: every node is a host of its own; otherwise all nodes share this machine's name and network.
+    `cpus`, `memory` (MB) and `gpus` are per node. The ports from `first_port` on are its own.
+    """
+
+    name: str
+    nodes: int
+    gpus: int
+    cpus: int
+    memory: int
+    hosts: bool
+    accounting: bool
+    first_port: int
+
+    @classmethod
+    def load(cls, name: str) -> "Cluster":
+        return cls(**json.loads((folder(name) / "cluster.json").read_text()))
+
+    def save(self) -> None:
+        (self.folder / "cluster.json").write_text(json.dumps(asdict(self)))
+
+    @property
+    def folder(self) -> Path:
+        return folder(self.name)
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"n{number}" for number in range(1, self.nodes + 1)]
+
+    @property
+    def login_address(self) -> str:
+        return "10.10.10.1" if self.hosts else "127.0.0.1"
+
+    def node_address(self, node: str) -> str:
+        return f"10.10.10.{100 + self.node_names.index(node)}" if self.hosts else "127.0.0.1"
+
+
+def folder(name: str) -> Path:
+    """Everything that a cluster writes. It is short: the path of a socket may have 107 characters at most."""
+    return Path(f"/tmp/practice-cluster-{os.getuid()}-{name}")
+
+
+def slurm_conf(name: str) -> Path:
+    return folder(name) / "slurm.conf"

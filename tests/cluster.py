@@ -1,0 +1,112 @@
+"""A practice cluster for tests: started when a test needs one, and taken down again."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+PROGRAM = REPOSITORY / "slurm" / "practice_cluster" / "cluster.py"
+UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED"}
+numbers = itertools.count(1)
+
+
+@dataclass
+class RunningCluster:
+    """A cluster that is up, as its user sees it from the login host."""
+
+    name: str
+
+    def run(
+        self,
+        command: Sequence[object],
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        **how: object,
+    ) -> subprocess.CompletedProcess:
+        """Run `command` on the login host; `env` is added to the environment."""
+        return run_program(
+            "shell",
+            "--name",
+            self.name,
+            "--",
+            *command,
+            env=ENVIRONMENT | (env or {}),
+            timeout=timeout,
+            **how,
+        )
+
+    def submit(self, *arguments: object, **how: object) -> int:
+        """The number of the job that `sbatch ARGUMENTS` submits."""
+        done = self.run(["sbatch", "--parsable", *arguments], **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return int(done.stdout)
+
+    def job(self, number: int) -> dict[str, str]:
+        """What `scontrol show job` tells, such as JobState, Reason, ExitCode, Restarts."""
+        done = self.run(["scontrol", "--oneliner", "show", "job", number])
+        assert done.returncode == 0, done.stdout + done.stderr
+        return dict(re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", done.stdout.strip()))
+
+    def wait(self, number: int, timeout: float = 120, until: str = "") -> dict[str, str]:
+        """What `job` tells once it is in state `until` or has ended; fails after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (job := self.job(number))["JobState"] in UNFINISHED and job["JobState"] != until:
+            assert time.monotonic() < deadline, f"not ended within {timeout} s: {job}"
+            time.sleep(0.2)
+        return job
+
+    def link(self, node: str, up: bool) -> None:
+        """Cut or mend the node's network; only where every node is a host of its own."""
+        done = run_program("network", "--name", self.name, node, "up" if up else "down")
+        assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def running_cluster(
+    *options: object, nodes: int = 2, gpus: int = 2, accounting: bool = False
+) -> Iterator[RunningCluster]:
+    """A cluster of this test run's own.
+
+    Where it cannot be had the test is skipped, or fails if REQUIRE_CLUSTER is set.
+    """
+    _clear_abandoned()
+    name = f"test-{os.getpid()}-{next(numbers)}"
+    options += ("--nodes", nodes, "--gpus", gpus, *([] if accounting else ["--no-accounting"]))
+    started = run_program("up", "--name", name, *options, timeout=600)
+    try:
+        if started.returncode != 0 and os.environ.get("REQUIRE_CLUSTER"):
+            pytest.fail(f"no practice cluster: {started.stderr}")
+        if started.returncode != 0:
+            pytest.skip(f"no practice cluster: {started.stderr}")
+        yield RunningCluster(name)
+    finally:
+        stopped = run_program("down", "--name", name)
+        assert stopped.returncode == 0, stopped.stderr
+
+
+def run_program(*arguments: object, timeout: float = 120, **how: object) -> subprocess.CompletedProcess:
+    """Run the practice cluster's program to its end."""
+    return subprocess.run(
+        [sys.executable, PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **how,
+    )
+
+
+def _clear_abandoned() -> None:
+    """Take down what test runs that were killed have left."""
+    for folder in Path("/tmp").glob(f"practice-cluster-{os.getuid()}-test-*"):
+        name = folder.name.partition(f"-{os.getuid()}-")[2]
+        if not Path("/proc", name.split("-")[1]).exists():
+            run_program("down", "--name", name)

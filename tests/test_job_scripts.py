@@ -1,0 +1,239 @@
+"""The job scripts, submitted to a real Slurm: the practice cluster with two nodes and virtual GPUs.
+
+Every test works on a copy of the checkout, so that it can have a site file of its own, and a fault
+planted in a stage script. The job scripts are always submitted as they are.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import SCRIPTS, Checkout
+from cluster import RunningCluster, running_cluster
+from conftest import rows_of
+
+NODES = ("n1", "n2")
+SMALL = ("--epochs", 2, "--train-size", 1000, "--batch-size", 100, "--precision", "bf16")
+FOUR_RANKS = {
+    "srun": ("--nodes=2", "--ntasks-per-node=2"),
+    "torchrun": ("--nodes=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster(nodes=2, gpus=2) as running:
+        yield running
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
+@pytest.fixture
+def checkouts(tmp_path: Path, cluster: RunningCluster) -> Callable[[str], Checkout]:
+    return lambda name: Checkout(tmp_path / name, cluster)
+
+
+@pytest.mark.parametrize("launcher", SCRIPTS)
+def test_a_job_script_as_it_is(launcher: str, checkout: Checkout) -> None:
+    rows = checkout.run(launcher, *SMALL)
+    ranks = 2 if launcher in FOUR_RANKS else 1
+    assert [row["epoch"] for row in rows] == [1, 2]
+    (log,) = checkout.folder.glob("0*/mnist-*.log")
+    for row in rows:
+        assert row["stage"] == {"single": "single", "dp": "dp"}.get(launcher, "ddp")
+        assert row["launcher"] == ("torchrun" if launcher == "torchrun" else "srun")
+        assert (row["world_size"], row["nodes"], row["devices"]) == (ranks, 1, ranks)
+        assert log.stem.endswith(f"-{row['job_id']}")
+        assert row["node_list"] in NODES
+    text = log.read_text()
+    for word in (
+        "job  ",
+        "nodes  ",
+        "GPUs  ",
+        "code  ",
+        "python  ",
+        "torch",
+        "meet at",
+        "ended  ",
+        "exit code 0",
+    ):
+        assert word in text
+    assert f"results in {checkout.folder / 'results' / 'runs'}" in text
+
+
+def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> None:
+    """Four ranks on two nodes train the same, whatever started them."""
+    losses = {}
+    for launcher, sbatch in FOUR_RANKS.items():
+        rows = checkouts(launcher).run(launcher, *SMALL, sbatch=sbatch)
+        assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, launcher)}
+        losses[launcher] = [(row["train_loss"], row["test_loss"]) for row in rows]
+    place = checkouts("submitit")
+    command = ["python", "submit.py", "--nodes", "2", "--gpus", "4", "--wait", *map(str, SMALL)]
+    done = place.cluster.run(command, cwd=place.folder / "03_multigpu_ddp", env=place.env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(place.folder / "results")
+    assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, "submitit")}
+    losses["submitit"] = [(row["train_loss"], row["test_loss"]) for row in rows]
+    assert losses["torchrun"] == losses["srun"] == losses["submitit"]
+
+
+def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None:
+    other = checkout.folder.parent / "scratch"
+    (checkout.folder / "slurm" / "site.sh").write_text(
+        f"export SBATCH_PARTITION=debug\nSITE_SCRATCH_DIR='{other}'\nSITE_RESULTS_DIR='{other}/results'\n"
+        'activate_environment() {\n    echo "activated $UNSET_VARIABLE"\n}\n'
+    )
+    command = ". ../slurm/site.sh && sbatch --parsable --time=5 slurm_submit.sh --dry-run"
+    done = checkout.cluster.run(
+        ["bash", "-c", command], cwd=checkout.folder / "01_singlegpu", env=checkout.env
+    )
+    assert done.returncode == 0, done.stderr
+    job = int(done.stdout)
+    state = checkout.cluster.wait(job)
+    assert (state["JobState"], state["Partition"]) == ("COMPLETED", "debug"), checkout.log(job)
+    assert "activated" in checkout.log(job)
+    assert (other / str(job)).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("site", "sentence"),
+    [
+        ("if true\n", "slurm/site.sh is not valid shell code"),
+        ("activate_environment() { false; }\n", "activate_environment of slurm/site.sh failed"),
+        (
+            "SITE_CONTAINER=(no-such-container-tool exec)\n",
+            "the Python environment of this job does not work",
+        ),
+        ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
+    ],
+)
+def test_a_site_file_that_cannot_work(site: str, sentence: str, checkout: Checkout) -> None:
+    (checkout.folder / "slurm" / "site.sh").write_text(site)
+    log = checkout.fail("single", *SMALL)
+    assert f"error: {sentence}" in log
+    assert "epoch 1" not in log
+
+
+def test_submitted_from_another_folder(checkout: Checkout) -> None:
+    job = checkout.cluster.submit(SCRIPTS["srun"], cwd=checkout.folder)
+    assert checkout.cluster.wait(job)["JobState"] == "FAILED"
+    assert checkout.log(job).strip() == "error: submit from its folder: cd 03_multigpu_ddp"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", r"rank\(s\) 1 ended without a word: killed"),
+        ("raise ValueError('planted')", r"error on rank 1: ValueError: planted"),
+        ("sys.exit(0)", r"error on rank 1: left before the end, with exit code 0"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named(
+    launcher: str, fault: str, told: str, checkout: Checkout
+) -> None:
+    checkout.plant("03", fault)
+    log = checkout.fail(launcher, *SMALL)
+    last = log.strip().splitlines()[-4:]
+    assert re.search(told, "\n".join(last)), log
+    assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1]
+
+
+def test_a_cut_link_ends_the_job_within_the_timeout(checkout: Checkout) -> None:
+    job = checkout.submit(
+        "srun", "--epochs", 1000, *SMALL[2:], "--timeout", 10, sbatch=("--nodes=2", "--ntasks-per-node=1")
+    )
+    checkout.wait_for("epoch 1/", job)
+    checkout.cluster.link(NODES[1], up=False)
+    try:
+        checkout.wait_for("error on rank 0", job)
+    finally:
+        checkout.cluster.link(NODES[1], up=True)
+    assert checkout.cluster.wait(job)["JobState"] == "FAILED", checkout.log(job)
+    assert "lost the other ranks" in checkout.log(job)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_signal_saves_requeues_and_ends_the_same(
+    launcher: str, checkouts: Callable[[str], Checkout]
+) -> None:
+    training = (
+        "--epochs",
+        3,
+        "--train-size",
+        3000,
+        "--batch-size",
+        60,
+        "--precision",
+        "fp32",
+        "--save-model",
+    )
+    stopped, reference = checkouts("stopped"), checkouts("reference")
+    job = stopped.submit(launcher, *training)
+    stopped.wait_for("epoch 1/", job)
+    stopped.cluster.run(["scancel", "--signal=USR2", job])  # as Slurm does before the time limit
+    reference.run(launcher, *training)
+    state = stopped.cluster.wait(job)
+    log = stopped.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    assert "stopped after" in log
+    assert "resumed from" in log
+    rows = rows_of(stopped.folder / "results")
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert {row["job_id"] for row in rows} == {str(job)}
+    for name, weights in reference.weights().items():
+        torch.testing.assert_close(stopped.weights()[name], weights, rtol=1e-5, atol=1e-6)
+
+
+def test_the_time_limit_requeues_the_job(checkout: Checkout) -> None:
+    """A second for every step, and a limit of a minute: the job has to come back at least once."""
+    script = checkout.folder / "trainkit" / "engine.py"
+    step = "        optimizer.zero_grad()\n"
+    text = script.read_text()
+    assert step in text
+    script.write_text(text.replace(step, f"        time.sleep(1)\n{step}"))
+    arguments = ("--epochs", 1, "--train-size", 3500, "--batch-size", 100, "--precision", "bf16")
+    rows = checkout.run("single", *arguments, sbatch=("--time=1", "--signal=USR2@30"))
+    (log,) = checkout.folder.glob("0*/mnist-*.log")
+    assert "restart 1" in log.read_text()
+    assert [(row["epoch"], row["steps"]) for row in rows] == [(1, 35)]
+    assert rows[0]["train_seconds"] > 35  # all of its steps, before and after
+
+
+def test_scancel_leaves_results_and_checkpoint_whole(checkout: Checkout) -> None:
+    job = checkout.submit("srun", "--epochs", 1000, *SMALL[2:])
+    checkout.wait_for("epoch 2/", job)
+    checkout.cluster.run(["scancel", job])
+    assert checkout.cluster.wait(job)["JobState"] == "CANCELLED"
+    done = [row["epoch"] for row in rows_of(checkout.folder / "results")]
+    assert done[:2] == [1, 2]
+    newest = max(checkout.checkpoints.glob("*.pt"), key=os.path.getmtime)
+    assert torch.load(newest, weights_only=True)["epoch"] in (done[-1], done[-1] + 1)
+
+
+def test_two_jobs_on_one_node_do_not_meet(checkouts: Callable[[str], Checkout]) -> None:
+    places = [checkouts("one"), checkouts("two")]
+    node = NODES[0]
+    sbatch = (
+        f"--nodelist={node}",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=1",
+        "--cpus-per-task=1",
+        "--mem=2G",
+    )
+    jobs = [place.submit("srun", *SMALL, sbatch=sbatch) for place in places]
+    together = [place.cluster.wait(job) for place, job in zip(places, jobs, strict=True)]
+    assert [state["JobState"] for state in together] == ["COMPLETED"] * 2
+    ports = {re.search(r"meet at \S+:(\d+)", p.log(j))[1] for p, j in zip(places, jobs, strict=True)}
+    assert len(ports) == 2
+    for place in places:
+        assert {(row["world_size"], row["node_list"]) for row in rows_of(place.folder / "results")} == {
+            (2, node)
+        }

@@ -1,0 +1,265 @@
+"""The practice cluster: a real Slurm that comes up, works, and leaves nothing behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import PROGRAM, RunningCluster, run_program, running_cluster
+from conftest import ENVIRONMENT
+
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster(accounting=True) as running:
+        yield running
+
+
+def traces(name: str) -> list[str]:
+    """What is left of a cluster: its folder and its processes. Its network and mounts live in those."""
+    here = f"practice-cluster-{os.getuid()}-{name}"
+    listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True).stdout
+    running = [line for line in listed.splitlines() if here in line or f"init.py {name}" in line]
+    return running + [str(folder) for folder in Path("/tmp").glob(here)]
+
+
+def network_links() -> set[str]:
+    return {link.name for link in Path("/sys/class/net").iterdir()}
+
+
+def starting(name: str) -> subprocess.Popen:
+    """An `up` that has got as far as starting daemons."""
+    arguments = [sys.executable, PROGRAM, "up", "--name", name]
+    started = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}/log/munged.log")
+    deadline = time.monotonic() + 60
+    while not log.exists():
+        if started.poll() is not None:
+            pytest.skip(f"no practice cluster: {started.stderr.read()}")
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return started
+
+
+def test_a_batch_job_on_two_nodes(cluster: RunningCluster, tmp_path: Path) -> None:
+    script = tmp_path / "job with spaces.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --gpus-per-node=2\n"
+        "srun --label sh -c 'echo node $SLURMD_NODENAME gpus $CUDA_VISIBLE_DEVICES cpus $(nproc)'\n"
+    )
+    number = cluster.submit("--output", tmp_path / "log", script, cwd=tmp_path)
+    job = cluster.wait(number)
+    assert job["JobState"] == "COMPLETED"
+    assert sorted((tmp_path / "log").read_text().splitlines()) == [
+        "0: node n1 gpus 0,1 cpus 1",
+        "1: node n1 gpus 0,1 cpus 1",
+        "2: node n2 gpus 0,1 cpus 1",
+        "3: node n2 gpus 0,1 cpus 1",
+    ]
+
+
+def test_a_job_keeps_its_environment_and_its_exit_code(cluster: RunningCluster) -> None:
+    command = "test -z $LD_LIBRARY_PATH && test $WORD = two\\ words && exit 7"
+    done = cluster.run(["srun", "sh", "-c", command.replace("$WORD", '"$WORD"')], env={"WORD": "two words"})
+    assert done.returncode == 7
+
+
+def test_slurm_is_on_every_node_whatever_the_environment(cluster: RunningCluster, tmp_path: Path) -> None:
+    number = cluster.submit("--export=NONE", "--output", tmp_path / "log", "--wrap", "srun echo here")
+    assert cluster.wait(number)["JobState"] == "COMPLETED"
+    assert (tmp_path / "log").read_text() == "here\n"
+
+
+def test_accounting_remembers_a_failed_job(cluster: RunningCluster, tmp_path: Path) -> None:
+    number = cluster.submit("--output", tmp_path / "log", "--wrap", "exit 3")
+    assert cluster.wait(number)["ExitCode"] == "3:0"
+    deadline = time.monotonic() + 30
+    sacct = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        "--format=State,ExitCode",
+        "--jobs",
+        number,
+    ]
+    while (told := cluster.run(sacct).stdout.strip()) != "FAILED|3:0":
+        assert time.monotonic() < deadline, told
+        time.sleep(0.5)
+
+
+def test_a_requeued_job_starts_again_within_seconds(cluster: RunningCluster, tmp_path: Path) -> None:
+    lines = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then scontrol requeue $SLURM_JOB_ID; sleep 60; fi'
+    number = cluster.submit("--requeue", "--output", tmp_path / "log", "--wrap", lines)
+    job = cluster.wait(number, timeout=40)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
+
+
+def test_a_cancelled_job_leaves_no_process(cluster: RunningCluster, tmp_path: Path) -> None:
+    """Not even one that ignores SIGTERM and whose parent has ended."""
+    mark = f"9{os.getpid()}"
+    stray = f"(setsid bash -c 'trap \"\" TERM; sleep {mark}; true' &); sleep {mark}"
+    number = cluster.submit("--output", tmp_path / "log", "--wrap", stray)
+    assert cluster.wait(number, until="RUNNING")["JobState"] == "RUNNING"
+    time.sleep(1)
+    cluster.run(["scancel", number])
+    assert cluster.wait(number)["JobState"] == "CANCELLED"
+    deadline = time.monotonic() + 30
+    while subprocess.run(["pgrep", "--full", f"sleep {mark}"], capture_output=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_too_much_memory_ends_a_job(cluster: RunningCluster) -> None:
+    hungry = "import time; x = bytearray(300 * 2**20); time.sleep(30)"
+    done = cluster.run(["srun", "--mem=100", sys.executable, "-c", hungry])
+    assert done.returncode != 0
+    assert "exceeded memory limit" in done.stderr.lower()
+
+
+def test_the_shell_is_transparent(cluster: RunningCluster, tmp_path: Path) -> None:
+    done = cluster.run(["sh", "-c", "cat; pwd; exit 5"], input="typed\n", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (5, f"typed\n{tmp_path}\n")
+
+
+def test_status_tells_what_is_virtual(cluster: RunningCluster) -> None:
+    done = run_program("status", "--name", cluster.name)
+    assert done.returncode == 0, done.stderr
+    assert "virtual" in done.stdout
+    assert "sacct): on" in done.stdout
+    assert "gpu:2" in done.stdout
+
+
+def test_a_network_can_be_cut(cluster: RunningCluster) -> None:
+    def answers() -> bool:
+        connect = "import socket; socket.create_connection(('n2', 9), timeout=1)"
+        # A node that can be reached refuses the connection; one that cannot does not answer.
+        return "refused" in cluster.run([sys.executable, "-c", connect]).stderr
+
+    if cluster.run(["hostname"]).stdout != "login\n":
+        pytest.skip("the nodes of this cluster are not hosts of their own")
+    assert answers()
+    cluster.link("n2", up=False)
+    assert not answers()
+    cluster.link("n2", up=True)
+    deadline = time.monotonic() + 10
+    while not answers():
+        assert time.monotonic() < deadline
+
+
+def test_it_is_up_once_and_not_left_from_within(cluster: RunningCluster) -> None:
+    again = run_program("up", "--name", cluster.name)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "is up already" in again.stderr
+    within = cluster.run([sys.executable, PROGRAM, "down", "--name", cluster.name])
+    assert within.returncode == 1
+    assert "leave it first" in within.stderr
+
+
+def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> None:
+    """A second one beside the first, in the other mode; then nothing is left of it."""
+    with running_cluster("--mode", "one-host", nodes=1, gpus=0) as other:
+        done = other.run(["srun", "sh", "-c", "echo $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES-none}"])
+        assert done.stdout == "n1 none\n", done.stderr
+        cut = run_program("network", "--name", other.name, "n1", "down")
+        assert cut.returncode == 1
+        assert "all nodes are on this host" in cut.stderr
+        assert cluster.run(["srun", "true"]).returncode == 0
+        assert traces(other.name)
+    assert not traces(other.name)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_an_interrupted_start_leaves_nothing(sign: signal.Signals) -> None:
+    name = f"test-{os.getpid()}-interrupted-{sign}"
+    links = network_links()
+    started = starting(name)
+    started.send_signal(sign)
+    told = started.communicate(timeout=60)
+    if sign == signal.SIGINT:
+        assert (started.returncode, *told) == (130, "", "")
+    else:
+        assert traces(name)
+        assert run_program("down", "--name", name).returncode == 0
+    assert not traces(name)
+    assert network_links() == links
+    again = run_program("down", "--name", name)
+    assert (again.returncode, again.stdout) == (0, f"{name} is not up.\n")
+
+
+def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
+    """From a checkout whose path is long and has spaces."""
+    if os.getuid() != 0:
+        pytest.skip("not root: the other tests ran as an ordinary user")
+    checkout = Path("/tmp", f"practice cluster {os.getpid()} " + "long " * 20)
+    name = f"test-{os.getpid()}"
+    as_nobody = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/", "env": {"PATH": os.defpath}}
+
+    def run(*arguments: str) -> str:
+        command = [python_for_everybody(as_nobody), checkout / PROGRAM.name, *arguments]
+        done = subprocess.run(command, **as_nobody, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        shutil.copytree(PROGRAM.parent, checkout, symlinks=True)
+        for path in [checkout, *checkout.rglob("*")]:
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        run("up", "--name", name)
+        told = run("shell", "--name", name, "--", "srun", "--nodes=2", "--gpus-per-node=1", "env")
+        assert told.count("CUDA_VISIBLE_DEVICES=0\n") == 2
+        assert "all nodes are on this host" in run("status", "--name", name)
+        run("down", "--name", name)
+        assert not Path(f"/tmp/practice-cluster-{NOBODY}-{name}").exists()
+    finally:
+        shutil.rmtree(checkout)
+
+
+def python_for_everybody(as_nobody: dict[str, object]) -> str:
+    for python in (sys.executable, "/usr/bin/python3"):
+        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
+        try:
+            if subprocess.run(check, **as_nobody, capture_output=True).returncode == 0:
+                return python
+        except OSError:
+            continue
+    return pytest.skip("no Python 3.10 or newer that another user may run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["up", "--nodes", "0"], "'0' is not a whole number from 1 to 16"),
+        (["up", "--gpus", "many"], "'many' is not a whole number from 0 to 16"),
+        (["up", "--name", "../x"], "is not 1 to 31 small letters"),
+        (["status", "--name", "nowhere"], "nowhere is not up"),
+        (["shell", "--name", "nowhere", "--", "true"], "nowhere is not up"),
+        (["network", "--name", "nowhere", "n1", "down"], "nowhere is not up"),
+        (["status", "--", "true"], "only shell takes a command"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = run_program(*arguments)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
+    if shutil.which("slurmctld", path=f"{os.defpath}:/usr/sbin"):
+        pytest.skip("Slurm is installed here")
+    checkout = tmp_path / "practice_cluster"
+    shutil.copytree(PROGRAM.parent, checkout, ignore=shutil.ignore_patterns("packages", "unpacking-*"))
+    name = f"test-{os.getpid()}-bare"
+    command = [sys.executable, checkout / PROGRAM.name, "up", "--name", name]
+    done = subprocess.run(command, env=ENVIRONMENT | {"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no apt-get to fetch them with" in done.stderr
+    assert not traces(name)

@@ -1,0 +1,41 @@
+"""What slurm/site.sh says, for the programs on the login node; only the standard library is needed."""
+
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from trainkit.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Site(NamedTuple):
+    """What slurm/site.sh says, with the defaults of slurm/site_env.sh.
+
+    `sbatch` are the SBATCH_* variables, those of this shell included. `jobs_dir` has a folder per job.
+    """
+
+    sbatch: dict[str, str]
+    data_dir: Path
+    results_dir: Path
+    jobs_dir: Path
+
+
+def read_site() -> Site:
+    """Run slurm/site.sh, if there is one, as a job does.
+
+    Raises:
+        UserError: if it is not valid shell code, or a command in it fails.
+    """
+    script = 'set -euo pipefail; set -a; source "$1" >&2; env -0'
+    command = ["bash", "-c", script, "site", str(REPOSITORY / "slurm" / "site_env.sh")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        problem = done.stderr.strip().rpartition("\n")[2] or f"it ends with exit code {done.returncode}"
+        told = problem.removeprefix("error: ")
+        raise UserError(told if told != problem else f"slurm/site.sh fails, correct it: {problem}")
+    variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+    return Site(
+        {name: value for name, value in variables.items() if name.startswith("SBATCH_")},
+        *(Path(variables[name]).absolute() for name in ("DATA_DIR", "RESULTS_DIR", "JOBS_DIR")),
+    )
