@@ -1,4 +1,4 @@
-"""Keeps what the READMEs quote equal to what they quote: diffs of the stages, tables of committed runs.
+"""The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B` or
 `table FILE.md`, with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
@@ -10,6 +10,10 @@ import subprocess
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NEEDS_SLURM = re.compile(
+    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|cluster)\b"
+)
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
@@ -23,6 +27,12 @@ def files(*patterns: str) -> list[Path]:
         check=True,
     )
     return [REPOSITORY / name for name in listed.stdout.splitlines()]
+
+
+def commands(on_a_cluster: bool) -> list[tuple[Path, str]]:
+    """Every block of commands of every README, either those that need a Slurm or the others."""
+    blocks = [(readme, block) for readme in files("*.md") for block in COMMANDS.findall(readme.read_text())]
+    return [found for found in blocks if bool(NEEDS_SLURM.search(found[1])) == on_a_cluster]
 
 
 def up_to_date(readme: Path) -> str:

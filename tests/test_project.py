@@ -12,7 +12,6 @@ import lessons
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
-COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
     "make compare",  # test_compare.py
@@ -71,14 +70,10 @@ def test_the_lessons_stay_small() -> None:
 
 
 def _commands() -> list[tuple[Path, str]]:
-    found = []
-    on_a_cluster = REPOSITORY / "slurm"  # test_slurm_documents.py and test_practice_cluster.py
-    for readme in lessons.files("*.md"):
-        if readme.is_relative_to(on_a_cluster):
-            continue
-        for block in COMMANDS.findall(readme.read_text()):
-            found += [(readme, line) for line in block.splitlines() if line and not line.startswith("#")]
-    return found
+    """One by one; those that need a Slurm are test_slurm_documents.py's."""
+    blocks = lessons.commands(on_a_cluster=False)
+    lines = [(readme, line) for readme, block in blocks for line in block.splitlines()]
+    return [(readme, line) for readme, line in lines if line and not line.startswith("#")]
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,33 @@
-"""Every command in the documents about Slurm, run as it is written on the practice cluster."""
+"""Every command of the documents that needs a Slurm, run as it is written on the practice cluster."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import lessons
 import pytest
 from checkout import Checkout
 from cluster import RunningCluster, running_cluster
 from conftest import REPOSITORY
 
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Commands that other tests run, or that set up what is set up here.
-RUN_ELSEWHERE = {"make data"}
+RUN_ELSEWHERE = {
+    "make data",
+    "make cluster-up",
+    "make cluster-down",
+    "python slurm/practice_cluster/cluster.py shell",
+}
+STARTS_IN = {"slurm/README.md": ".", "slurm/MONITORING.md": "03_multigpu_ddp"}
+PRACTICE_CLUSTER = REPOSITORY / "slurm" / "practice_cluster" / "README.md"  # test_practice_cluster.py
 
 
-def blocks(document: str) -> list[str]:
-    text = (REPOSITORY / "slurm" / document).read_text()
-    return [
-        "".join(line for line in block.splitlines(True) if line.strip() not in RUN_ELSEWHERE)
-        for block in BLOCK.findall(text)
-    ]
+def _blocks() -> list[tuple[Path, str]]:
+    found = []
+    for readme, block in lessons.commands(on_a_cluster=True):
+        lines = [line for line in block.splitlines() if line not in RUN_ELSEWHERE]
+        if lines and readme != PRACTICE_CLUSTER:
+            found.append((readme.relative_to(REPOSITORY), "\n".join(lines)))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +43,25 @@ def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
     return made
 
 
-@pytest.mark.parametrize("block", blocks("README.md"))
-def test_the_first_jobs(block: str, checkout: Checkout) -> None:
-    """From the top folder of a checkout, on less data."""
-    earlier = checkout.submit("single", "--dry-run")  # for the block that goes on with a job
-    checkout.cluster.wait(earlier)
-    shorter = re.sub(r"^(.*submit.*)$", r"\1 --epochs 1 --train-size 600", block, flags=re.MULTILINE)
-    block = shorter.replace("<number>", str(earlier))
-    done = checkout.cluster.run(["bash", "-euc", block], cwd=checkout.folder, env=checkout.env)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("block", blocks("MONITORING.md"))
-def test_watching_a_job(block: str, checkout: Checkout) -> None:
-    """While a job of stage 03 runs."""
-    job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600)
-    checkout.wait_for("epoch 1/", job)
-    block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
-    done = checkout.cluster.run(
-        ["bash", "-euc", block], cwd=checkout.folder / "03_multigpu_ddp", env=checkout.env
-    )
-    checkout.cluster.run(["scancel", job])
+@pytest.mark.parametrize(("document", "block"), _blocks(), ids=str)
+def test_the_commands_of_a_document(document: Path, block: str, checkout: Checkout) -> None:
+    """As the document says where, on less data; `<job>` is a running job and `<number>` an earlier one."""
+    if "<job>" in block:
+        job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600)
+        checkout.wait_for("epoch 1/", job)
+        block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
+    if "<number>" in block:
+        earlier = checkout.submit("single", "--dry-run")
+        checkout.cluster.wait(earlier)
+        block = block.replace("<number>", str(earlier))
+    block = re.sub(r"^(.*submit.*)$", r"\1 --epochs 1 --train-size 600", block, flags=re.MULTILINE)
+    folder = checkout.folder / STARTS_IN.get(str(document), document.parent)
+    done = checkout.cluster.run(["bash", "-euc", block], cwd=folder, env=checkout.env)
+    checkout.cluster.run(["scancel", "--me"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
+
+
+def test_every_command_left_to_other_tests_is_in_a_document() -> None:
+    written = {line for _, block in lessons.commands(on_a_cluster=True) for line in block.splitlines()}
+    assert written >= RUN_ELSEWHERE
