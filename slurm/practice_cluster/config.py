@@ -19,7 +19,7 @@ SLURMCTLD_PORT, SLURMDBD_PORT, FIRST_SLURMD_PORT = 0, 1, 2
 
 def write(cluster: Cluster) -> None:
     """Write everything that the daemons of `cluster` need into its folder, which is empty."""
-    for name in ("bin", "exec", "dev", "log", "spool", "slurmctld", "database"):
+    for name in ("bin", "exec", "dev", "log", "spool", "slurmctld", "database", "tmp"):
         (cluster.folder / name).mkdir()
     (cluster.folder / "packages").symlink_to(software.UNPACKED)
     _write_commands(cluster)
@@ -56,9 +56,9 @@ def _write_commands(cluster: Cluster) -> None:
 def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
     """How to start an unpacked program, which needs the unpacked libraries.
 
-    The variable for that is good for daemons, which give it to no job. With sbatch and srun it would reach the
-    jobs, so there the dynamic loader is told on its command line. The link in exec/ gives the process its
-    name: without it `ps` would show slurmd-wlm, and the loader in place of srun.
+    The variable for that is good for daemons, which give it to no job. With sbatch and srun it would reach
+    the jobs, so there the dynamic loader is told on its command line. The link in exec/ gives the process
+    its name: without it `ps` would show slurmd-wlm, and the loader in place of srun.
     """
     library_path = ":".join(_short(cluster, library) for library in software.libraries())
     link = cluster.folder / "exec" / name
@@ -70,7 +70,7 @@ def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
 
 
 def _short(cluster: Cluster, path: Path) -> str:
-    """An unpacked file's path by way of the link in the cluster's folder, which has no spaces and colons."""
+    """The path; an unpacked file's by way of the link in the cluster's folder, without spaces and colons."""
     if not path.is_relative_to(software.UNPACKED):
         return str(path)
     return str(cluster.folder / "packages" / path.relative_to(software.UNPACKED))
@@ -105,7 +105,7 @@ MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-TaskProlog={folder}/task_prolog.sh
+{_task_prolog(cluster)}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 # Nodes may have more CPUs and memory than the machine.
@@ -158,9 +158,11 @@ def _user() -> str:
 
 
 def _plugin_dir(cluster: Cluster) -> str:
-    """Where slurm's plugins are, if that is not where Slurm looks by itself."""
-    unpacked = [plugin.parent for plugin in software.UNPACKED.glob("usr/lib/*/*/auth_munge.so")]
-    return f"PluginDir={_short(cluster, unpacked[0])}" if unpacked else ""
+    """Where Slurm's plugins are, where some are not in the place that Slurm knows."""
+    unpacked = {plugin.parent for plugin in software.UNPACKED.glob("usr/lib/*/slurm*/*_*.so")}
+    installed = {plugin.parent for plugin in Path("/usr/lib").glob("*/slurm*/*_*.so")}
+    places = [_short(cluster, place) for place in sorted(unpacked) + sorted(installed)]
+    return f"PluginDir={':'.join(places)}" if unpacked else ""
 
 
 def _gres_conf(cluster: Cluster) -> str:
@@ -174,13 +176,23 @@ def _gres_conf(cluster: Cluster) -> str:
 
 
 def _cgroup_conf(cluster: Cluster) -> str:
-    """No cgroups. Slurm has no word for that before 23.02, but then does nothing with v1 unless asked to."""
-    command = [cluster.folder / "bin" / "slurmctld", "-V"]
-    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    year, month = re.search(r"(\d+)\.(\d+)", version).groups()
-    if (int(year), int(month)) >= (23, 2):
+    """No cgroups. Before 24.05 Slurm has no word for that, but does nothing with v1 unless asked to."""
+    if _version(cluster) >= (24, 5):
         return "CgroupPlugin=disabled\n"
     return "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
+
+
+def _task_prolog(cluster: Cluster) -> str:
+    """From 24.11 on a copy of slurmstepd starts it, without the variable for the unpacked libraries."""
+    return f"TaskProlog={cluster.folder}/task_prolog.sh" if _version(cluster) < (24, 11) else ""
+
+
+def _version(cluster: Cluster) -> tuple[int, int]:
+    """Slurm's version, such as (22, 5): year and month of its release."""
+    command = [cluster.folder / "bin" / "slurmctld", "-V"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    year, month = re.search(r"(\d+)\.(\d+)", told).groups()
+    return int(year), int(month)
 
 
 def _slurmdbd_conf(cluster: Cluster) -> str:
@@ -208,6 +220,8 @@ def _write_database(cluster: Cluster) -> None:
 [mariadbd]
 user={_user()}
 datadir={cluster.folder}/database
+# Not /tmp: a server that starts removes what looks like temporary tables there, another server's too.
+tmpdir={cluster.folder}/tmp
 socket={cluster.folder}/mariadb.socket
 pid_file={cluster.folder}/mariadb.pid
 lc_messages_dir={_short(cluster, tables.parent)}

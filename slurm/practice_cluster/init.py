@@ -76,10 +76,11 @@ class Daemon:
             raise self.failure("failed")
 
     def failure(self, what: str) -> ClusterError:
-        """An error with the last line of the log that tells of one, or the last line."""
+        """An error with the last two lines of the log that tell of one, or the last line."""
         lines = self.log.read_text(errors="replace").splitlines() or ["it wrote nothing"]
         errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
-        return ClusterError(f"{self.name} {what}: {(errors or lines)[-1].strip()} (all of it: {self.log})")
+        told = "; ".join(errors[-2:] or lines[-1:])
+        return ClusterError(f"{self.name} {what}: {told} (all of it: {self.log})")
 
 
 def start_munged(cluster: Cluster) -> None:
