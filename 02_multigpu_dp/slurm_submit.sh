@@ -15,7 +15,7 @@
 #SBATCH --open-mode=append        # and go on in the same log
 
 set -euo pipefail
-[[ -f $SLURM_SUBMIT_DIR/mnist_multigpu.py ]] || { echo "error: submit from its folder: cd 02_multigpu_dp" >&2; exit 1; }
+[[ -f ${SLURM_SUBMIT_DIR:-}/mnist_multigpu.py ]] || { echo "error: submit it with sbatch from its folder: cd 02_multigpu_dp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${SITE_SRUN_ARGS[@]}" \

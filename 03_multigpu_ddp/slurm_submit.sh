@@ -17,7 +17,7 @@
 #SBATCH --open-mode=append        # and go on in the same log
 
 set -euo pipefail
-[[ -f $SLURM_SUBMIT_DIR/mnist_ddp.py ]] || { echo "error: submit from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
+[[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
 
 # srun starts every rank. One that fails takes the others down (--kill-on-bad-exit), and one that

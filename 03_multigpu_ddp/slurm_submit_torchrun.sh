@@ -17,14 +17,18 @@
 #SBATCH --open-mode=append        # and go on in the same log
 
 set -euo pipefail
-[[ -f $SLURM_SUBMIT_DIR/mnist_ddp.py ]] || { echo "error: submit from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
+[[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+
+# The CPU cores of the one task are shared by the ranks that torchrun starts.
+ranks=${SLURM_GPUS_ON_NODE:-1}
+export OMP_NUM_THREADS=$((OMP_NUM_THREADS > ranks ? OMP_NUM_THREADS / ranks : 1))
 
 # USR2 is for the ranks; torchrun itself would die of it.
 # shellcheck disable=SC2016  # "$@" is for the inner shell
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
     "${SITE_CONTAINER[@]}" bash -c 'trap "" USR2; exec python -m torch.distributed.run "$@"' torchrun \
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" \
+    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
     mnist_ddp.py \
     --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \

@@ -1,4 +1,5 @@
-"""Run single GPU, DataParallel and DDP one after the other on this machine and compare them.
+"""Run single GPU, DataParallel and DDP, and compare them: as jobs where there is a Slurm, else one
+after the other on this machine.
 
 Without GPUs, CPU cores stand in as workers, one thread each. All other options go to every stage:
 make compare ARGS="--epochs 10 --batch-size 512"
@@ -6,26 +7,29 @@ make compare ARGS="--epochs 10 --batch-size 512"
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import plot_results
 import torch
 
 from trainkit import data, engine, errors, options
+from trainkit.site import REPOSITORY, read_site
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SINGLE = [sys.executable, str(REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py")]
 DP = [sys.executable, str(REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py")]
 DDP = [str(REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py")]
+SWEEP = str(REPOSITORY / "slurm" / "sweep.py")
 
 EPOCHS = 3  # one to warm up, two to measure
 BATCH_SIZE = 256
 CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; all of MNIST would take long
-MOST_CPU_WORKERS = 4  # the GPUs of a common node, for which the cores stand in; --workers asks for more
+MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common node; --workers asks for more
 
 
 class Run(NamedTuple):
@@ -44,32 +48,29 @@ def main() -> int:
         "--workers",
         type=options.at_least(1),
         metavar="N",
-        help="GPUs or CPU workers of the largest runs (default: all GPUs; without GPUs all cores, up to 4)",
+        help="GPUs or CPU workers of the largest runs (default: all GPUs here; of a node in Slurm, or of CPU "
+        f"cores, up to {MOST_WORKERS})",
     )
+    parser.add_argument("--local", action="store_true", help="run here, also where there is a Slurm")
     own, for_stages = parser.parse_known_args()
     arguments = ["--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE), *for_stages]
     wanted = options.parse(__doc__, arguments)
+    if wanted.dry_run:
+        raise errors.UserError("--dry-run measures nothing that could be compared: leave it out.")
+    # Inside a job the GPUs of that job are meant.
+    here = own.local or wanted.no_cuda or "SLURM_JOB_ID" in os.environ
+    if not here and (in_slurm := _gpus_of_a_node()):
+        _send_to_slurm(arguments, _workers(own.workers, in_slurm, min(in_slurm, MOST_WORKERS)))
 
     on_gpus = torch.cuda.is_available() and not wanted.no_cuda
     available = torch.cuda.device_count() if on_gpus else len(os.sched_getaffinity(0))
-    workers = own.workers or (available if on_gpus else min(available, MOST_CPU_WORKERS))
-    if workers > available:
-        raise errors.UserError(f"--workers {workers} is more than the {available} found here: lower it.")
+    workers = _workers(own.workers, available, available if on_gpus else min(available, MOST_WORKERS))
     if not on_gpus and wanted.train_size is None:
         arguments += ["--train-size", str(CPU_TRAIN_SIZE)]
-    if wanted.dry_run:
-        raise errors.UserError("--dry-run measures nothing that could be compared: leave it out.")
-    # A size that divides among the workers, and one precision for all, or the rows could not be compared.
-    batch_size = -(-wanted.batch_size // workers) * workers
-    if batch_size != wanted.batch_size:
-        print(
-            f"global batch size {batch_size}, the next above {wanted.batch_size} that {workers} workers share"
-        )
-    device = torch.device("cuda" if on_gpus else "cpu")
-    precision = engine.choose_precision(wanted.precision, device)
-    dataset = _find_data(wanted)
-    folder = wanted.results_dir.resolve() / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    arguments += ["--batch-size", str(batch_size), "--precision", precision, "--dataset", dataset]
+    # One precision for all, or the rows could not be compared.
+    precision = engine.choose_precision(wanted.precision, torch.device("cuda" if on_gpus else "cpu"))
+    arguments += ["--precision", precision, *_batch_and_data(wanted, workers)]
+    folder = _folder(wanted)
     arguments += ["--results-dir", str(folder)]
 
     runs = _runs(workers, on_gpus)
@@ -85,6 +86,62 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}. Their logs are in {folder / 'logs'}.", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _gpus_of_a_node() -> int:
+    """The most GPUs that a node of the partition has to which jobs go; 0 without a Slurm that answers."""
+    if not (shutil.which("sbatch") and shutil.which("sinfo")):
+        return 0
+    partition = read_site().sbatch.get("SBATCH_PARTITION")
+    chosen = [f"--partition={partition}"] if partition else []
+    command = ["sinfo", "--noheader", "--format=%P %G", *chosen]
+    told = subprocess.run(command, capture_output=True, text=True)
+    nodes = [line.split() for line in told.stdout.splitlines()]
+    # A star marks the default partition. As in "gpu:a100:2(S:0),gpu:v100:2": 4 GPUs of two kinds.
+    counts = [
+        sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres)))
+        for name, gres in nodes
+        if partition or name.endswith("*")
+    ]
+    gpus = max(counts, default=0)
+    if not gpus:
+        why = told.stderr.strip() or f"partition {partition or '(default)'} has no GPUs"
+        print(f"Slurm cannot be used ({why}): running on this machine")
+    return gpus
+
+
+def _send_to_slurm(arguments: list[str], workers: int) -> NoReturn:
+    """Become slurm/sweep.py with the same runs."""
+    site = read_site()
+    places = ["--data-dir", str(site.data_dir), "--results-dir", str(site.results_dir)]
+    wanted = options.parse(__doc__, [*places, *arguments])
+    arguments += [*_batch_and_data(wanted, workers), "--stages", "single,dp,ddp"]
+    arguments += ["--gpus", ",".join(map(str, sorted({1, workers}))), "--out", str(_folder(wanted))]
+    arguments += ["--max-jobs", "1"]  # jobs that share a node could slow each other down
+    print(
+        "Slurm found: the runs go as jobs, by slurm/sweep.py; --local runs them on this machine", flush=True
+    )
+    os.execv(sys.executable, [sys.executable, SWEEP, *arguments])
+
+
+def _workers(wanted: int | None, available: int, usual: int) -> int:
+    if wanted and wanted > available:
+        raise errors.UserError(f"--workers {wanted} is more than the {available} found here: lower it.")
+    return wanted or usual
+
+
+def _batch_and_data(wanted: options.Options, workers: int) -> list[str]:
+    """Options for a global batch that divides among the workers, and for data that is there."""
+    batch_size = -(-wanted.batch_size // workers) * workers
+    if batch_size != wanted.batch_size:
+        print(
+            f"global batch size {batch_size}, the next above {wanted.batch_size} that {workers} workers share"
+        )
+    return ["--batch-size", str(batch_size), "--dataset", _find_data(wanted)]
+
+
+def _folder(wanted: options.Options) -> Path:
+    return wanted.results_dir.resolve() / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def _runs(workers: int, on_gpus: bool) -> list[Run]:

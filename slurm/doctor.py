@@ -8,8 +8,8 @@
 Inside an allocation (salloc), --job looks at that allocation. The job is stage 03's own job script
 with the training replaced by `trainkit.checkup`, so what holds for it holds for the training.
 
-Exit code 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python will do: only
-the standard library is needed here, and the job's own environment is among the things looked at.
+Exit code 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on will
+do: only the standard library is needed here, and the job's own environment is among the things looked at.
 """
 
 import argparse
@@ -68,7 +68,7 @@ REFUSALS = {
 ENVIRONMENT = """
 set -euo pipefail
 source "$1/slurm/site_env.sh"; shift
-if [[ ${SITE_SRUN_ARGS[*]} == *--container* ]]; then echo "srun's container"; exit; fi
+if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
 activate
 exec "${SITE_CONTAINER[@]}" python -c "$@"
 """
@@ -150,7 +150,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
-    for name, smallest in {"nodes": 1, "gpus": 1, "time": 1, "wait": 0, "num_workers": 0}.items():
+    for name, smallest in {"nodes": 1, "gpus": 1, "time": 3, "wait": 0, "num_workers": 0}.items():
         number = getattr(options, name)
         if number is not None and number < smallest:
             option = name.replace("_", "-")

@@ -9,6 +9,8 @@
 
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 activate
+unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
+: "${SLURM_CPUS_PER_TASK:=1}"
 
 # The job's own folder: checkpoints, and a note of every rank on how it ended.
 export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
@@ -21,7 +23,7 @@ mkdir -p "$TRAINKIT_JOB_DIR" ||
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,stopped}
 
 # --- where the ranks meet ---------------------------------------------------------------------------
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
     name=$MASTER_ADDR
     MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -49,9 +51,10 @@ import importlib.metadata, importlib.util, sys
 needed = ("torch", "numpy", "tqdm", "psutil", "filelock", "trainkit")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
-    sys.exit(f"error: {sys.executable} has no {missing}")
+    sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 print(f"python  {sys.executable}, torch", importlib.metadata.version("torch"))' ||
-    fail "the Python environment of this job does not work: mend activate_environment in slurm/site.sh."
+    fail "the Python environment of this job does not work: mend activate_environment, SITE_CONTAINER or \
+SITE_SRUN_ARGS in slurm/site.sh."
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
 
@@ -60,24 +63,29 @@ echo
 tell_who_failed() {
     local silent first
     silent=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.started' -printf '%f\n' | sort -V | sed 's/rank-\(.*\).started/\1/' | xargs)
-    first=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.failed' -printf '%T@ %p\n' | sort -n | head -n 1 | cut -d ' ' -f 2-)
+    first=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.failed' -printf '%T@ %p\n' | sort -n | sed -n 1p | cut -d ' ' -f 2-)
     if [[ -n $first ]]; then
         echo "the first rank to fail:"
         cat "$first"
     elif [[ -n $silent ]]; then
-        echo "rank(s) $silent ended without a word: killed, by hand or for want of memory (--mem). See srun's lines above."
+        echo "rank(s) $silent ended without a word. Srun's lines above tell which was the first, and how: Killed is by hand"
+        echo "or for want of memory (--mem), Aborted is NCCL after --timeout, Terminated is srun ending the others."
+    elif compgen -G "$TRAINKIT_JOB_DIR/rank-*.lost" >/dev/null; then
+        echo "the ranks lost each other: the network, or a rank that hung for longer than --timeout."
     fi
 }
 
 finish() {
     local code=$?
+    set +e
     trap - EXIT
     echo
     if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
         echo "stopped before the time limit; back to the queue, to go on from the checkpoint"
         scontrol requeue "$SLURM_JOB_ID" ||
-            fail "this job may not be requeued; the checkpoint is in $TRAINKIT_JOB_DIR/checkpoints: submit again with \
---checkpoint-dir $TRAINKIT_JOB_DIR/checkpoints"
+            fail "this job may not be requeued: submit again with --checkpoint-dir $(<"$TRAINKIT_JOB_DIR/stopped")"
+    elif [[ -n ${ended_from_outside:-} ]]; then
+        echo "ended from outside: by scancel, or at the time limit"
     elif ((code)); then
         tell_who_failed
     fi
@@ -85,4 +93,4 @@ finish() {
     exit "$code"
 }
 trap finish EXIT
-trap 'exit 143' TERM # scancel
+trap 'ended_from_outside=1; exit 143' TERM

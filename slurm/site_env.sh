@@ -32,5 +32,6 @@ export PYTHONPATH
 activate() {
     set +u
     activate_environment || fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
-    set -u
+    # Before bash 4.4 an empty array counts as not set.
+    ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }

@@ -15,7 +15,7 @@ from trainkit import records
 
 WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
 EPOCHS = 3
-TRAINING = ("--epochs", EPOCHS, "--train-size", 4000, "--precision", "fp32", "--save-model")
+TRAINING = ("--epochs", EPOCHS, "--train-size", 4000, "--precision", "bf16", "--save-model")
 
 
 def options(folder: Path) -> tuple:
@@ -65,7 +65,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def finish(stage: str | Path, folder: Path, *arguments: object, ranks: int = 1) -> str:
     """Go on until the end; returns all that the ranks printed."""
-    outputs = [p.communicate(timeout=300)[0] for p in start(stage, *arguments, *options(folder), ranks=ranks)]
+    outputs = [p.communicate(timeout=300)[0] for p in start(stage, *options(folder), *arguments, ranks=ranks)]
     assert len(rows_of(folder)) == EPOCHS, outputs
     return "".join(outputs)
 
@@ -106,8 +106,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
     ("stage", "ranks", "arguments"),
     [
         ("single", 1, ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")),
-        ("dp", 1, ()),
-        ("ddp", 2, ()),
+        ("ddp", 2, ("--batch-size", 8)),  # epochs of several seconds, to be stopped within
     ],
 )
 def test_a_signal_stops_every_rank_and_resuming_ends_the_same(
@@ -115,12 +114,12 @@ def test_a_signal_stops_every_rank_and_resuming_ends_the_same(
 ) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    processes = start(stage, *arguments, *options(tmp_path), ranks=ranks, env={"TRAINKIT_JOB_DIR": str(job)})
+    processes = start(stage, *options(tmp_path), *arguments, ranks=ranks, env={"TRAINKIT_JOB_DIR": str(job)})
     wait_for(lambda: epochs_recorded(tmp_path) == 1, processes[0])
     processes[-1].send_signal(signal.SIGUSR2)  # to one rank only: all have to stop at the same step
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, outputs
-    assert "stopped after" in outputs[0]
+    assert "stopped after step" in outputs[0] or stage != "ddp"
     assert (job / "stopped").exists()
     stopped_at = rows_of(tmp_path)
     assert len(stopped_at) < EPOCHS
@@ -182,7 +181,8 @@ def test_resuming_at_another_world_size(tmp_path: Path) -> None:
     stage, script = WITHOUT_DROPOUT
     for folder, first in ((tmp_path / "moved", 2), (tmp_path / "stayed", 1)):
         for ranks, epochs in ((first, 1), (1, EPOCHS)):
-            processes = start(stage, script, "--lr", 0.1, *options(folder), "--epochs", epochs, ranks=ranks)
+            exact = (*options(folder), "--precision", "fp32", "--lr", 0.1, "--epochs", epochs)
+            processes = start(stage, script, *exact, ranks=ranks)
             for process in processes:
                 output = process.communicate(timeout=300)[0]
                 assert process.returncode == 0, output
@@ -202,18 +202,31 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, never_stopped) -> None:
     assert rows_of(tmp_path) == rows_of(reference)
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, never_stopped) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
+    before = f"epoch-{EPOCHS}-step-0.pt"
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(never_stopped("single") / "checkpoints" / before, tmp_path / "checkpoints")
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "-"]
-        + stage_command("single", *options(tmp_path), "--no-cuda"),
+        + stage_command("single", *options(tmp_path), "--no-cuda", "--save-model"),
         env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "cannot be written" in done.stderr
+    assert f"epoch-{EPOCHS + 1}-step-0.pt cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
-    assert len(rows_of(tmp_path)) == 1  # the epoch that was done
-    assert not list((tmp_path / "checkpoints").iterdir())  # and nothing half written
+    assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [before]
+    finish("single", tmp_path)
+
+
+def test_the_precision_that_was_chosen_holds_for_the_whole_run(tmp_path: Path, never_stopped) -> None:
+    """Whatever --precision auto would choose now."""
+    shutil.copytree(never_stopped("single") / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / f"epoch-{EPOCHS + 1}-step-0.pt").unlink()
+    finish("single", tmp_path, "--precision", "auto")
+    assert {row["precision"] for row in rows_of(tmp_path)} == {"bf16"}
+    assert_same_end(tmp_path, never_stopped("single"))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +236,10 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
         (["--checkpoint-dir", "/proc/nowhere"], "checkpoints cannot be kept in /proc/nowhere"),
         (["--checkpoint-dir", "{}"], "add --resume auto to go on with it"),
         (["--checkpoint-dir", "{}", "--resume", "auto", "--seed", "7"], "was made with --seed 1"),
+        (
+            ["--checkpoint-dir", "{}", "--resume", "auto", "--precision", "fp32"],
+            "was made with --precision bf16",
+        ),
     ],
 )
 def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, never_stopped) -> None:

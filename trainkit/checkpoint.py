@@ -98,6 +98,7 @@ class Checkpoints:
                 "version": VERSION,
                 "epoch": epoch,
                 "part": part and asdict(part),
+                "precision": self._parts["model"].precision,
                 "random_numbers": random_numbers,
                 "options": {name: getattr(self._options, name) for name in self._same()},
                 "run": self._log.state(),
@@ -118,12 +119,16 @@ class Checkpoints:
 
     def _meet(self) -> bool:
         """Whether any rank was asked to stop, or rank 0's clock says that it is time to save."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # steps done, not steps queued
         now = time.monotonic()
         wishes = [self._stop_asked, 0, 0]
         if world.is_first():  # its clock decides, so that all ranks meet at the same step again
             overdue = now - self._saved_at > 60 * self._options.checkpoint_minutes
             steps_per_second = self._steps / (now - self._met_at)
-            wishes[1:] = overdue, max(1, steps_per_second * BETWEEN_MEETINGS)
+            # At most twice as many as the last time: the first steps tell little about the others.
+            meet_after = min(2 * self._meet_after, steps_per_second * BETWEEN_MEETINGS)
+            wishes[1:] = overdue, max(1, meet_after)
         wishes = torch.tensor(wishes, dtype=torch.float64, device=self._device)
         stop, save, meet_after = world.total(wishes).tolist()
         self._stopping = stop > 0
@@ -137,7 +142,7 @@ class Checkpoints:
         if world.is_first():
             print(text, flush=True)
             if job_folder:  # tells slurm/job_env.sh to put the job back into the queue
-                Path(job_folder, "stopped").touch()
+                Path(job_folder, "stopped").write_text(f"{self._folder.absolute()}\n")
         world.leave()  # when rank 0 has saved: a rank that went before would end the whole step
         raise Stopped(text)
 
@@ -145,6 +150,8 @@ class Checkpoints:
         if world.is_first():
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
+                _temporary(self._folder).touch()
+                _temporary(self._folder).unlink()
                 found = _checkpoints(self._folder)
             except OSError as error:
                 raise UserError(
@@ -162,17 +169,20 @@ class Checkpoints:
             self._load(path, state)
 
     def _load(self, path: Path, state: dict) -> None:
-        changed = [
-            name for name in self._same() if state["options"].get(name) != getattr(self._options, name)
+        was = state["options"] | {"precision": state["precision"]}
+        asked = {name: getattr(self._options, name) for name in (*self._same(), "precision")}
+        if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
+            asked["precision"] = self._parts["model"].precision = state["precision"]
+        told = [
+            f"--{name.replace('_', '-')} {was.get(name)}" for name in asked if was.get(name) != asked[name]
         ]
-        if changed:
-            was = ", ".join(f"--{name.replace('_', '-')} {state['options'].get(name)}" for name in changed)
-            raise UserError(f"{path} was made with {was}: give the same, or another --checkpoint-dir.")
+        if told:
+            told = ", ".join(told).replace("None", "not given")
+            raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
         for name, thing in self._parts.items():
             thing.load_state_dict(state[name])
-        # At another world size every rank keeps the numbers of its own seed.
-        if len(state["random_numbers"]) == world.count():
-            _set_random_numbers(state["random_numbers"][world.rank()])
+        if not _set_random_numbers(state["random_numbers"]):  # other ranks or GPUs than before: new numbers
+            torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
         self._first_epoch, self._part = state["epoch"], state["part"] and Part(**state["part"])
         if self._log:
             self._log.go_on(state["run"])
@@ -183,7 +193,7 @@ class Checkpoints:
         return (*SAME, "epochs") if self._options.recipe == "fast" else SAME
 
     def _write(self, path: Path, state: dict) -> None:
-        temporary = path.with_name("saving.tmp")
+        temporary = _temporary(self._folder)
         try:
             with temporary.open("wb") as file:
                 torch.save(state, file)
@@ -201,6 +211,10 @@ class Checkpoints:
             ) from None
 
 
+def _temporary(folder: Path) -> Path:
+    return folder / "saving.tmp"
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
 
@@ -211,8 +225,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
-    """The newest checkpoint that can be read, and its file; a damaged one is named on stderr."""
-    found = _checkpoints(folder)
+    """The newest checkpoint that can be read, and its file; a damaged one is named and put aside."""
+    found, unreadable = _checkpoints(folder), []
     for path in reversed(found):
         try:
             with zipfile.ZipFile(
@@ -223,10 +237,13 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state.get("version") == VERSION:
+                for broken in unreadable:  # else it would count as the newest when old ones are deleted
+                    broken.replace(broken.with_suffix(".damaged"))
                 return path, state
             problem = f"version {state.get('version')}, this program reads {VERSION}"
         except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             problem = first_line(error)
+        unreadable.append(path)
         print(f"warning: the checkpoint {path} cannot be read ({problem})", file=sys.stderr)
     if found:
         raise UserError(
@@ -240,7 +257,13 @@ def _random_numbers() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def _set_random_numbers(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) - 1 == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states[1:])
+def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]]) -> bool:
+    """Set this rank's; False if there were other ranks, or other GPUs, when they were saved."""
+    if len(of_all_ranks) != world.count():
+        return False
+    cpu, *gpus = of_all_ranks[world.rank()]
+    if len(gpus) != (torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        return False
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(gpus)
+    return True

@@ -163,7 +163,8 @@ class LocalHandle(Handle):
         if self._all_ranks_finished():
             return State("done", self._results())
         if self._stopped():
-            return State("failed", f"{FAILED['TIMEOUT']}, or go on with --checkpoint-dir {self.folder}")
+            checkpoints = (self.folder / "stopped").read_text().strip()
+            return State("failed", f"it was stopped; to go on: --checkpoint-dir {checkpoints}")
         return State("failed", failure or self._guessed() or f"see {self.log}")
 
     def cancel(self) -> None:

@@ -144,7 +144,7 @@ def parse(description: str, arguments: list[str] | None = None) -> Options:
         type=_positive,
         default=10,
         metavar="X",
-        help="within an epoch, save this often",
+        help="minutes between two checkpoints within an epoch",
     )
     saving.add_argument(
         "--resume",

@@ -98,16 +98,18 @@ class Recorder:
         self.rows.append(self._facts | row)
         self._write()
 
-    def go_on(self, run_id: str, rows: list[dict[str, object]]) -> None:
+    def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
         """Continue the file of an earlier process of the run, which had written `rows`.
+
+        `facts`, `run_id` among them, stay as they were there.
 
         Raises:
             UserError: if the file cannot be written.
         """
-        self.path, self._facts["run_id"] = self.path.with_name(f"{run_id}.csv"), run_id
+        self.path = self.path.with_name(f"{facts['run_id']}.csv")
+        self._facts |= facts
         self.rows = rows
         if rows:
-            self._facts["started_at"] = rows[0]["started_at"]
             self._write()
 
     def _write(self) -> None:
@@ -125,7 +127,7 @@ class Recorder:
                 temporary.unlink()
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                f"--results-dir. The {len(self.rows) - 1} epochs recorded before are kept."
+                f"--results-dir. The epochs recorded before are kept."
             ) from None
 
 

@@ -33,7 +33,7 @@ class RunLog:
         self._warm = False
         started_at = datetime.fromtimestamp(self._started, timezone.utc)
         self.run_id = f"{stage}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        facts = {
+        self._facts = {
             "run_id": self.run_id,
             "stage": stage,
             "launcher": world.launcher,
@@ -59,9 +59,9 @@ class RunLog:
             "git_commit": git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
-        self._recorder = None if options.dry_run else Recorder(options.results_dir, facts)
+        self._recorder = None if options.dry_run else Recorder(options.results_dir, self._facts)
         print(
-            f"stage {stage} · {devices} x {facts['device_name']} · {options.dataset} · global batch "
+            f"stage {stage} · {devices} x {self._facts['device_name']} · {options.dataset} · global batch "
             f"{options.batch_size} · {options.loader} loader · {precision} · recipe {options.recipe}"
         )
 
@@ -93,7 +93,8 @@ class RunLog:
 
     def state(self) -> dict:
         """What a checkpoint keeps of the log, so that the run can go on under its own name."""
-        return {"run_id": self.run_id, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
+        facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
+        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
     def go_on(self, state: dict) -> None:
         """Continue the run that `state` was kept of; epochs written after that count as not written.
@@ -101,8 +102,8 @@ class RunLog:
         Raises:
             UserError: if the CSV cannot be written.
         """
-        self.run_id, self._before_s = state["run_id"], state["elapsed_s"]
-        self._recorder.go_on(self.run_id, state["rows"])
+        self.run_id, self._before_s = state["facts"]["run_id"], state["elapsed_s"]
+        self._recorder.go_on(state["facts"], state["rows"])
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""

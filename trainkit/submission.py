@@ -44,7 +44,7 @@ ADVICE = {
     "node configuration": "ask for fewer --gpus or more --nodes; `sinfo -o '%P %D %c %m %G'` shows what "
     "there is",
     "partition": "give one of those that `sinfo` lists, by --partition or in slurm/site.sh",
-    "account": "give one of yours in slurm/site.sh",
+    "Invalid account": "give one of yours in slurm/site.sh",
     "contact": "see if `sinfo` answers, and submit again when it does",
 }
 
@@ -414,7 +414,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     )
     parser.add_argument(
         "--time",
-        type=_minutes,
+        type=time_limit,
         metavar="LIMIT",
         help=f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})",
     )
@@ -431,7 +431,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     return Request(stage, shape, tuple(for_the_stage), own.time, own.partition), own
 
 
-def _minutes(text: str) -> int:
+def time_limit(text: str) -> int:
     """An argparse type: Slurm's [days-]hours:minutes:seconds, rounded up, or minutes."""
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)|(\d+)", text)
     if not parts:

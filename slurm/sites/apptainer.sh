@@ -9,5 +9,5 @@ activate_environment() {
 }
 
 # --nv brings the GPU driver of the node into the container, --bind the checkout and the data.
-SITE_CONTAINER=(apptainer exec --nv --bind "$REPOSITORY,/shared/datasets" "$HOME/images/tutorial.sif")
+SITE_CONTAINER=(apptainer exec --nv --bind "${REPOSITORY:-},/shared/datasets" "$HOME/images/tutorial.sif")
 SITE_DATA_DIR=/shared/datasets/mnist

@@ -8,7 +8,7 @@ export SBATCH_ACCOUNT=my-project
 # --no-container-mount-home keeps packages in your home from mixing with those of the image.
 SITE_SRUN_ARGS=(
     --container-image="$HOME/images/tutorial.sqsh"
-    --container-mounts="$REPOSITORY:$REPOSITORY,/shared/datasets:/shared/datasets"
+    --container-mounts="${REPOSITORY:-}:${REPOSITORY:-},/shared/datasets:/shared/datasets"
     --container-workdir="$PWD"
     --no-container-mount-home
 )

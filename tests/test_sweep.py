@@ -1,0 +1,262 @@
+"""slurm/sweep.py, and `make compare` where there is a Slurm, through the scripts.
+
+Every test works on a copy of the checkout, so that it can have a site file of its own, and a fault
+planted in a stage script. There is a space in its path.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+from cluster import RunningCluster, running_cluster
+from conftest import ENVIRONMENT, REPOSITORY
+
+from trainkit import records
+
+SMALL = ("--batch-size", 100, "--train-size", 600)
+RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
+
+
+class Checkout:
+    """A copy of the checkout. `sweep` is the folder that its sweeps go to."""
+
+    def __init__(self, folder: Path, cluster: RunningCluster | None = None) -> None:
+        self.folder, self.sweep, self.cluster = folder, folder / "a sweep", cluster
+        ignored = shutil.ignore_patterns(
+            "__pycache__",
+            "site.sh",
+            "practice_cluster",
+            "runs",
+            "comparisons",
+            "jobs",
+            "sweeps",
+            "sample",
+            "*.log",
+        )
+        for name in ("01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp", "results", "slurm", "trainkit"):
+            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+        (folder / "data").symlink_to(REPOSITORY / "data")
+        python = shlex.quote(str(Path(sys.executable).parent))
+        (folder / "slurm" / "site.sh").write_text(f"activate_environment() {{ PATH={python}:$PATH; }}\n")
+        # Some commands and no others: there may be a Slurm on the PATH of whoever runs the tests.
+        self.commands = folder / "commands"
+        self.commands.mkdir()
+        for name in ("bash", "dirname", "env", "git"):
+            (self.commands / name).symlink_to(shutil.which(name))
+
+    def run(self, script: str, *arguments: object) -> subprocess.CompletedProcess:
+        """Run a script of the copy to its end, on the login host of the cluster if there is one."""
+        command = [sys.executable, self.folder / script, *map(str, arguments)]
+        own = {"PYTHONPATH": str(self.folder)}
+        if self.cluster:
+            return self.cluster.run(command, env=own, cwd=self.folder, timeout=300)
+        own |= {"PATH": str(self.commands)}
+        return subprocess.run(
+            command, env=ENVIRONMENT | own, cwd=self.folder, capture_output=True, text=True, timeout=300
+        )
+
+    def start_sweep(self, *arguments: object) -> subprocess.CompletedProcess:
+        return self.run("slurm/sweep.py", *arguments, "--out", self.sweep)
+
+    def kill_sweep(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if {str(self.folder / "slurm/sweep.py"), str(self.sweep)} <= set(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+
+    def job(self, run: str) -> str | None:
+        """The number of the latest job of a run."""
+        note = self.sweep / run / "job.json"
+        return json.loads(note.read_text())["id"] if note.exists() else None
+
+    def rows(self, run: str) -> list[dict]:
+        """The rows of the only CSV of a run; none if there is none yet."""
+        csvs = list((self.sweep / run / "runs").glob("*.csv"))
+        assert len(csvs) < 2
+        return records.read(csvs[0]) if csvs else []
+
+    def compared(self) -> list[tuple[str, int]]:
+        """Stage and devices of the rows of the comparison."""
+        table = pd.read_csv(self.sweep / "comparison.csv")
+        return sorted(zip(table.stage, table.devices, strict=True))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "a checkout")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+# --- a real Slurm -----------------------------------------------------------------------------------
+
+
+def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: Checkout) -> None:
+    script = on_cluster.folder / "03_multigpu_ddp" / "mnist_ddp.py"
+    first = "    opts = options.parse"
+    fault = "    import os\n    if os.environ['WORLD_SIZE'] == '1':\n        raise ValueError('planted')\n"
+    script.write_text(script.read_text().replace(first, fault + first))
+    arguments = (*SMALL, "--epochs", 2, "--stages", "single,ddp", "--precision", "fp32", "--max-jobs", 2)
+    single, ddp1, ddp2 = RUNS
+    with ThreadPoolExecutor() as background:
+        killed = background.submit(on_cluster.start_sweep, *arguments)
+        wait_for(lambda: on_cluster.job(ddp2) and len(on_cluster.rows(single)) == 2)
+        on_cluster.kill_sweep()
+        assert killed.result().returncode == -signal.SIGKILL
+    before = {run: on_cluster.job(run) for run in RUNS}
+    unfinished = on_cluster.cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
+
+    done = on_cluster.start_sweep(*arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert on_cluster.job(single) == before[single]
+    assert on_cluster.job(ddp2) == before[ddp2] or before[ddp2] not in unfinished
+    assert on_cluster.job(ddp1) != before[ddp1]
+    assert f"{ddp1} failed: error on rank 0: ValueError: planted" in done.stdout
+    assert f"failed: {ddp1}." in done.stderr
+    assert "left out (1): stage single uses 1 GPU, not 2" in done.stdout
+    assert on_cluster.compared() == [("ddp", 2), ("single", 1)]
+    assert [row["job_id"] for row in on_cluster.rows(single)] == [before[single]] * 2
+    assert "epoch 2/2" in (on_cluster.sweep / single / "log").read_text()
+    assert most_at_a_time(on_cluster) == 2
+
+
+def most_at_a_time(checkout: Checkout) -> int:
+    """How many jobs of the checkout were in Slurm at a time, waiting or running."""
+    events = []
+    for line in checkout.cluster.run(["scontrol", "--oneliner", "show", "jobs"]).stdout.splitlines():
+        if f"WorkDir={checkout.folder}" in line:
+            times = dict(re.findall(r"(SubmitTime|EndTime)=(\S+)", line))
+            events += [(times["SubmitTime"], 1), (times["EndTime"], -1)]
+    now, most = 0, 0
+    for _, change in sorted(events):  # within a second the ends come first
+        now += change
+        most = max(most, now)
+    return most
+
+
+def test_compare_sends_its_runs_to_slurm(on_cluster: Checkout) -> None:
+    arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1)
+    done = on_cluster.run("results/compare.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Slurm found" in done.stdout
+    (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
+    assert on_cluster.compared() == [("ddp", 1), ("dp", 1), ("single", 1)]
+    for stage in ("single", "dp", "ddp"):
+        assert on_cluster.rows(f"{stage}-1gpu-batch100-train600-r1")[0]["job_id"]
+    assert most_at_a_time(on_cluster) == 1
+    done = on_cluster.run("results/compare.py", "--workers", 3)
+    assert "--workers 3 is more than the 2 found here" in done.stderr
+
+
+def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: Checkout) -> None:
+    done = on_cluster.start_sweep(*SMALL, "--partition", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Slurm did not take the job")
+    assert done.stderr.count("nowhere") == 1
+    assert not list(on_cluster.sweep.rglob("job.json"))
+
+
+# --- without Slurm ----------------------------------------------------------------------------------
+
+
+def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: Checkout) -> None:
+    arguments = (*SMALL, "--no-cuda", "--stages", "ddp", "--gpus", "1,2")
+    _, ddp1, ddp2 = RUNS
+    with ThreadPoolExecutor() as background:
+        killed = background.submit(checkout.start_sweep, *arguments, "--epochs", 1)
+        wait_for(lambda: checkout.job(ddp1))
+        second = checkout.start_sweep(*arguments, "--epochs", 1)
+        assert second.returncode == 1
+        assert "another sweep.py is at work" in second.stderr
+        checkout.kill_sweep()
+        assert killed.result().returncode == -signal.SIGKILL
+    before = checkout.job(ddp1)
+
+    done = checkout.start_sweep(*arguments, "--epochs", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no Slurm here" in done.stdout
+    assert checkout.job(ddp1) == before
+    rows = [checkout.rows(run)[0] for run in (ddp1, ddp2)]
+    for setting in ("precision", "threads_per_worker"):  # or they could not be compared
+        assert rows[0][setting] == rows[1][setting]
+    assert checkout.compared() == [("ddp", 1), ("ddp", 2)]
+
+    other = checkout.start_sweep(*arguments, "--epochs", 2)
+    assert other.returncode == 1
+    assert "is of a sweep with the options" in other.stderr
+
+
+def test_a_dry_run_shows_the_matrix(checkout: Checkout) -> None:
+    (checkout.commands / "sbatch").symlink_to("bash")  # only asked for
+    arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
+    arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
+    done = checkout.start_sweep(*arguments, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    runs = re.findall(r"^(\S+-r\d) +to run", done.stdout, re.MULTILINE)
+    shapes = ("single-1gpu-batch64", "dp-1gpu-batch64", "ddp-1gpu-batch64")
+    shapes += ("single-1gpu-batch512", "dp-1gpu-batch512", "ddp-1gpu-batch512")
+    shapes += ("ddp-4gpu-2nodes-batch64", "ddp-4gpu-2nodes-batch256", "ddp-4gpu-2nodes-batch512")
+    assert sorted(runs) == sorted(
+        f"{shape}-workers{workers}-train600-r{repeat}"
+        for shape in shapes for workers in (0, 2) for repeat in (1, 2)
+    )  # fmt: skip
+    for reason in (
+        "stage single uses 1 GPU, not 3",
+        "stage dp is one process and cannot leave its node",
+        "--gpus 3 does not divide among 2 nodes",
+        "--batch-size 2048 is more than the 600 training images",
+    ):
+        assert re.search(rf"^left out \(\d+\): {re.escape(reason)}$", done.stdout, re.MULTILINE), done.stdout
+    assert "no speedup for ddp-4gpu-2nodes-batch256-workers0-train600," in done.stdout
+    assert "--stages single --gpus 1 --batch-size 256" in done.stdout
+    assert "36 runs, 0 of them finished; the others take 72.0 GPU-hours" in done.stdout
+    assert not checkout.sweep.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--stages single,tp", "'tp' is not one of single, dp, ddp"),
+        ("--gpus=", "'' is not a whole number"),
+        ("--max-jobs 0", "0 is too small"),
+        ("--stages single --gpus 2", "no run is left (stage single uses 1 GPU, not 2)"),
+        ("--data-dir nowhere", "no usable MNIST in nowhere"),
+        ("--resume auto --checkpoint-dir somewhere", "every job's own matter"),
+        ("--out /proc/nowhere", "cannot be written to"),
+        ("--out trainkit", "has other things in it"),
+        ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
+    ],
+)
+def test_bad_input(arguments: str, sentence: str, checkout: Checkout) -> None:
+    before = sorted(checkout.folder.rglob("*.json"))
+    done = checkout.run("slurm/sweep.py", *arguments.split())
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*\n", done.stderr)
+    assert sentence in done.stderr
+    assert sorted(checkout.folder.rglob("*.json")) == before
