@@ -132,6 +132,9 @@ class SlurmHandle(Handle):
         state, reason = facts["JobState"], facts.get("Reason", "")
         if state == "UNKNOWN":
             return State("unknown", reason)
+        if reason == "launch_failed_requeued_held":
+            told = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
+            return State("failed", told)
         if state in QUEUED:
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))
