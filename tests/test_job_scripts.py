@@ -165,17 +165,8 @@ def test_a_cut_link_ends_the_job_within_the_timeout(checkout: Checkout) -> None:
 def test_the_signal_saves_requeues_and_ends_the_same(
     launcher: str, checkouts: Callable[[str], Checkout]
 ) -> None:
-    training = (
-        "--epochs",
-        3,
-        "--train-size",
-        3000,
-        "--batch-size",
-        60,
-        "--precision",
-        "fp32",
-        "--save-model",
-    )
+    training = ("--epochs", 2, "--train-size", 2000, "--batch-size", 40, "--save-model")
+    training += ("--precision", "bf16")
     stopped, reference = checkouts("stopped"), checkouts("reference")
     job = stopped.submit(launcher, *training)
     stopped.wait_for("epoch 1/", job)
@@ -187,7 +178,7 @@ def test_the_signal_saves_requeues_and_ends_the_same(
     assert "stopped after" in log
     assert "resumed from" in log
     rows = rows_of(stopped.folder / "results")
-    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["job_id"] for row in rows} == {str(job)}
     for name, weights in reference.weights().items():
         torch.testing.assert_close(stopped.weights()[name], weights, rtol=1e-5, atol=1e-6)

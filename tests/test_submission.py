@@ -650,7 +650,8 @@ def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
     assert _main("ddp", "--dry-run --epochs 2 -- --dry-run", checkout, monkeypatch) == 0
     told = capsys.readouterr().out
     assert told.startswith("no Slurm here: would run as 2 local process(es)")
-    assert told.endswith("mnist_ddp.py --epochs 2 --dry-run\n")
+    assert "mnist_ddp.py" in told
+    assert told.endswith(" --epochs 2 --dry-run\n")
 
 
 def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> int:
