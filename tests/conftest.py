@@ -1,6 +1,7 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,9 @@ STAGES = {
     "dp": REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py",
     "ddp": REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py",
 }
+# Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
+# would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Every worker has one thread, so that results do not depend on the number of cores.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 # Nor does it matter whether the tests themselves run inside a job.
