@@ -54,7 +54,7 @@ class Checkout:
     def run(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:
         """Submit a job that has to go well; returns the rows of the only CSV."""
         job = self.submit(launcher, *arguments, sbatch=sbatch)
-        state = self.cluster.wait(job)
+        state = self.cluster.wait(job, timeout=300)
         assert state["JobState"] == "COMPLETED", self.log(job)
         return rows_of(self.folder / "results")
 
