@@ -4,18 +4,19 @@ Try: python mnist_singlegpu.py --epochs 2
 """
 
 import torch
+import torch.nn.functional as F
 
-from trainkit import batches, data, engine, errors, options, world
-from trainkit.checkpoint import Checkpoints
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
 from trainkit.model import Net
+from trainkit.precision import choose_precision
 from trainkit.recipes import optimizer_and_schedule
-from trainkit.runlog import RunLog
+from trainkit.run import Run
 
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda, "01_singlegpu")
-    precision = engine.choose_precision(opts.precision, here.device)
+    here = world.alone(not opts.no_cuda)
     torch.manual_seed(opts.seed)
 
     # By default all images go to the device once and stay there.
@@ -24,19 +25,22 @@ def main() -> None:
     test_batches = batches.testing(test_set, opts, here.device)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(precision).to(here.device, memory_format=torch.channels_last)
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    choose_precision(model, opts.precision, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
-    log = RunLog("single", opts, here, devices=1, precision=precision)
-    checkpoints = Checkpoints(opts, model, optimizer, schedule, log)  # goes on where an earlier run stopped
-    for epoch in checkpoints.epochs():
-        trained = engine.train_epoch(
-            model, train_batches, optimizer, schedule, epoch, checkpoints, opts.log_interval
-        )
-        tested = engine.evaluate(model, test_batches)
-        log.epoch(epoch, trained, tested)
-        checkpoints.end_of_epoch(epoch)
-    log.finish(model)
+    run = Run("single", opts, here, train_set, model, optimizer, schedule, devices=1)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -4,19 +4,20 @@ Try: python mnist_multigpu.py --epochs 2
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from trainkit import batches, data, engine, errors, options, world
-from trainkit.checkpoint import Checkpoints
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
 from trainkit.model import Net
+from trainkit.precision import choose_precision
 from trainkit.recipes import optimizer_and_schedule
-from trainkit.runlog import RunLog
+from trainkit.run import Run
 
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda, "02_multigpu_dp")
-    precision = engine.choose_precision(opts.precision, here.device)
+    here = world.alone(not opts.no_cuda)
     torch.manual_seed(opts.seed)
 
     # By default all images go to the device once and stay there.
@@ -25,27 +26,30 @@ def main() -> None:
     test_batches = batches.testing(test_set, opts, here.device)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(precision).to(here.device, memory_format=torch.channels_last)
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    choose_precision(model, opts.precision, train_set)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
         # the gradients on the first one.
-        batches.check_divides(opts.batch_size, gpus, "GPUs")
+        options.check_divides(opts.batch_size, gpus, "GPUs")
         model = nn.DataParallel(model)
     else:
         print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
-    log = RunLog("dp", opts, here, devices=max(gpus, 1), precision=precision)
-    checkpoints = Checkpoints(opts, model, optimizer, schedule, log)  # goes on where an earlier run stopped
-    for epoch in checkpoints.epochs():
-        trained = engine.train_epoch(
-            model, train_batches, optimizer, schedule, epoch, checkpoints, opts.log_interval
-        )
-        tested = engine.evaluate(model, test_batches)
-        log.epoch(epoch, trained, tested)
-        checkpoints.end_of_epoch(epoch)
-    log.finish(model)
+    run = Run("dp", opts, here, train_set, model, optimizer, schedule, devices=max(gpus, 1))
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Stage 02 as a Slurm job, from this folder: sbatch slurm_submit.sh --epochs 10
 # Options of sbatch go before the name of the script, options of the training after it.
+# A copy of mnist_multigpu.py with a model of yours goes first: sbatch slurm_submit.sh my_training.py --epochs 10
 
 #SBATCH --job-name=mnist-dp
 #SBATCH --nodes=1                 # DataParallel cannot leave its node
@@ -17,8 +18,11 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_multigpu.py ]] || { echo "error: submit it with sbatch from its folder: cd 02_multigpu_dp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+script=mnist_multigpu.py
+if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
+[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python mnist_multigpu.py \
+    "${SITE_CONTAINER[@]}" python "$script" \
     --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
     --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"

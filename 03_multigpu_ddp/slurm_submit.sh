@@ -3,6 +3,7 @@
 # On two nodes: sbatch --nodes=2 slurm_submit.sh
 # On four GPUs: sbatch --ntasks-per-node=4 --gpus-per-node=4 --mem=16G slurm_submit.sh
 # Options of sbatch go before the name of the script, options of the training after it.
+# A copy of mnist_ddp.py with a model of yours goes first: sbatch slurm_submit.sh my_training.py --epochs 10
 
 #SBATCH --job-name=mnist-ddp
 #SBATCH --nodes=1
@@ -19,10 +20,13 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+script=mnist_ddp.py
+if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
+[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
 
 # srun starts every rank. One that fails takes the others down (--kill-on-bad-exit), and one that
 # leaves early gives them 60 seconds to end (--wait): else they would wait for it at full price.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python mnist_ddp.py \
+    "${SITE_CONTAINER[@]}" python "$script" \
     --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
     --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"

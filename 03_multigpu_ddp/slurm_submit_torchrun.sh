@@ -3,6 +3,7 @@
 # each torchrun one process per GPU of its node. From this folder: sbatch slurm_submit_torchrun.sh --epochs 10
 # On two nodes: sbatch --nodes=2 slurm_submit_torchrun.sh
 # Options of sbatch go before the name of the script, options of the training after it.
+# A copy of mnist_ddp.py with a model of yours goes first: sbatch slurm_submit_torchrun.sh my_training.py --epochs 10
 
 #SBATCH --job-name=mnist-torchrun
 #SBATCH --nodes=1
@@ -19,6 +20,9 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+script=mnist_ddp.py
+if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
+[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
 
 # The CPU cores of the one task are shared by the ranks that torchrun starts.
 ranks=${SLURM_GPUS_ON_NODE:-1}
@@ -30,6 +34,6 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SI
     "${SITE_CONTAINER[@]}" bash -c 'trap "" USR2; exec python -m torch.distributed.run "$@"' torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
-    mnist_ddp.py \
+    "$script" \
     --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
     --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"

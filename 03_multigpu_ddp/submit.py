@@ -3,7 +3,8 @@
 Try: python submit.py --gpus 4 --nodes 2 --wait --epochs 2
 """
 
-from trainkit import errors, submission
+from trainkit import errors
+from trainkit.jobs import submission
 
 
 def main() -> int:

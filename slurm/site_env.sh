@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # what it sets is used by those that source it
 # What is special about this site: slurm/site.sh, with a default for all that it leaves out. Sourced by
-# every job (job_env.sh) and, on the login node, by submit.py, sweep.py and doctor.py.
+# every job (job_env.sh) and, on the login node, by submit.py, sweep.py, compare.py and doctor.py.
 
 fail() {
     echo "error: $1" >&2

@@ -1,15 +1,18 @@
-"""A copy of the checkout for tests that submit jobs: with a site file, results and faults of its own."""
+"""A copy of the checkout for tests: with a site file, results and faults of its own, and Slurm or none."""
 
-import os
+import shlex
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from cluster import RunningCluster
-from conftest import REPOSITORY, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, rows_of
 
+FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp", "ddp": "03_multigpu_ddp"}
 SCRIPTS = {
     "single": "01_singlegpu/slurm_submit.sh",
     "dp": "02_multigpu_dp/slurm_submit.sh",
@@ -20,26 +23,95 @@ SCRIPTS = {
 
 def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
-    produced = ("site.sh", "*.log", "__pycache__", "runs", "jobs", "sweeps", "comparisons", "sample")
-    for name in ("trainkit", "01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp", "slurm", "results"):
-        ignore = shutil.ignore_patterns("practice_cluster", *produced)
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignore)
+    produced = {"results": ("runs", "jobs", "sweeps", "comparisons", "models", "sample")}
+    for name in ("trainkit", *FOLDERS.values(), "slurm", "results"):
+        left_out = ("practice_cluster", "site.sh", "*.log", "__pycache__", *produced.get(name, ()))
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
     (folder / "data").symlink_to(REPOSITORY / "data")
 
 
-class Checkout:
-    """A copy of the checkout, and the jobs submitted from it."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Fails after two minutes."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
 
-    def __init__(self, folder: Path, cluster: RunningCluster) -> None:
+
+class Checkout:
+    """A copy of the checkout, used on the login host of a cluster, or on a machine without Slurm."""
+
+    def __init__(self, folder: Path, cluster: RunningCluster | None = None) -> None:
         self.folder, self.cluster = folder, cluster
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self.env = {"PATH": path, "PYTHONPATH": str(folder)}  # this copy of trainkit, not the installed one
         copy_project(folder)
+        # Some commands and no others: there may be a Slurm on the PATH of whoever runs the tests.
+        self.commands = folder / "commands"
+        self.commands.mkdir()
+        for name in ("bash", "dirname", "env", "git"):
+            (self.commands / name).symlink_to(shutil.which(name))
+        self.environment = {
+            name: value for name, value in ENVIRONMENT.items() if not name.startswith("SBATCH_")
+        }
+        # This copy of trainkit, not the installed one.
+        self.environment |= {"PATH": str(self.commands), "PYTHONPATH": str(folder)}
+
+    def run(
+        self, *command: object, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess:
+        """Run a command to its end, by default in the folder of the checkout."""
+        where = {"cwd": cwd or self.folder, "timeout": 300}
+        if not self.cluster:
+            how = {"capture_output": True, "text": True}
+            return subprocess.run(list(map(str, command)), env=self.environment | environment, **where, **how)
+        # Set behind the cluster's own settings; the commands of `fake` come before those of the cluster.
+        first = shlex.quote(f"{self.commands}:{Path(sys.executable).parent}")
+        settings = {"PYTHONPATH": str(self.folder)} | environment
+        given = [f"{name}={value}" for name, value in settings.items()]
+        return self.cluster.run(
+            ["bash", "-c", f'PATH={first}:$PATH exec env "$@"', "bash", *given, *command], **where
+        )
+
+    def python(self, script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
+        """Run a program of the checkout to its end."""
+        return self.run(sys.executable, self.folder / script, *arguments, **environment)
+
+    def submit_py(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
+        return self.python(f"{FOLDERS[stage]}/submit.py", *arguments, **environment)
+
+    def script(self, stage: str) -> Path:
+        """The stage's training script."""
+        (path,) = (self.folder / FOLDERS[stage]).glob("mnist_*.py")
+        return path
+
+    def insert(self, stage: str, line: str, before: str) -> None:
+        """Put a line into a stage's training script, in front of the one that begins with `before`."""
+        text = self.script(stage).read_text()
+        assert text.count(f"\n{before}") == 1
+        indent = before[: -len(before.lstrip())]
+        planted = f"\n{indent}import os, signal, sys, time\n{indent}{line}\n{before}"
+        self.script(stage).write_text(text.replace(f"\n{before}", planted))
+
+    def plant(self, stage: str, fault: str) -> None:
+        """Put a line at the beginning of a stage's main()."""
+        self.insert(stage, fault, before="    opts = options.parse")
+
+    def fake(self, command: str, script: str) -> None:
+        """A command of Slurm that does what the shell script says."""
+        path = self.commands / command
+        path.write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        path.chmod(0o755)
+
+    def site(self, text: str) -> None:
+        (self.folder / "slurm" / "site.sh").write_text(text)
+
+    # --- job scripts, on a cluster ---
 
     def submit(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> int:
         """The job's number; `sbatch` are options before the script's name, `arguments` come after it."""
         script = self.folder / SCRIPTS[launcher]
-        return self.cluster.submit(*sbatch, script.name, *arguments, cwd=script.parent, env=self.env)
+        done = self.run("sbatch", "--parsable", *sbatch, script.name, *arguments, cwd=script.parent)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return int(done.stdout)
 
     def log(self, job: int) -> str:
         """What the job has written so far."""
@@ -51,7 +123,7 @@ class Checkout:
             assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), self.log(job)
             time.sleep(0.2)
 
-    def run(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:
+    def train(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:
         """Submit a job that has to go well; returns the rows of the only CSV."""
         job = self.submit(launcher, *arguments, sbatch=sbatch)
         state = self.cluster.wait(job, timeout=300)
@@ -64,15 +136,6 @@ class Checkout:
         state = self.cluster.wait(job)
         assert state["JobState"] == "FAILED", self.log(job)
         return self.log(job)
-
-    def plant(self, stage: str, fault: str) -> None:
-        """Put `fault` into the loop over the epochs of a stage script, after the first epoch."""
-        (script,) = self.folder.glob(f"{stage}*/mnist_*.py")
-        loop = "        tested = engine.evaluate"
-        text = script.read_text()
-        assert loop in text
-        planted = f"        if epoch == 2 and here.rank == 1:\n            {fault}\n{loop}"
-        script.write_text("import os\nimport sys\nimport time\n" + text.replace(loop, planted))
 
     @property
     def checkpoints(self) -> Path:

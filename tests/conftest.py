@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import data, records
+from trainkit import records, staging
+from trainkit.jobs import stages
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STAGES = {
-    "single": REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py",
-    "dp": REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py",
-    "ddp": REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py",
-}
+STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,8 +69,8 @@ def rows_of(results_dir: Path) -> list[dict[str, object]]:
 @pytest.fixture(scope="session", autouse=True)
 def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""
-    data.stage(data.DEFAULT_DIR)
-    return data.DEFAULT_DIR
+    staging.put_in_place(staging.DEFAULT_DIR)
+    return staging.DEFAULT_DIR
 
 
 @pytest.fixture

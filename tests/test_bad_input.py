@@ -21,6 +21,7 @@ ALONE = [
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--batch-size", "70000"], "more than the 60000 training images"),
     (["--train-size", "70000"], "more than the 60000 training images"),
+    (["--test-size", "10001"], "more than the 10000 test images"),
     (["--seed", "99999999999999999999"], "is too large"),
     (["--num-workers", "2"], "needs --loader workers"),
     (["--data-dir", "/nowhere"], "/nowhere"),

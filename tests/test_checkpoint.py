@@ -15,7 +15,8 @@ from trainkit import records
 
 WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
 EPOCHS = 2
-TRAINING = ("--epochs", EPOCHS, "--train-size", 3000, "--precision", "bf16", "--save-model")
+SIZES = ("--train-size", 3000, "--test-size", 500)
+TRAINING = ("--epochs", EPOCHS, *SIZES, "--precision", "bf16", "--save-model")
 
 
 def options(folder: Path) -> tuple:
@@ -136,7 +137,7 @@ def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, never_stopped) ->
     (process,) = start("single", "--checkpoint-minutes", 1e-6, *options(tmp_path))
     within = tmp_path / "checkpoints"
     wait_for(lambda: list(within.glob("epoch-2-step-[1-9]*.pt")), process)
-    wait_for((within / "saving.tmp").exists, process)
+    wait_for(lambda: list(within.glob("*.pt.tmp")), process)
     process.kill()
     process.wait()
     output = finish("single", tmp_path)
@@ -230,7 +231,7 @@ def test_the_precision_that_was_chosen_holds_for_the_whole_run(tmp_path: Path, n
     ("arguments", "sentence"),
     [
         (["--resume", "auto"], "--resume auto needs --checkpoint-dir"),
-        (["--checkpoint-dir", "/proc/nowhere"], "checkpoints cannot be kept in /proc/nowhere"),
+        (["--checkpoint-dir", "/proc/nowhere"], "checkpoints cannot be written to /proc/nowhere"),
         (["--checkpoint-dir", "{}"], "add --resume auto to go on with it"),
         (["--checkpoint-dir", "{}", "--resume", "auto", "--seed", "7"], "was made with --seed 1"),
         (

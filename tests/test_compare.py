@@ -1,7 +1,8 @@
-"""`make compare`, in a copy of the project whose path has spaces, from another directory."""
+"""`make compare` without Slurm, in a copy of the project whose path has spaces, from another directory."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,21 +10,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from checkout import copy_project
 from conftest import ENVIRONMENT, REPOSITORY
 
-QUICK = "--train-size 512 --epochs 2 --batch-size 64 --workers 2 --no-cuda"
+QUICK = "--train-size 512 --epochs 2 --batch-size 64 --no-cuda"
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+def make_project(folder: Path) -> Path:
     """A copy of the project, with the environment that runs this test as its own."""
-    copy = tmp_path / "a folder with spaces" / "the project"
-    for name in ("01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp", "results", "trainkit"):
-        ignored = shutil.ignore_patterns("__pycache__", "runs", "comparisons", "models")
-        shutil.copytree(REPOSITORY / name, copy / name, ignore=ignored)
+    copy = folder / "a folder with spaces" / "the project"
+    copy_project(copy)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, copy)
-    (copy / "data").symlink_to(REPOSITORY / "data")
     # What `make` builds: here it is there already, and newer than pyproject.toml.
     (copy / ".venv" / "bin").mkdir(parents=True)
     python = copy / ".venv" / "bin" / "python"
@@ -34,18 +32,18 @@ def project(tmp_path: Path) -> Path:
 
 
 def compare(project: Path, arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return run(["make", "-C", project, "compare", f"ARGS={arguments}"], **environment)
+
+
+def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["make", "-C", project, "compare", f"ARGS={arguments}"],
-        cwd="/",
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd="/", env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=300
     )
 
 
-def test_compare_ends_with_table_figures_and_a_sentence(project: Path) -> None:
-    done = compare(project, QUICK)
+def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    done = compare(project, f"{QUICK} --workers 2")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (project / "results" / "comparisons").iterdir()
     table = pd.read_csv(folder / "comparison.csv")
@@ -65,31 +63,48 @@ def test_compare_ends_with_table_figures_and_a_sentence(project: Path) -> None:
     assert str(folder) in done.stdout
     assert re.search(r"^DDP on 2 CPU workers trained \d", done.stdout, re.MULTILINE), done.stdout
     assert "SYNTHETIC" not in done.stdout
+    # The runs as they go, and each one's log.
+    for name in ("single-1gpu", "dp-1gpu", "ddp-1gpu", "ddp-2gpu"):
+        assert f"{name}-batch64-train512-r1 running: epoch 2/2: " in done.stdout
+        assert "epoch 2/2: " in (folder / f"{name}-batch64-train512-r1" / "log").read_text()
+    assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
+
+    go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
+    again = run(shlex.split(go_on), PYTHONPATH=str(project))
+    assert again.returncode == 0, again.stderr
+    assert "4 runs, 4 of them finished" in again.stdout
 
 
-def test_a_failing_stage_leaves_the_others(project: Path) -> None:
-    script = project / "02_multigpu_dp" / "mnist_multigpu.py"
-    script.write_text("raise SystemExit('planted')\n")
-    done = compare(project, QUICK)
-    assert done.returncode != 0
-    assert "failed: dp on 1." in done.stderr
-    (folder,) = (project / "results" / "comparisons").iterdir()
-    assert sorted(pd.read_csv(folder / "comparison.csv").stage) == ["ddp", "ddp", "single"]
-    assert "planted" in (folder / "logs" / "dp-on-1.log").read_text()
-
-
-def test_without_mnist_it_says_loudly_what_it_uses_instead(project: Path) -> None:
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """A machine that cannot get MNIST, with a fault in stage dp: its folder and what compare told."""
+    project = make_project(tmp_path_factory.mktemp("faulty"))
+    (project / "02_multigpu_dp" / "mnist_multigpu.py").write_text("raise SystemExit('planted')\n")
     tools = project / "tools"  # a PATH without npm
     tools.mkdir()
-    for name in ("make", "sh", "git"):
+    for name in ("make", "sh", "bash", "env", "git"):
         (tools / name).symlink_to(shutil.which(name))
     (project / "data").unlink()
     cut_off = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    done = compare(project, QUICK, PATH=str(tools), **cut_off)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = compare(project, f"{QUICK} --workers 1", PATH=str(tools), **cut_off)
+    (folder,) = (project / "results" / "comparisons").iterdir()
+    return folder, done
+
+
+def test_a_failing_stage_leaves_the_others(faulty: tuple[Path, subprocess.CompletedProcess]) -> None:
+    folder, done = faulty
+    assert done.returncode != 0
+    assert "failed: dp-1gpu-batch64-train512-r1. The same command" in done.stderr
+    assert sorted(pd.read_csv(folder / "comparison.csv").stage) == ["ddp", "single"]
+    assert "planted" in (folder / "dp-1gpu-batch64-train512-r1" / "log").read_text()
+
+
+def test_without_mnist_it_says_loudly_what_it_uses_instead(
+    faulty: tuple[Path, subprocess.CompletedProcess],
+) -> None:
+    folder, done = faulty
     assert "GENERATED DIGITS" in done.stdout
     assert "SYNTHETIC" in done.stdout
-    (folder,) = (project / "results" / "comparisons").iterdir()
     assert set(pd.read_csv(folder / "comparison.csv").dataset) == {"synthetic"}
 
 
@@ -101,6 +116,7 @@ def test_without_mnist_it_says_loudly_what_it_uses_instead(project: Path) -> Non
         ("--dry-run", "--dry-run measures nothing"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
         ("--results-dir /proc/nowhere --no-cuda", "cannot be written"),
+        ("--train-size 100 --no-cuda --workers 1", "--batch-size 256 is more than the 100 training images"),
     ],
 )
 def test_bad_arguments(arguments: str, sentence: str) -> None:

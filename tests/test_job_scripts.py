@@ -7,11 +7,12 @@ planted in a stage script. The job scripts are always submitted as they are.
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from checkout import SCRIPTS, Checkout
+from checkout import FOLDERS, SCRIPTS, Checkout
 from cluster import RunningCluster, running_cluster
 from conftest import rows_of
 
@@ -41,7 +42,7 @@ def checkouts(tmp_path: Path, cluster: RunningCluster) -> Callable[[str], Checko
 
 @pytest.mark.parametrize("launcher", SCRIPTS)
 def test_a_job_script_as_it_is(launcher: str, checkout: Checkout) -> None:
-    rows = checkout.run(launcher, *SMALL)
+    rows = checkout.train(launcher, *SMALL)
     ranks = 2 if launcher in FOUR_RANKS else 1
     assert [row["epoch"] for row in rows] == [1, 2]
     (log,) = checkout.folder.glob("0*/mnist-*.log")
@@ -67,16 +68,37 @@ def test_a_job_script_as_it_is(launcher: str, checkout: Checkout) -> None:
     assert f"results in {checkout.folder / 'results' / 'runs'}" in text
 
 
+def test_a_script_of_ones_own(checkout: Checkout) -> None:
+    """Every job script starts it in the place of its stage's, and passes the rest on."""
+    own = """
+import os, sys
+from pathlib import Path
+rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+Path(os.environ["TRAINKIT_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv[-4:]))
+"""
+    for folder in FOLDERS.values():
+        (checkout.folder / folder / "mine.py").write_text(own)
+    jobs = {checkout.submit(launcher, "mine.py", "--width", 64): launcher for launcher in SCRIPTS}
+    lost = checkout.submit("srun", "nowhere.py")
+    for job, launcher in jobs.items():
+        assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
+        told = sorted((checkout.folder / "results" / "jobs" / str(job)).glob("own-*"))
+        assert len(told) == (2 if launcher in FOUR_RANKS else 1)
+        assert {text.read_text() for text in told} == {"--resume auto --width 64"}
+    assert checkout.cluster.wait(lost)["JobState"] == "FAILED"
+    sentence = rf"error: there is no script nowhere.py in \S.*{FOLDERS['ddp']}: correct its name."
+    assert re.search(sentence, checkout.log(lost)), checkout.log(lost)
+
+
 def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> None:
     """Four ranks on two nodes train the same, whatever started them."""
     losses = {}
     for launcher, sbatch in FOUR_RANKS.items():
-        rows = checkouts(launcher).run(launcher, *SMALL, sbatch=sbatch)
+        rows = checkouts(launcher).train(launcher, *SMALL, sbatch=sbatch)
         assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, launcher)}
         losses[launcher] = [(row["train_loss"], row["test_loss"]) for row in rows]
     place = checkouts("submitit")
-    command = ["python", "submit.py", "--nodes", "2", "--gpus", "4", "--wait", *map(str, SMALL)]
-    done = place.cluster.run(command, cwd=place.folder / "03_multigpu_ddp", env=place.env)
+    done = place.submit_py("ddp", "--nodes", 2, "--gpus", 4, "--wait", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(place.folder / "results")
     assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, "submitit")}
@@ -86,14 +108,12 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> No
 
 def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None:
     other = checkout.folder.parent / "scratch"
-    (checkout.folder / "slurm" / "site.sh").write_text(
+    checkout.site(
         f"export SBATCH_PARTITION=debug\nSITE_SCRATCH_DIR='{other}'\nSITE_RESULTS_DIR='{other}/results'\n"
         'activate_environment() {\n    echo "activated $UNSET_VARIABLE"\n}\n'
     )
     command = ". ../slurm/site.sh && sbatch --parsable --time=5 slurm_submit.sh --dry-run"
-    done = checkout.cluster.run(
-        ["bash", "-c", command], cwd=checkout.folder / "01_singlegpu", env=checkout.env
-    )
+    done = checkout.run("bash", "-c", command, cwd=checkout.folder / "01_singlegpu")
     assert done.returncode == 0, done.stderr
     job = int(done.stdout)
     state = checkout.cluster.wait(job)
@@ -115,7 +135,7 @@ def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None
     ],
 )
 def test_a_site_file_that_cannot_work(site: str, sentence: str, checkout: Checkout) -> None:
-    (checkout.folder / "slurm" / "site.sh").write_text(site)
+    checkout.site(site)
     log = checkout.fail("single", *SMALL)
     assert f"error: {sentence}" in log
     assert "epoch 1" not in log
@@ -139,7 +159,8 @@ def test_submitted_from_another_folder(checkout: Checkout) -> None:
 def test_a_rank_that_fails_ends_the_job_and_is_named(
     launcher: str, fault: str, told: str, checkout: Checkout
 ) -> None:
-    checkout.plant("03", fault)
+    fault = f"if epoch == 2 and here.rank == 1: {fault}"
+    checkout.insert("ddp", fault, before="        run.end_of_epoch(")
     log = checkout.fail(launcher, *SMALL)
     last = log.strip().splitlines()[-4:]
     assert re.search(told, "\n".join(last)), log
@@ -161,27 +182,31 @@ def test_a_cut_link_ends_the_job_within_the_timeout(checkout: Checkout) -> None:
     assert "the ranks lost each other: the network" in checkout.log(job)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_the_signal_saves_requeues_and_ends_the_same(
-    launcher: str, checkouts: Callable[[str], Checkout]
-) -> None:
+def test_the_signal_saves_requeues_and_ends_the_same(checkouts: Callable[[str], Checkout]) -> None:
     training = ("--epochs", 2, "--train-size", 2000, "--batch-size", 40, "--save-model")
     training += ("--precision", "bf16")
-    stopped, reference = checkouts("stopped"), checkouts("reference")
-    job = stopped.submit(launcher, *training)
-    stopped.wait_for("epoch 1/", job)
-    stopped.cluster.run(["scancel", "--signal=USR2", job])  # as Slurm does before the time limit
-    reference.run(launcher, *training)
-    state = stopped.cluster.wait(job)
-    log = stopped.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
-    assert "stopped after" in log
-    assert "resumed from" in log
-    rows = rows_of(stopped.folder / "results")
-    assert [row["epoch"] for row in rows] == [1, 2]
-    assert {row["job_id"] for row in rows} == {str(job)}
-    for name, weights in reference.weights().items():
-        torch.testing.assert_close(stopped.weights()[name], weights, rtol=1e-5, atol=1e-6)
+    stopped, reference = {launcher: checkouts(launcher) for launcher in FOUR_RANKS}, checkouts("reference")
+    jobs = {launcher: place.submit(launcher, *training) for launcher, place in stopped.items()}
+
+    def stop(launcher: str) -> None:
+        """As Slurm does before the time limit."""
+        stopped[launcher].wait_for("epoch 1/", jobs[launcher])
+        stopped[launcher].cluster.run(["scancel", "--signal=USR2", jobs[launcher]])
+
+    with ThreadPoolExecutor() as both:
+        list(both.map(stop, stopped))
+    reference.train("srun", *training)
+    for launcher, place in stopped.items():
+        state = place.cluster.wait(jobs[launcher], timeout=300)
+        log = place.log(jobs[launcher])
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+        assert "stopped after" in log
+        assert "resumed from" in log
+        rows = rows_of(place.folder / "results")
+        assert [row["epoch"] for row in rows] == [1, 2]
+        assert {row["job_id"] for row in rows} == {str(jobs[launcher])}
+        for name, weights in reference.weights().items():
+            torch.testing.assert_close(place.weights()[name], weights, rtol=1e-5, atol=1e-6)
 
 
 def test_the_time_limit_requeues_the_job(checkout: Checkout) -> None:
@@ -190,13 +215,9 @@ def test_the_time_limit_requeues_the_job(checkout: Checkout) -> None:
     Slurm looks every 30 s and sends the signal up to 30 s early (PERIODIC_TIMEOUT in its sources): with
     @5 it comes 25 to 55 s after the start, when Python has long started and the 55 steps are not done.
     """
-    script = checkout.folder / "trainkit" / "engine.py"
-    step = "        optimizer.zero_grad()\n"
-    text = script.read_text()
-    assert step in text
-    script.write_text(text.replace(step, f"        time.sleep(1)\n{step}"))
+    checkout.insert("single", "time.sleep(1)", before="            optimizer.zero_grad()")
     arguments = ("--epochs", 1, "--train-size", 5500, "--batch-size", 100, "--precision", "bf16")
-    rows = checkout.run("single", *arguments, sbatch=("--time=1", "--signal=USR2@5"))
+    rows = checkout.train("single", *arguments, sbatch=("--time=1", "--signal=USR2@5"))
     (log,) = checkout.folder.glob("0*/mnist-*.log")
     assert "restart 1" in log.read_text()
     assert [(row["epoch"], row["steps"]) for row in rows] == [(1, 55)]

@@ -1,18 +1,24 @@
-"""results/plot_results.py, run as a user runs it, on small CSVs whose right answers are known."""
+"""The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.image
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
+from trainkit.analysis.report import report
+from trainkit.errors import UserError
 from trainkit.records import COLUMNS, Recorder
 
+pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "results" / "plot_results.py"
 GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
@@ -21,24 +27,22 @@ FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
     """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
-    row = dict.fromkeys(COLUMNS, "") | {
+    row = {name: kind() for name, kind in COLUMNS.items()} | {
         "stage": "single",
         "run_id": run_id,
         "dataset": "mnist",
+        "model": "Net",
         "loader": "resident",
         "recipe": "classic",
         "world_size": 1,
         "nodes": 1,
         "devices": 1,
         "device_name": GPU,
-        "workers_per_loader": 0,
         "threads_per_worker": 1,
         "global_batch": 256,
         "batch_per_device": 256,
         "accumulate": 1,
         "precision": "fp32",
-        "compiled": False,
-        "seed": 0,
         "torch_version": "2.15.0",
     }
     row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1, "learning_rate": 1.0} | facts
@@ -66,6 +70,11 @@ def dp(devices: int, **facts: object) -> dict[str, object]:
     return {"stage": "dp", "devices": devices} | facts
 
 
+def own(devices: int, **facts: object) -> dict[str, object]:
+    """Somebody's copy of stage 03 with another name, network and data."""
+    return ddp(devices, stage="depth", model="UNet", dataset="rooms") | facts
+
+
 def plot(*args: object, cwd: Path = ROOT, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*prefix, sys.executable, str(SCRIPT), *map(str, args)],
@@ -76,11 +85,44 @@ def plot(*args: object, cwd: Path = ROOT, prefix: tuple[str, ...] = ()) -> subpr
     )
 
 
-def report(folder: Path) -> tuple[str, pd.DataFrame]:
-    """What the terminal shows, wrapped lines joined, and comparison.csv."""
-    done = plot(folder, "--out", folder / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.replace("\n    ", " "), pd.read_csv(folder / "out" / "comparison.csv")
+class Seen(NamedTuple):
+    """What the terminal shows, wrapped lines joined; comparison.csv; and the figures by their names."""
+
+    text: str
+    table: pd.DataFrame
+    figures: dict[str, Figure]
+
+    def titles(self, name: str) -> list[str]:
+        """Of every panel of a figure, on one line each."""
+        figure = self.figures[name]
+        titles = [text.get_text() for part in figure.subfigs for text in part.texts]
+        return [title.replace("\n", " ") for title in titles or [axes.get_title() for axes in figure.axes]]
+
+    def legend(self, name: str) -> list[str]:
+        return [text.get_text() for text in self.figures[name].legends[0].get_texts()]
+
+
+Compared = Callable[..., Seen]
+
+
+@pytest.fixture
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """Compares the runs in the test's folder, or those given. The figures are made, but not as pixels."""
+
+    def compare(*paths: Path) -> Seen:
+        figures, out = {}, tmp_path / "out"
+
+        def save(figure: Figure, path: Path, **_: object) -> None:
+            path.touch()
+            figures[path.name] = figure
+
+        monkeypatch.setattr(Figure, "savefig", save)
+        verdict = report(list(paths) or [tmp_path], out)
+        assert sorted(figures) == sorted(name for name in FIGURES if (out / name).exists())
+        text = f"{capsys.readouterr().out}{verdict}\n".replace("\n    ", " ")
+        return Seen(text, pd.read_csv(out / "comparison.csv"), figures)
+
+    return compare
 
 
 def cells(text: str, stage: str, devices: int) -> list[str]:
@@ -89,14 +131,14 @@ def cells(text: str, stage: str, devices: int) -> list[str]:
     return line.split()[2:]
 
 
-def test_numbers(tmp_path: Path) -> None:
+def test_numbers(tmp_path: Path, compared: Compared) -> None:
     """Medians leave the warm-up out and take in the repeats; speedup and efficiency follow."""
     write_run(tmp_path, "one", [10, 1000, 1100])
     write_run(tmp_path, "one-again", [10, 1200])
     write_run(tmp_path, "two", [9000, 1750, 1650, 1850], **ddp(2))
     write_run(tmp_path, "dp", [10, 550], **dp(2))
     write_run(tmp_path, "ddp-one", [10, 880], **ddp(1))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
 
     # batch, images/s, min..max speedup, efficiency, accuracy, wall, memory, runs, epochs
     assert " ".join(cells(text, "single", 1)) == "256 1100 1000..1200 1.00 100 98.38 25.0 300 2 2..3"
@@ -115,10 +157,10 @@ def test_numbers(tmp_path: Path) -> None:
     assert "| ddp | 2 | 256 | 1750 | 1650..1850 | 1.59 | 80 |" in (tmp_path / "out/comparison.md").read_text()
 
 
-def test_own_baseline_is_named(tmp_path: Path) -> None:
+def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], **ddp(1))
     write_run(tmp_path, "two", [10, 1500], **ddp(2))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
     assert "[1] speedup against ddp on one device: there is no equal single run." in text
     assert "1.50x as fast as DDP on one (75 % efficiency" in text and "there is no DataParallel run" in text
@@ -132,6 +174,7 @@ def test_own_baseline_is_named(tmp_path: Path) -> None:
         ({"precision": "bf16"}, "differs from the nearest 1-device run (single) in precision (bf16, fp32)"),
         ({"images": 20480}, "in images per epoch (20480, 59904)"),
         ({"dataset": "synthetic"}, "in dataset (synthetic, mnist)"),
+        ({"model": "UNet"}, "in model (UNet, Net)"),
         ({"loader": "workers", "workers_per_loader": 4}, "in loader (workers, resident) and loader"),
         ({"recipe": "fast"}, "in recipe (fast, classic)"),
         ({"compiled": True}, "in compiled (True, False)"),
@@ -140,48 +183,50 @@ def test_own_baseline_is_named(tmp_path: Path) -> None:
         ({"recipe": "fast", "global_batch": 512}, "in recipe (fast, classic) and global batch (512, 256)"),
     ],
 )  # fmt: skip
-def test_unequal_runs_are_not_compared(tmp_path: Path, facts: dict[str, object], reason: str) -> None:
+def test_unequal_runs_are_not_compared(
+    tmp_path: Path, compared: Compared, facts: dict[str, object], reason: str
+) -> None:
     write_run(tmp_path, "one", [10, 1000])
     write_run(tmp_path, "two", [10, 1500], **ddp(2, **facts))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     two = table[table.stage == "ddp"].iloc[0]
     assert pd.isna(two.speedup) and reason in two.why
     assert reason in text and "cannot be judged here" in text
     assert not (tmp_path / "out" / "speedup.png").exists()
 
 
-def test_threads_count_where_they_are_the_workers(tmp_path: Path) -> None:
+def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Compared) -> None:
     """Two threads against one is no comparison of CPU workers; a GPU is as fast with either."""
     for device in (CPU, GPU):
         write_run(tmp_path, f"one-{device[:3]}", [10, 1000], device_name=device)
         write_run(
             tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
         )
-    _, table = report(tmp_path)
+    _, table, _ = compared()
     two = table[table.stage == "ddp"].set_index("device_name")
     assert pd.isna(two.speedup[CPU]) and "in threads per worker (2, 1)" in two.why[CPU]
     assert two.speedup[GPU] == 1.5
 
 
-def test_each_batch_has_its_own_line(tmp_path: Path) -> None:
+def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None:
     for batch, one, two in ((128, 1000, 1200), (1024, 2000, 3800)):
         write_run(tmp_path, f"one-{batch}", [10, one], global_batch=batch)
         write_run(tmp_path, f"two-{batch}", [10, two], **ddp(2, global_batch=batch))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
     assert "1.90x as fast as single (95 % efficiency at global batch 1024) at best, 1.20x at worst" in text
 
 
-def test_no_one_device_run_at_all(tmp_path: Path) -> None:
+def test_no_one_device_run_at_all(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "two", [10, 1500], **ddp(2))
-    text, _ = report(tmp_path)
+    text, _, _ = compared()
     assert "DDP on 2 workers cannot be judged here (no 1-device run to compare with)" in text
 
 
-def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path) -> None:
+def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], device_name=CPU)
     write_run(tmp_path, "dp", [10, 2000], **dp(1, device_name=CPU))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     assert table[table.stage == "dp"].speedup.isna().all()
     assert "[1] DataParallel had one device and ran the plain model" in text
     assert "DataParallel had only one device and cannot be judged here" in text
@@ -189,11 +234,11 @@ def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path) -> None:
     assert f"{CPU}: CPU workers standing in for GPUs." in text
 
 
-def test_warm_up_only(tmp_path: Path) -> None:
+def test_warm_up_only(tmp_path: Path, compared: Compared) -> None:
     """Such a run keeps its accuracy, has no throughput, and is no baseline."""
     write_run(tmp_path, "one", [1000])
     write_run(tmp_path, "two", [10, 1500], **ddp(2))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     one, two = table.iloc[0], table.iloc[1]
     assert pd.isna(one.images_per_s) and one.test_accuracy == 98.0
     assert cells(text, "single", 1)[1:5] == ["-", "-", "-", "-"] and "98.00" in cells(text, "single", 1)
@@ -202,25 +247,25 @@ def test_warm_up_only(tmp_path: Path) -> None:
     assert "?" not in text and "nan" not in text.lower()
 
 
-def test_only_warm_up_runs(tmp_path: Path) -> None:
+def test_only_warm_up_runs(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [1000])
-    report(tmp_path)
+    compared()
     assert [name for name in FIGURES if (tmp_path / "out" / name).exists()] == ["accuracy.png"]
 
 
-def test_copies_count_once(tmp_path: Path) -> None:
+def test_copies_count_once(tmp_path: Path, compared: Compared) -> None:
     path = write_run(tmp_path, "one", [10, 1000, 1200])
     shutil.copy(path, tmp_path / "copy.csv")
-    done = plot(tmp_path, path, "--out", tmp_path / "out")
-    assert done.returncode == 0 and cells(done.stdout, "single", 1)[-2:] == ["1", "3"]
-    assert "Skipped" not in done.stdout
+    text = compared(tmp_path, path).text
+    assert cells(text, "single", 1)[-2:] == ["1", "3"]
+    assert "Skipped" not in text
 
 
-def test_kinds_of_hardware_stay_apart(tmp_path: Path) -> None:
+def test_kinds_of_hardware_stay_apart(tmp_path: Path, compared: Compared) -> None:
     for name, scale in ((CPU, 1), (GPU, 100)):
         write_run(tmp_path, f"{name[:3]}1", [10, 1000 * scale], device_name=name)
         write_run(tmp_path, f"{name[:3]}2", [10, 1600 * scale], **ddp(2, device_name=name))
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.6, 1.6]
     assert f"{CPU}, mnist: " in text and f"{GPU}, mnist: " in text
     assert (
@@ -228,19 +273,19 @@ def test_kinds_of_hardware_stay_apart(tmp_path: Path) -> None:
     )
 
 
-def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path) -> None:
+def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], dataset="synthetic")
     write_run(tmp_path, "two", [10, 1000], torch_version="2.14.0")
-    text, _ = report(tmp_path)
+    text, _, _ = compared()
     assert "SYNTHETIC DATA: generated digits, NOT MNIST." in text
     assert "The runs mix PyTorch versions: 2.14.0, 2.15.0." in text
     assert "NOT MNIST" in (tmp_path / "out" / "comparison.md").read_text()
     (tmp_path / "one.only").mkdir()
     write_run(tmp_path / "one.only", "real", [10, 1000])
-    assert "SYNTHETIC" not in plot(tmp_path / "one.only", "--out", tmp_path / "out2").stdout
+    assert "SYNTHETIC" not in compared(tmp_path / "one.only").text
 
 
-def test_damaged_files_are_named_and_the_rest_is_reported(tmp_path: Path) -> None:
+def test_damaged_files_are_named_and_the_rest_is_reported(tmp_path: Path, compared: Compared) -> None:
     good = write_run(tmp_path, "good", [10, 1000]).read_text()
     header, first, second = good.splitlines()
     assert good.endswith(",1\n")  # schema_version is the last column
@@ -257,7 +302,7 @@ def test_damaged_files_are_named_and_the_rest_is_reported(tmp_path: Path) -> Non
     }
     for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
-    text, table = report(tmp_path)
+    text, table, _ = compared()
     assert list(table.images_per_s) == [1000]
     skipped = re.findall(r"Skipped: \S*/(\S+): not read, \w+", text)
     assert sorted(skipped) == sorted(damaged)
@@ -280,34 +325,47 @@ def test_unreadable_folder_is_named(tmp_path: Path) -> None:
     assert cells(done.stdout, "single", 1)[1] == "1000"
 
 
-@pytest.mark.parametrize("case", ["nothing readable", "no csv", "not there", "out is a file"])
-def test_one_sentence_instead_of_a_traceback(tmp_path: Path, case: str) -> None:
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    if case == "nothing readable":
-        (source / "broken.csv").write_text("")
-        words = "broken.csv: not read, it has no rows"
-    elif case == "no csv":
-        words = "There is no CSV"
-    elif case == "not there":
-        source = tmp_path / "nowhere"
-        words = "nowhere is not there"
-    else:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no csv", "There is no CSV"),
+        ("not there", "in is not there: give CSV files"),
+        ("out is a file", "out cannot be written to"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, words: str) -> None:
+    source = tmp_path / "in"
+    if case != "not there":
+        source.mkdir()
+    if case == "out is a file":
         write_run(source, "one", [10, 1000])
-        out.write_text("")
-        words = "out cannot be written to"
-    done = plot(source, "--out", out)
+        (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match=words) as caught:
+        compared(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--out=elsewhere", "--colour"])
+def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str) -> None:
+    (tmp_path / "broken.csv").write_text("")
+    words = "--colour. See --help" if option == "--colour" else "broken.csv: not read, it has no rows"
+    done = plot(tmp_path, option, cwd=tmp_path)
     assert done.returncode == 1
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_figures(tmp_path: Path) -> None:
-    """From another folder: three PNGs with something on them; an old one that no run supports goes."""
+def test_the_script(tmp_path: Path) -> None:
+    """From another folder: all it tells and writes, and three PNGs with something on them."""
     write_run(tmp_path / "a", "one", [10, 1000])
-    two = write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
+    write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
     done = plot("a", "--out", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
+    assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
+    written = ("comparison.md", "comparison.csv", *FIGURES)
+    assert f"Written to out: {', '.join(written)}\n" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
     for name in FIGURES:
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
         pixels = matplotlib.image.imread(tmp_path / "out" / name)[..., :3]
@@ -315,6 +373,110 @@ def test_figures(tmp_path: Path) -> None:
         # Ink in the middle, where the data is, and not on the frame and its labels only.
         height, width = pixels.shape[:2]
         assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
+
+
+def test_a_figure_of_earlier_runs_goes(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path / "a", "one", [10, 1000])
+    two = write_run(tmp_path / "a", "two", [10, 1600], **ddp(2))
+    assert list(compared(tmp_path / "a").figures) == list(FIGURES)
     two.unlink()
-    assert plot("a", "--out", "out", cwd=tmp_path).returncode == 0
-    assert not (tmp_path / "out" / "speedup.png").exists()
+    assert list(compared(tmp_path / "a").figures) == ["throughput.png", "accuracy.png"]
+
+
+def test_runs_of_before_the_model_column_give_the_same_report(tmp_path: Path, compared: Compared) -> None:
+    """The committed sample: digit for digit."""
+    sample = ROOT / "results" / "sample" / "cpu-2-cores"
+    _, table, _ = compared(sample / "runs")
+    assert set(table.model) == {"Net"}
+    assert (tmp_path / "out" / "comparison.md").read_text() == (sample / "comparison.md").read_text()
+
+
+def test_own_training(tmp_path: Path, compared: Compared) -> None:
+    """Any name, network and data: its own section, its own run on one device as the baseline."""
+    for run_id, speed, facts in (
+        ("one", 1000, {}),
+        ("two", 1600, ddp(2)),
+        ("own-one", 50, own(1)),
+        ("own-two", 90, own(2)),
+        ("own-four", 160, own(4)),
+    ):
+        write_run(tmp_path, run_id, [10, speed], **facts)
+    seen = compared()
+    rows = seen.table[seen.table.stage == "depth"]
+    assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
+    assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
+    assert "speedup against depth on one device: there is no equal single run." in seen.text
+    assert f"{GPU}, mnist: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
+    assert seen.text.splitlines()[-1] == (
+        "On mnist, Net: DDP on 2 workers trained 1.60x as fast as single (80 % efficiency at global batch "
+        "256); there is no DataParallel run; on rooms, UNet: depth on 4 workers trained 3.20x as fast as "
+        "depth on one (80 % efficiency at global batch 256)."
+    )
+    for name in FIGURES:
+        assert seen.titles(name) == [f"{GPU} mnist", f"{GPU} rooms, UNet"]
+    assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
+
+
+def test_own_training_alone(tmp_path: Path, compared: Compared) -> None:
+    """Nothing is said of the tutorial's stages, and the name stays as it is written."""
+    write_run(tmp_path, "one", [10, 50], **own(1))
+    assert compared().text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
+
+
+def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -> None:
+    """Equal to `single` in all else: that is its baseline, and its row comes after the tutorial's."""
+    write_run(tmp_path, "one", [10, 1000])
+    write_run(tmp_path, "two", [10, 1600], **ddp(2))
+    write_run(tmp_path, "mine", [10, 1700], **ddp(2, stage="buckets"))
+    write_run(tmp_path, "mine-one", [10, 900], **ddp(1, stage="buckets"))
+    write_run(tmp_path, "threads", [10, 700], **dp(2, stage="a copy of dp"))
+    text, table, _ = compared()
+    assert list(table.stage) == ["single", "ddp", "a copy of dp", "buckets", "buckets"]
+    assert list(table.speedup) == [1, 1.6, 0.7, 0.9, 1.7] and set(table.baseline) == {"single"}
+    assert "buckets on 2 workers trained 1.70x as fast as single (85 %" in text
+    assert "a copy of dp on 2 devices trained 0.70x as fast as single" in text
+    assert "there is no" not in text
+
+
+def test_names_that_matplotlib_would_read_as_its_own(tmp_path: Path, compared: Compared) -> None:
+    """An underscore hides a line from a legend, and dollars are mathematics that may not parse."""
+    write_run(tmp_path, "one", [10, 50], **own(1, stage="_mine", dataset="$\\x$"))
+    write_run(tmp_path, "two", [10, 90], **own(2, stage="_mine", dataset="$\\x$"))
+    seen = compared()
+    assert seen.legend("accuracy.png") == ["mine x1, batch 256", "mine x2, batch 256"]
+    for figure in seen.figures.values():
+        figure.draw_without_rendering()
+
+
+def test_kinds_of_model_stay_apart(tmp_path: Path, compared: Compared) -> None:
+    """Also where the stage keeps the tutorial's name and the data are the same."""
+    for model, scale in (("Net", 10), ("UNet", 1)):
+        write_run(tmp_path, f"{model}-1", [10, 100 * scale], model=model)
+        write_run(tmp_path, f"{model}-2", [10, 160 * scale], **ddp(2, model=model))
+    text, table, _ = compared()
+    assert list(table[table.stage == "ddp"].speedup) == [1.6, 1.6]
+    assert f"{GPU}, mnist: " in text and f"{GPU}, mnist, UNet: " in text
+    assert "on UNet: DDP on 2 workers trained 1.60x" in text
+
+
+def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
+    """A regression has none: a dash in the table, and no figure."""
+    write_run(tmp_path, "one", [10, 50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "20.0", "300", "1", "2"]
+    assert list(seen.figures) == ["throughput.png"]
+
+
+def test_accuracy_of_some_runs(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000])
+    write_run(tmp_path, "own", [10, 50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert seen.titles("accuracy.png") == [f"{GPU} mnist"]
+    assert seen.legend("accuracy.png") == ["single, batch 256"]
+
+
+def test_no_figure_at_all(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert not seen.figures
+    assert f"Written to {tmp_path / 'out'}: comparison.md, comparison.csv\n" in seen.text

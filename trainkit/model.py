@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Net(nn.Module):
@@ -56,3 +57,15 @@ class Dropout(nn.Dropout):
         words = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
         mask = words.view(torch.uint8)[: x.numel()].as_strided(x.size(), x.stride()) >= dropped
         return x * mask.to(x.dtype).mul_(256 / (256 - dropped))
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The network itself, out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
+
+    They put "module." and "_orig_mod." before the names of the weights.
+    """
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        return bare(model.module)
+    if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes seconds to import
+        return bare(model._orig_mod)
+    return model

@@ -1,181 +1,164 @@
-"""The command line that all stages share."""
+"""The options that all stages share, each declared once: name, default, type, help and what it shapes.
+
+The command line is made of these declarations, and so are the options that a checkpoint compares
+(`shapes_training`) and the columns that a record takes from them (`column`).
+"""
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 
-from trainkit.data import DATASETS, DEFAULT_DIR
+from trainkit.command_line import Parser, at_least, positive
 from trainkit.errors import UserError
+from trainkit.staging import DATASETS, DEFAULT_DIR
 
 DEFAULT_RESULTS = Path(__file__).resolve().parents[1] / "results"
 DEFAULT_LR = {"classic": 1.0, "fast": 0.003}
+
+
+def _option(
+    group: str,
+    default: object,
+    kind: Callable[[str], object] | tuple[str, ...] | None,
+    metavar: str | None,
+    help: str,
+    *,
+    shapes_training: bool = False,
+    column: str = "",
+) -> Field:
+    """One option; `kind` is an argparse type, the words to choose from, or None for a switch.
+
+    `shapes_training`: another value makes it another training, which a checkpoint does not go on
+    with. `column`: the column of the record that holds its value.
+    """
+    if kind is None:
+        reading = {"action": "store_true"}
+    elif isinstance(kind, tuple):
+        reading = {"choices": kind}
+    else:
+        reading = {"type": kind, "metavar": metavar}
+    argument = reading | {"help": help, "default": default}
+    facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of a run; `--help` tells what each one means."""
 
-    epochs: int
-    batch_size: int
-    test_batch_size: int
-    lr: float
-    gamma: float
-    recipe: str
-    seed: int
-    dataset: str
-    data_dir: Path
-    train_size: int | None
-    loader: str
-    num_workers: int
-    precision: str
-    no_cuda: bool
-    results_dir: Path
-    save_model: bool
-    log_interval: int
-    dry_run: bool
-    checkpoint_dir: Path | None
-    checkpoint_minutes: float
-    resume: str
-    timeout: int
+    # fmt: off
+    epochs: int = _option("training", 14, at_least(1), "N", "passes over the training images")
+    batch_size: int = _option(
+        "training", 64, at_least(1), "N", "global batch size: images per optimizer step, all GPUs together",
+        shapes_training=True, column="global_batch",
+    )
+    recipe: str = _option(
+        "training", "classic", tuple(DEFAULT_LR), None,
+        "classic: Adadelta, step decay; fast: Adam, one-cycle, images shifted by up to a pixel",
+        shapes_training=True, column="recipe",
+    )
+    lr: float | None = _option(
+        "training", None, positive, "X", "learning rate (default: 1.0 for classic, 0.003 for fast)",
+        shapes_training=True,
+    )
+    gamma: float = _option(
+        "training", 0.7, positive, "X", "classic recipe: factor on the learning rate per epoch",
+        shapes_training=True,
+    )
+    seed: int = _option(
+        "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
+        shapes_training=True, column="seed",
+    )
+
+    dataset: str = _option(
+        "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
+    )
+    data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `python -m trainkit.data` put MNIST")
+    train_size: int | None = _option(
+        "data", None, at_least(1), "N", "train on the first N images only (default: all)",
+        shapes_training=True,
+    )
+    test_size: int | None = _option(
+        "data", None, at_least(1), "N", "evaluate on the first N images only (default: all)"
+    )
+    loader: str = _option(
+        "data", "resident", ("resident", "workers"), None,
+        "resident: data set kept on the device; workers: DataLoader, image by image",
+        column="loader",
+    )
+    num_workers: int = _option(
+        "data", 0, at_least(0), "N", "loader processes of each process, for --loader workers",
+        column="workers_per_loader",
+    )
+    test_batch_size: int = _option(
+        "data", 250, at_least(1), "N", "images per evaluation step and process; changes the speed only"
+    )
+
+    precision: str = _option(
+        "machine", "auto", ("auto", "fp32", "bf16"), None,
+        "bf16: layers compute in bfloat16; auto: the faster of the two on this device",
+    )
+    no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
+    timeout: int = _option(
+        "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
+    )
+
+    checkpoint_dir: Path | None = _option(
+        "stop and go on", None, Path, "DIR",
+        "save the state of the training here after every epoch, and on the signal USR2",
+    )
+    checkpoint_minutes: float = _option(
+        "stop and go on", 10, positive, "X", "minutes between two checkpoints within an epoch"
+    )
+    resume: str = _option(
+        "stop and go on", "never", ("never", "auto"), None,
+        "auto: go on from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
+
+    results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
+    save_model: bool = _option(
+        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
+    )
+    log_interval: int = _option(
+        "output", 10, at_least(1), "N", "steps between two updates of the progress bar"
+    )
+    dry_run: bool = _option(
+        "output", False, None, None, "one training step, one test batch, nothing written"
+    )
+
+    # fmt: on
+    def shaping(self) -> dict[str, object]:
+        """The options that make it this training and no other."""
+        # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
+        also = {"epochs"} if self.recipe == "fast" else set()
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.metadata["shapes_training"] or one.name in also
+        }
+
+    def columns(self) -> dict[str, object]:
+        """The columns of a record that are options."""
+        return {
+            one.metadata["column"]: getattr(self, one.name) for one in fields(self) if one.metadata["column"]
+        }
 
 
-def parse(description: str, arguments: list[str] | None = None) -> Options:
-    """Read the command line.
+def parse(description: str, arguments: list[str] | None = None, known_only: bool = False) -> Options:
+    """Read the command line; with `known_only`, options that are not known are passed over.
 
     Raises:
         UserError: for an option or a value that is not known or makes no sense.
     """
-    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--epochs", type=at_least(1), default=14, metavar="N", help="passes over the training images"
-    )
-    training.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        default=64,
-        metavar="N",
-        help="global batch size: images per optimizer step, all GPUs together",
-    )
-    training.add_argument(
-        "--recipe",
-        choices=DEFAULT_LR,
-        default="classic",
-        help="classic: Adadelta, step decay; fast: Adam, one-cycle, images shifted by up to a pixel",
-    )
-    training.add_argument(
-        "--lr", type=_positive, metavar="X", help="learning rate (default: 1.0 for classic, 0.003 for fast)"
-    )
-    training.add_argument(
-        "--gamma",
-        type=_positive,
-        default=0.7,
-        metavar="X",
-        help="classic recipe: factor on the learning rate per epoch",
-    )
-    training.add_argument(
-        "--seed", type=at_least(0), default=1, metavar="N", help="fixes weights, order of images and dropout"
-    )
-
-    images = parser.add_argument_group("data")
-    images.add_argument(
-        "--dataset",
-        choices=DATASETS,
-        default="mnist",
-        help="synthetic: generated digits, not MNIST, for machines without it",
-    )
-    images.add_argument(
-        "--data-dir",
-        type=Path,
-        default=DEFAULT_DIR,
-        metavar="DIR",
-        help="where `python -m trainkit.data` put MNIST",
-    )
-    images.add_argument(
-        "--train-size", type=at_least(1), metavar="N", help="train on the first N images only (default: all)"
-    )
-    images.add_argument(
-        "--loader",
-        choices=("resident", "workers"),
-        default="resident",
-        help="resident: data set kept on the device; workers: DataLoader, image by image",
-    )
-    images.add_argument(
-        "--num-workers",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="loader processes of each process, for --loader workers",
-    )
-    images.add_argument(
-        "--test-batch-size",
-        type=at_least(1),
-        default=250,
-        metavar="N",
-        help="images per evaluation step and process; changes the speed only",
-    )
-
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--precision",
-        choices=("auto", "fp32", "bf16"),
-        default="auto",
-        help="bf16: layers compute in bfloat16; auto: the faster of the two on this device",
-    )
-    machine.add_argument("--no-cuda", action="store_true", help="use the CPU even where there is a GPU")
-    machine.add_argument(
-        "--timeout",
-        type=at_least(1),
-        default=300,
-        metavar="S",
-        help="seconds a process waits for the others before it gives up",
-    )
-
-    saving = parser.add_argument_group("stop and go on")
-    saving.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        metavar="DIR",
-        help="save the state of the training here after every epoch, and on the signal USR2",
-    )
-    saving.add_argument(
-        "--checkpoint-minutes",
-        type=_positive,
-        default=10,
-        metavar="X",
-        help="minutes between two checkpoints within an epoch",
-    )
-    saving.add_argument(
-        "--resume",
-        choices=("never", "auto"),
-        default="never",
-        help="auto: go on from the newest checkpoint in --checkpoint-dir, if there is one",
-    )
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--results-dir",
-        type=Path,
-        default=DEFAULT_RESULTS,
-        metavar="DIR",
-        help="the run's CSV goes to DIR/runs/",
-    )
-    output.add_argument(
-        "--save-model", action="store_true", help="save the weights to DIR/models/<run_id>.pt at the end"
-    )
-    output.add_argument(
-        "--log-interval",
-        type=at_least(1),
-        default=10,
-        metavar="N",
-        help="steps between two updates of the progress bar",
-    )
-    output.add_argument(
-        "--dry-run", action="store_true", help="one training step, one test batch, nothing written"
-    )
-
-    values = vars(parser.parse_args(arguments))
+    parser = Parser(description=description, formatter_class=_Help)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for one in fields(Options):
+        name = one.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
+    values = vars(read)
     if values["lr"] is None:
         values["lr"] = DEFAULT_LR[values["recipe"]]
     if values["num_workers"] and values["loader"] == "resident":
@@ -187,9 +170,38 @@ def parse(description: str, arguments: list[str] | None = None) -> Options:
     return Options(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UserError(f"{message}. See --help.")
+def check_sizes(options: Options, available: int | None, ranks: int = 1, gpus: int = 0) -> None:
+    """See that the sizes fit the data and the processes.
+
+    Args:
+        available: training images that there are, if that is known.
+        ranks: processes, which share every batch.
+        gpus: GPUs of a single process (DataParallel), which share every batch.
+
+    Raises:
+        UserError: if they do not.
+    """
+    check_divides(options.batch_size, ranks, "processes")
+    check_divides(options.batch_size, max(gpus, 1), "GPUs")
+    size = options.train_size or available
+    if available and options.train_size and options.train_size > available:
+        raise UserError(
+            f"--train-size {options.train_size} is more than the {available} training images: lower it."
+        )
+    if size and options.batch_size > size:
+        raise UserError(
+            f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
+        )
+
+
+def check_divides(batch_size: int, parts: int, what: str) -> None:
+    """Raise a UserError with the nearest sizes that would do if `batch_size` is not a multiple of `parts`."""
+    if batch_size % parts:
+        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"--batch-size {batch_size} does not divide among {parts} {what}: the nearest is {nearest}."
+        )
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -197,29 +209,3 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or isinstance(action.default, bool):
             return action.help  # says its own default, or is a switch
         return super()._get_help_string(action)
-
-
-def at_least(smallest: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of 32 bits, `smallest` or more."""
-
-    def whole_number(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not smallest <= number < 2**31:
-            size = "small" if number < smallest else "large"
-            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {2**31 - 1}")
-        return number
-
-    return whole_number
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
-    return number

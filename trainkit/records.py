@@ -1,15 +1,14 @@
 """The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
 
-One file per run, one row per epoch. The file is rewritten after every epoch into a temporary
-file and renamed over the old one, so that a reader, a kill or a full disk never meets half a row.
+One file per run, one row per epoch. The file is replaced as a whole after every epoch, so that a
+reader, a kill or a full disk never meets half a row.
 """
 
 import csv
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from trainkit.errors import UserError
+from trainkit.files import check_writable, replacing
 
 SCHEMA_VERSION = 1
 
@@ -21,6 +20,7 @@ COLUMNS: dict[str, type] = {
     "epoch": int,
     "warmup": bool,
     "dataset": str,
+    "model": str,
     "loader": str,
     "recipe": str,
     "world_size": int,
@@ -38,6 +38,7 @@ COLUMNS: dict[str, type] = {
     "images": int,
     "train_seconds": float,
     "images_per_s": float,
+    "test_images": int,
     "eval_seconds": float,
     "train_loss": float,
     "test_loss": float,
@@ -54,6 +55,8 @@ COLUMNS: dict[str, type] = {
     "started_at": str,
     "schema_version": int,
 }
+# Columns that files of earlier programs lack, and what held for those.
+ADDED = {"model": "Net", "test_images": 10_000}
 
 
 class RecordError(UserError):
@@ -78,16 +81,8 @@ class Recorder:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
         self.rows: list[dict[str, object]] = []
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            probe = self.path.with_suffix(".tmp")
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"results cannot be written to {results_dir} ({error.strerror}): "
-                "free the space, mend the permissions, or give another --results-dir."
-            ) from None
+        fix = "free the space, mend the permissions, or give another --results-dir."
+        check_writable(self.path.parent, "results", fix)
 
     def add(self, **row: object) -> None:
         """Append the row of one epoch and put the whole file in place.
@@ -108,23 +103,17 @@ class Recorder:
         """
         self.path = self.path.with_name(f"{facts['run_id']}.csv")
         self._facts |= facts
-        self.rows = rows
+        self.rows = [ADDED | row for row in rows]
         if rows:
             self._write()
 
     def _write(self) -> None:
-        temporary = self.path.with_suffix(".tmp")
         try:
-            with temporary.open("w", newline="") as file:
+            with replacing(self.path) as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 writer.writeheader()
                 writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self.rows)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
                 f"--results-dir. The epochs recorded before are kept."
@@ -159,7 +148,8 @@ def read(path: Path) -> list[dict[str, object]]:
                 f"{path}: not read, its schema version {version or '(none)'} is {age} "
                 f"(this program reads version {SCHEMA_VERSION})."
             )
-    missing = [name for name in COLUMNS if name not in header]
+    rows = [ADDED | row for row in rows]
+    missing = [name for name in COLUMNS if name not in header and name not in ADDED]
     if missing:
         raise RecordError(f"{path}: not read, it has no column {', '.join(missing)}.")
     try:

@@ -1,6 +1,5 @@
-"""Who am I: rank, local rank, world size and device; joining and leaving the process group."""
+"""Who am I: rank, local rank, world size and device; joining, talking in and leaving the process group."""
 
-import ctypes
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainkit import machine
 from trainkit.errors import UserError, first_line
 
 
@@ -29,7 +29,7 @@ class World:
     device: torch.device
 
 
-def alone(use_cuda: bool, stage_name: str) -> World:
+def alone(use_cuda: bool) -> World:
     """The world of one process, for the stages that are a single process.
 
     Raises:
@@ -40,7 +40,7 @@ def alone(use_cuda: bool, stage_name: str) -> World:
     nodes = _number("SLURM_JOB_NUM_NODES", 1) if place["launcher"] == "python" else place["nodes"]
     if place["size"] > 1 or nodes > 1:
         raise UserError(
-            f"{stage_name} is one process on one node, but this job has {place['size']} process(es) "
+            f"this stage is one process on one node, but this job has {place['size']} process(es) "
             f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
             "03_multigpu_ddp/mnist_ddp.py."
         )
@@ -90,8 +90,8 @@ def barrier() -> None:
         dist.barrier()
 
 
-def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values` over all ranks, in place."""
+def sum_in_place(values: torch.Tensor) -> torch.Tensor:
+    """Make `values` their sum over all ranks, and return it."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
@@ -106,7 +106,7 @@ def largest(value: float, device: torch.device) -> float:
     return number.item()
 
 
-def share(value: object) -> object:
+def from_first(value: object) -> object:
     """Rank 0's `value`, on every rank; it must be picklable."""
     if not dist.is_initialized():
         return value
@@ -190,9 +190,9 @@ def _number(name: str, default: int | None = None) -> int:
 def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process: the local rank's, or the only one that the launcher lets it see."""
     if not use_cuda or not torch.cuda.is_available():
-        keep_freed_memory()
+        machine.keep_freed_memory()
         if place["launcher"] == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
-            _pin_to_own_cores(place["local_rank"], place["local_size"])
+            machine.pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     by_srun = place["launcher"] == "srun" or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
@@ -207,25 +207,3 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def keep_freed_memory() -> None:
-    """Stop glibc from giving the activations back to the kernel after every step.
-
-    By default it returns large blocks at once, and the next step faults each of their pages in
-    again: 9,000 faults in a step of 128 images, 73,000 in one of 1,024. Values from mallopt(3);
-    other C libraries have no mallopt.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-
-
-def _pin_to_own_cores(local_rank: int, local_size: int) -> None:
-    """Give each CPU worker its own cores, as srun does; torchrun and submitit give it every core."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // local_size
-    if share:
-        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])

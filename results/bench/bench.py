@@ -8,7 +8,6 @@ table made of it to `<out>/<part>.md`.
 import argparse
 import csv
 import math
-import os
 import shlex
 import subprocess
 import sys
@@ -20,13 +19,13 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
-from trainkit import data, errors, options, records
-from trainkit.runlog import device_name, git_commit
+from trainkit import errors, records, staging
+from trainkit.command_line import Parser, at_least
+from trainkit.jobs import following, local
+from trainkit.jobs.stages import STAGES
+from trainkit.machine import device_name, git_commit
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
-SINGLE = [sys.executable, str(REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py")]
-DDP = str(REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py")
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}
 GOAL = 99.0  # test accuracy in percent that the recipe part runs to
 
@@ -34,14 +33,12 @@ Rows = Iterator[dict[str, object]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument(
-        "--repeats", type=options.at_least(1), default=3, help="turns of speed, ladder and ddp (default: 3)"
+        "--repeats", type=at_least(1), default=3, help="turns of speed, ladder and ddp (default: 3)"
     )
-    parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSVs (default: results/bench/out)"
     )
@@ -51,7 +48,7 @@ def main() -> None:
     if unknown:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
     if not args.tables_only:
-        data.load("mnist", args.data_dir)  # says what to do where there is none
+        staging.check("mnist", args.data_dir)  # says what to do where there is none
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,7 +109,7 @@ def speed(args: argparse.Namespace) -> Rows:
         yield from _classic(args, repeat, "--epochs=2")
         for precision in ("fp32", "bf16"):
             chosen = ("--epochs=2", "--batch-size=128", f"--precision={precision}")
-            yield from _stage(args, f"ours, {precision}", repeat, SINGLE, *chosen)
+            yield from _stage(args, f"ours, {precision}", repeat, "single", *chosen)
 
 
 def ladder(args: argparse.Namespace) -> Rows:
@@ -129,7 +126,7 @@ def recipe(args: argparse.Namespace) -> Rows:
     yield from _classic(args, 1, "--epochs=14", f"--stop-at={GOAL}")
     for seed in range(101, 106):
         chosen = ("--recipe=fast", "--epochs=2", "--batch-size=128", f"--seed={seed}")
-        yield from _stage(args, "recipe fast", seed, SINGLE, *chosen)
+        yield from _stage(args, "recipe fast", seed, "single", *chosen)
 
 
 def ddp(args: argparse.Namespace) -> Rows:
@@ -138,9 +135,8 @@ def ddp(args: argparse.Namespace) -> Rows:
     for repeat in range(args.repeats):
         for batch in (128, 256, 1024):
             for workers in (1, 2):
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command = [*torchrun, f"--nproc-per-node={workers}", DDP]
-                runs = _stage(args, "ddp", repeat, command, *chosen, f"--batch-size={batch}", threads=1)
+                chosen_here = (*chosen, f"--batch-size={batch}")
+                runs = _stage(args, "ddp", repeat, "ddp", *chosen_here, workers=workers, threads=1)
                 yield from ({"batch": batch, "workers": workers} | row for row in runs)
 
 
@@ -152,7 +148,7 @@ def memory(args: argparse.Namespace) -> Rows:
         peak = float(done.stdout.splitlines()[-1])
         yield {"case": f"model alone, {precision}", "peak_memory_mb": peak}
         chosen = ("--epochs=2", "--batch-size=128", f"--precision={precision}")
-        *_, last = _stage(args, f"all of MNIST, {precision}", 0, SINGLE, *chosen)
+        *_, last = _stage(args, f"all of MNIST, {precision}", 0, "single", *chosen)
         yield last
 
 
@@ -160,16 +156,28 @@ def _stage(
     args: argparse.Namespace,
     case: str,
     repeat: int,
-    command: list[str],
+    stage: str,
     *chosen: str,
+    workers: int = 1,
     threads: int | None = None,
 ) -> Rows:
     """Run a stage and yield the rows of its CSV, cut to the columns of a benchmark."""
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    with tempfile.TemporaryDirectory() as folder:
-        where = ["--data-dir", args.data_dir, "--results-dir", folder]
-        subprocess.run([*command, *chosen, *where], env=environment, stdout=subprocess.DEVNULL, check=True)
-        (path,) = Path(folder, "runs").glob("*.csv")
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        handle = local.start(
+            STAGES[stage].script,
+            chosen,
+            folder / "job",
+            args.data_dir.absolute(),
+            folder,
+            ranks=workers,
+            gpus=min(workers, local.gpus_here()),
+            threads=threads or torch.get_num_threads(),  # as the classic script
+            checkpoints=False,
+        )
+        if following.follow(handle, quiet=True):
+            raise errors.UserError(f"{case} failed; its error is above.")
+        (path,) = handle.results.glob("*.csv")
         rows = records.read(path)
     for row in rows:
         yield {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit import data, world
+from trainkit import data, machine, staging
 from trainkit.batches import Batch, GlobalOrder, OneByOne, ResidentBatches
 from trainkit.model import Dropout
 
@@ -52,13 +52,13 @@ def main() -> None:
     parser.add_argument("rung", type=int, choices=range(len(RUNGS)))
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR)
+    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR)
     args = parser.parse_args()
     have = set(RUNGS[: args.rung + 1])
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "freed memory kept" in have and device.type == "cpu":
-        world.keep_freed_memory()
+        machine.keep_freed_memory()
     torch.manual_seed(1)
     train_set, _ = data.load("mnist", args.data_dir)
     model = LadderNet(have).to(device)
@@ -66,11 +66,11 @@ def main() -> None:
         model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adadelta(model.parameters(), foreach="foreach optimizer" in have)
 
-    sampler = GlobalOrder(len(train_set.labels), args.batch_size, seed=1)
+    order = GlobalOrder(len(train_set), args.batch_size, seed=1)
     if "data set resident as bytes" in have:
-        batches = ResidentBatches(train_set, sampler, device, shift=False)
+        batches = ResidentBatches(train_set, order, device, shift=False)
     else:
-        batches = torch.utils.data.DataLoader(OneByOne(train_set), batch_sampler=sampler)
+        batches = torch.utils.data.DataLoader(OneByOne(train_set), batch_sampler=order)
     batches = _endless(batches)
     _train(model, optimizer, batches, device, have, steps=5)  # warm-up
     start = time.perf_counter()

@@ -3,12 +3,13 @@
 import argparse
 
 import torch
+import torch.nn.functional as F
 
-from trainkit import batches, engine, options, world
-from trainkit.checkpoint import Checkpoints
-from trainkit.data import Split
+from trainkit import batches, data, machine, options, world
+from trainkit.evaluation import evaluate
 from trainkit.model import Net
 from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
 
 
 def main() -> None:
@@ -16,16 +17,25 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     precision = parser.parse_args().precision
     opts = options.parse("", ["--batch-size", "128", "--dry-run"])
-    here = world.alone(use_cuda=True, stage_name="this script")
-    one = Split(torch.zeros(250, 1, 28, 28, dtype=torch.uint8), torch.zeros(250, dtype=torch.long))
+    here = world.alone(use_cuda=True)
+    images, labels = torch.zeros(250, 1, 28, 28, dtype=torch.uint8), torch.zeros(250, dtype=torch.long)
+    one = data.Split("zeros", images, labels, data.normalize)
     train_batches = batches.training(one, opts, here.device)
+    test_batches = batches.testing(one, opts, here.device)
     model = Net(precision).to(here.device, memory_format=torch.channels_last)
     optimizer, schedule = optimizer_and_schedule(opts, model, 1)
-    checkpoints = Checkpoints(opts, model, optimizer, schedule, log=None)  # off: no --checkpoint-dir
+    run = Run("memory", opts, here, one, model, optimizer, schedule, devices=1)
     for epoch in range(1, 61):
-        engine.train_epoch(model, train_batches, optimizer, schedule, epoch, checkpoints, log_interval=10)
-        engine.evaluate(model, batches.testing(one, opts, here.device))
-    print(engine.peak_memory_mb(here.device))
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        evaluate(model, test_batches, F.nll_loss)
+    print(machine.peak_memory_mb(here.device))
 
 
 if __name__ == "__main__":

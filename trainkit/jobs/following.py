@@ -11,34 +11,19 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import submitit
+from typing import ClassVar, NamedTuple
 
 from trainkit.errors import UserError
+from trainkit.jobs import slurm
+from trainkit.jobs.slurm import FAILED, QUEUED
 
-POLL_SECONDS = 2
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
 
-# States of a job, from the man page of squeue, and of ours: GONE. Every other state is a running job's.
-QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-FAILED = {
-    "FAILED": "",  # for this one the ranks' notes and logs tell why
-    "TIMEOUT": "it reached its time limit: give more --time",
-    "CANCELLED": "it was cancelled",
-    "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 16G",
-    "NODE_FAIL": "a node of it failed: submit it again",
-    "BOOT_FAIL": "a node of it did not boot: submit it again",
-    "PREEMPTED": "a job of higher priority took its place: submit it again",
-    "DEADLINE": "it could not end before its deadline",
-    "GONE": "Slurm does not know this job (it forgets a job some minutes after its end)",
-}
-# Reasons for which a job would wait for ever, unless an administrator changes the cluster.
-NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # The last words of a job script and of a Python program; the first pattern that is found counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
 
@@ -54,16 +39,20 @@ class State(NamedTuple):
     detail: str
 
 
+@dataclass
 class Handle:
-    """A submitted job; `SlurmHandle` or `LocalHandle`.
+    """A submitted job of so many `tasks`; `SlurmHandle` or `LocalHandle`.
 
-    `log` has the output of rank 0 and of the job script; the other ranks' are beside it. `folder` has
-    the checkpoints and the ranks' notes, and `results` will have the CSV.
+    `log` has the output of rank 0 and of the job script; the other ranks' are beside it, and so are
+    submitit's files. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV.
     """
 
-    def __init__(self, job: submitit.Job, folder: Path, results: Path) -> None:
-        self._job = job
-        self.job_id, self.log, self.folder, self.results = job.job_id, job.paths.stdout, folder, results
+    job_id: str
+    tasks: int
+    log: Path
+    folder: Path
+    results: Path
+    poll_seconds: ClassVar[float] = 2
 
     def state(self) -> State:
         """Ask how the job is doing, without waiting for it."""
@@ -89,7 +78,7 @@ class Handle:
         return lines[-1] if lines else None
 
     def _all_ranks_finished(self) -> bool:
-        return len(self._notes("finished")) == self._job.num_tasks and not self._stopped()
+        return len(self._notes("finished")) == self.tasks and not self._stopped()
 
     def _stopped(self) -> bool:
         return (self.folder / "stopped").exists()
@@ -101,7 +90,7 @@ class Handle:
 
     def _notes(self, state: str) -> list[Path]:
         """The ranks' notes, oldest first, without those of an older job that had the same number."""
-        submission = self._job.paths.submitted_pickle
+        submission = self.log.with_name(f"{self.job_id}_submitted.pkl")
         submitted = submission.stat().st_mtime if submission.exists() else 0
         notes = sorted((note.stat().st_mtime, note) for note in self.folder.glob(f"rank-*.{state}"))
         return [note for written, note in notes if written >= submitted]
@@ -128,7 +117,7 @@ class SlurmHandle(Handle):
     """A job of Slurm."""
 
     def state(self) -> State:
-        facts = _facts(self.job_id)
+        facts = slurm.job_facts(self.job_id)
         state, reason = facts["JobState"], facts.get("Reason", "")
         if state == "UNKNOWN":
             return State("unknown", reason)
@@ -147,19 +136,26 @@ class SlurmHandle(Handle):
         return State("running", self._progress())
 
     def cancel(self) -> None:
-        _ask("scancel", self.job_id)
+        slurm.ask("scancel", self.job_id)
 
     def how_to_follow(self) -> str:
         state, stop = f"state    squeue --jobs={self.job_id}", f"stop     scancel {self.job_id}"
         return f"{state}\n{super().how_to_follow()}\n{stop}"
 
 
+@dataclass
 class LocalHandle(Handle):
-    """Processes of this machine; the job's number is that of the process that controls them."""
+    """Processes of this machine; the job's number is that of the process that controls them.
+
+    `ended` tells whether that process has.
+    """
+
+    ended: Callable[[], bool]
+    poll_seconds: ClassVar[float] = 0.5
 
     def state(self) -> State:
         failure = self._told_by_a_rank()
-        if not self._job.done():
+        if not self.ended():
             if failure:
                 self.cancel()  # as srun --kill-on-bad-exit: its peers would wait for the rank that failed
             return State("running", self._progress())
@@ -171,49 +167,61 @@ class LocalHandle(Handle):
         return State("failed", failure or self._guessed() or f"see {self.log}")
 
     def cancel(self) -> None:
-        if not self._job.done():
+        if not self.ended():
             os.kill(int(self.job_id), signal.SIGTERM)
 
     def how_to_follow(self) -> str:
         return f"{super().how_to_follow()}\nstop     kill {self.job_id}"
 
 
-def follow(handle: Handle) -> int:
+class Patience:
+    """With a Slurm that does not answer."""
+
+    def __init__(self) -> None:
+        self._answered = time.monotonic()
+
+    def look(self, states: Iterable[State], later: str) -> None:
+        """Raise a UserError that ends with `later` if Slurm has not answered for `PATIENCE_SECONDS`."""
+        unanswered = [state for state in states if state.name == "unknown"]
+        if not unanswered:
+            self._answered = time.monotonic()
+        elif time.monotonic() - self._answered > PATIENCE_SECONDS:
+            raise UserError(f"Slurm does not answer ({unanswered[0].detail}): {later}")
+
+
+def follow(handle: Handle, quiet: bool = False) -> int:
     """Show how the job is doing until it has ended; returns 0 if it went well, else 1.
 
-    On a terminal one line is kept up to date; elsewhere every change is a line of its own.
+    On a terminal one line is kept up to date; elsewhere every change is a line of its own. With
+    `quiet` only a failure is told.
 
     Raises:
         UserError: if Slurm does not answer for `PATIENCE_SECONDS`.
         KeyboardInterrupt: for Ctrl-C. It stops local processes; a job of Slurm goes on.
     """
-    shown, answered = None, time.monotonic()
+    shown, patience = None, Patience()
+    later = f"the job may well go on, so look again later, with squeue --jobs={handle.job_id}"
     try:
         while (state := handle.state()).name not in ("done", "failed"):
-            if state.name != "unknown":
-                answered = time.monotonic()
-            elif time.monotonic() - answered > PATIENCE_SECONDS:
-                raise UserError(
-                    f"Slurm does not answer ({state.detail}): the job may well go on, so look again later, "
-                    f"with squeue --jobs={handle.job_id}"
-                )
-            if state != shown:
+            patience.look([state], later)
+            if state != shown and not quiet:
                 _show(state, ended=False)
                 shown = state
-            time.sleep(POLL_SECONDS)
+            time.sleep(handle.poll_seconds)
     except KeyboardInterrupt:
         if isinstance(handle, LocalHandle):
             handle.cancel()
         else:
             print(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", file=sys.stderr)
         raise
-    if state.name == "done":
+    if state.name == "failed":
+        if sys.stdout.isatty() and not quiet:
+            print()
+        print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
+        return 1
+    if not quiet:
         _show(state, ended=True)
-        return 0
-    if sys.stdout.isatty():
-        print()
-    print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
-    return 1
+    return 0
 
 
 def _show(state: State, ended: bool) -> None:
@@ -224,25 +232,6 @@ def _show(state: State, ended: bool) -> None:
         print(f"\r\x1b[K{text}")
     else:  # a line that wraps could not be taken back
         print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
-
-
-def _facts(job_id: str) -> dict[str, str]:
-    """What Slurm knows of a job. JobState is UNKNOWN if Slurm does not answer, GONE if it forgot the job."""
-    shown = _ask("scontrol", "show", "job", "--oneliner", job_id)
-    if shown.returncode == 0:
-        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
-    if "Invalid job id" not in shown.stderr:
-        return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
-    # Accounting remembers longer, where there is any.
-    ended = _ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
-    return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
-
-
-def _ask(*command: str) -> subprocess.CompletedProcess:
-    try:
-        return subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
 def _lines(log: Path) -> list[str]:

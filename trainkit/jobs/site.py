@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.errors import UserError
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from trainkit.jobs.stages import REPOSITORY
 
 
 class Site(NamedTuple):

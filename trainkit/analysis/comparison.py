@@ -15,8 +15,9 @@ from trainkit import records
 from trainkit.errors import UserError
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
-SAME = {
+MUST_BE_EQUAL = {
     "dataset": "dataset",
+    "model": "model",
     "device_name": "device",
     "loader": "loader",
     "workers_per_loader": "loader workers",
@@ -28,10 +29,13 @@ SAME = {
     "images": "images per epoch",
     "global_batch": "global batch",
 }
-CONFIG = ["stage", *SAME, "world_size", "nodes", "devices"]
-# Rows of one bench share a table and a panel; other hardware has throughputs on another scale.
-BENCH = ["device_name", "dataset"]
-NAMES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
+CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
+# Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
+# networks have throughputs on another scale, and accuracies that mean something else.
+SECTION_BY = ["device_name", "dataset", "model"]
+TUTORIAL_MODEL = "Net"
+# The stages of the tutorial, in its order. Any other name is somebody's own training.
+TUTORIAL_STAGES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
 # How a setting reads in a label, and the value that goes without saying.
 _LABELS = {
     "loader": ("{} loader", "workers"),
@@ -80,15 +84,15 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per configuration (`CONFIG`), over all its repeats; `rows` must not be empty.
+    """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `eval_seconds` their median: NaN without such epochs.
-    `test_accuracy` (%) and `elapsed_s` are medians over runs of the last epoch's,
-    `peak_memory_mb` is the largest. `variant` names the settings that differ within the bench.
+    `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the last
+    epoch's, `peak_memory_mb` is the largest. `variant` names the settings that differ within the section.
     """
     summary = []
-    for config, group in rows.groupby(CONFIG):
+    for configuration, group in rows.groupby(CONFIGURATION):
         steady = group[~group.warmup]
         runs = group.groupby("run_id")
         last = runs.tail(1)
@@ -105,12 +109,11 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
             "epochs": "..".join(map(str, epochs)),
             "steady_epochs": len(steady),
         }
-        summary.append(dict(zip(CONFIG, config, strict=True)) | numbers)
+        summary.append(dict(zip(CONFIGURATION, configuration, strict=True)) | numbers)
     table = pd.DataFrame(summary)
-    table["variant"] = pd.concat(_variants(bench) for _, bench in table.groupby(BENCH))
-    order = {stage: str(i) for i, stage in enumerate(NAMES)}
-    settings = [name for name in SAME if name != "images"]
-    return table.sort_values([*settings, "stage", "devices", "nodes"], key=lambda c: c.replace(order))
+    table["variant"] = pd.concat(_variants(section) for _, section in table.groupby(SECTION_BY))
+    settings = [name for name in MUST_BE_EQUAL if name != "images"]
+    return table.sort_values([*settings, "stage", "devices", "nodes"], key=_order)
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
@@ -120,20 +123,21 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
     the reason; everywhere else it is empty.
     """
-    against = [_against_one(row, table) for row in table.itertuples()]
-    table = table.join(pd.DataFrame(against, index=table.index, columns=["speedup", "baseline", "why"]))
+    speedups = [_speedup(row, table) for row in table.itertuples()]
+    table = table.join(pd.DataFrame(speedups, index=table.index, columns=["speedup", "baseline", "why"]))
     return table.assign(efficiency=table.speedup / table.devices)
 
 
 def verdict(table: pd.DataFrame) -> str:
     """One sentence on what the comparison (from `compare`) shows at its largest device counts."""
     clauses = []
-    for bench, rows in table.groupby(BENCH):
-        where = [name for name, column in zip(bench, BENCH, strict=True) if table[column].nunique() > 1]
-        text = "; ".join(_clause(stage, rows[rows.stage == stage]) for stage in ("ddp", "dp"))
+    for names, section in table.groupby(SECTION_BY):
+        where = [name for name, column in zip(names, SECTION_BY, strict=True) if table[column].nunique() > 1]
+        text = "; ".join(_clause(stage, section[section.stage == stage]) for stage in _judged_stages(section))
         clauses.append(f"on {', '.join(where)}: {text}" if where else text)
     text = "; ".join(clauses) + "."
-    return text[0].upper() + text[1:]
+    # The name of an own training stays as it is written.
+    return text[0].upper() + text[1:] if text.startswith(("there ", "on ")) else text
 
 
 def is_cpu(device_name: str) -> bool:
@@ -147,28 +151,43 @@ def label(row: tuple | pd.Series, count: bool = True) -> str:
     devices = f" x{row.devices}{nodes}" if count and row.stage != "single" else ""
     plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
     return ", ".join(
-        filter(None, [NAMES[row.stage] + devices + plain, f"batch {row.global_batch}", row.variant])
+        filter(None, [_name(row.stage) + devices + plain, f"batch {row.global_batch}", row.variant])
     )
 
 
-def common(bench: pd.DataFrame) -> str:
-    """The settings that all rows of one bench have in common, in words."""
-    return _words(bench.iloc[0], [name for name in _LABELS if bench[name].nunique() == 1])
+def with_model(dataset: str, model: str) -> str:
+    """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
+    return dataset if model == TUTORIAL_MODEL else f"{dataset}, {model}"
 
 
-def _words(row: pd.Series, names: Iterable[str]) -> str:
+def common(section: pd.DataFrame) -> str:
+    """The settings that all rows of one section have in common, in words."""
+    return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
+def _name(stage: str) -> str:
+    return TUTORIAL_STAGES.get(stage, stage)
+
+
+def _order(column: pd.Series) -> pd.Series:
+    """A key for sorting: the stages in the tutorial's order, then other trainings by name."""
+    order = {stage: str(i) for i, stage in enumerate(TUTORIAL_STAGES)}
+    return column.map(lambda stage: order.get(stage, f"own {stage}")) if column.name == "stage" else column
+
+
+def _in_words(row: pd.Series, names: Iterable[str]) -> str:
     return ", ".join(_LABELS[name][0].format(row[name]) for name in names if row[name] != _LABELS[name][1])
 
 
-def _variants(bench: pd.DataFrame) -> pd.Series:
-    varying = [name for name in _LABELS if bench[name].nunique() > 1]
+def _variants(section: pd.DataFrame) -> pd.Series:
+    varying = [name for name in _LABELS if section[name].nunique() > 1]
     # Each batch size drops another rest of the same data.
-    if bench.images.max() < (bench.images + bench.global_batch).min():
+    if section.images.max() < (section.images + section.global_batch).min():
         varying = [name for name in varying if name != "images"]
-    return pd.Series([_words(row, varying) for _, row in bench.iterrows()], bench.index)
+    return pd.Series([_in_words(row, varying) for _, row in section.iterrows()], section.index)
 
 
-def _against_one(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
+def _speedup(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
     """Speedup, stage of the baseline, and the reason if there is none."""
     nothing = float("nan"), ""
     if row.stage == "dp" and row.devices == 1:
@@ -191,7 +210,7 @@ def _against_one(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
             f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with",
         )
     if unlike:
-        values = [f"{SAME[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
+        values = [f"{MUST_BE_EQUAL[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
         return *nothing, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
     if unknown:
         return *nothing, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
@@ -199,16 +218,25 @@ def _against_one(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
 
 
 def _unlike(row: tuple, one: tuple) -> list[str]:
-    unlike = [name for name in SAME if getattr(row, name) != getattr(one, name)]
+    """The settings whose difference forbids a speedup of `row` over `one`."""
+    unlike = [name for name in MUST_BE_EQUAL if getattr(row, name) != getattr(one, name)]
     same_data = row.images < one.images + one.global_batch and one.images < row.images + row.global_batch
     # A GPU does not become faster by more CPU threads beside it.
     equal = {"images": same_data, "threads_per_worker": not is_cpu(row.device_name)}
     return [name for name in unlike if not equal.get(name)]
 
 
+def _judged_stages(section: pd.DataFrame) -> list[str]:
+    """The parallel stages and the own trainings. Beside own ones a stage of the tutorial is not missed."""
+    present = set(section.stage)
+    own = sorted(present - set(TUTORIAL_STAGES))
+    return [stage for stage in ("ddp", "dp") if stage in present or not own] + own
+
+
 def _clause(stage: str, rows: pd.DataFrame) -> str:
-    name, several = NAMES[stage], rows[rows.devices > 1]
-    unit = "device" if stage == "dp" else "worker"
+    name, several = _name(stage), rows[rows.devices > 1]
+    one_process = stage == "dp" or (rows.world_size < rows.devices).any()
+    unit = "device" if one_process else "worker"
     if rows.empty:
         return f"there is no {name} run"
     if several.empty:

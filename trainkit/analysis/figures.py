@@ -1,0 +1,160 @@
+"""The figures of a comparison: throughput, speedup and accuracy; a panel or two per section of the report."""
+
+import textwrap
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # compute nodes have no screen
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainkit.analysis import comparison
+
+# Colour is never the only difference: figures are read on grey paper too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
+BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
+OWN_BAR = ("#C5E8DA", "..")
+Looks = dict[str, dict[str, object]]  # the lines of a figure by their texts
+
+
+def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
+    """Write the figures that the runs support into `out`, and return their names.
+
+    Args:
+        table: from `comparison.compare`.
+        rows: the epochs it was made of, from `comparison.load`.
+        out: a folder that is there. A figure of an earlier call that these runs do not support goes.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of an own training is one
+    every = {
+        "throughput.png": _throughput(table[table.images_per_s.notna()]),
+        "speedup.png": _speedup(table[table.speedup.notna()]),
+        "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
+    }
+    for name, figure in every.items():
+        # A figure of an earlier call would be taken for one of these runs.
+        (out / name).unlink(missing_ok=True)
+        if figure:
+            figure.savefig(out / name, dpi=150)
+            plt.close(figure)
+    return [name for name, figure in every.items() if figure]
+
+
+def _throughput(table: pd.DataFrame) -> Figure | None:
+    sections = list(table.groupby(comparison.SECTION_BY))
+    if not sections:
+        return None
+    heights = [len(section) + 2 for _, section in sections]
+    figure, panels = _panels(len(sections), 1 + 0.36 * sum(heights), height_ratios=heights)
+    for axes, (names, section) in zip(panels, sections, strict=True):
+        labels = [textwrap.fill(comparison.label(row), 32) for row in section.itertuples()]
+        spread = [section.images_per_s - section.slowest, section.fastest - section.images_per_s]
+        colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
+        look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
+        axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
+        axes.tick_params(axis="y", labelsize=9)
+        axes.invert_yaxis()
+        axes.ticklabel_format(axis="x", style="plain")
+        axes.set_xlabel("training images/s: median, min to max")
+        axes.set_title(_title(*names), fontsize=10)
+    return figure
+
+
+def _speedup(table: pd.DataFrame) -> Figure | None:
+    """One line per stage and set of equal settings. One device alone makes no line."""
+    sections = []
+    for names, section in table.groupby(comparison.SECTION_BY):
+        groups = section.groupby(["stage", *comparison.MUST_BE_EQUAL], sort=False)
+        lines = [line for _, line in groups if line.devices.max() > 1]
+        if lines:
+            sections.append((names, lines))
+    if not sections:
+        return None
+    figure = plt.figure(figsize=(7, 3.6 * len(sections)), layout="constrained")
+    parts = figure.subfigures(len(sections), squeeze=False).flat
+    looks: Looks = {}
+    for part, (names, lines) in zip(parts, sections, strict=True):
+        part.suptitle(_title(*names), fontsize=10)
+        _speedup_and_efficiency(*part.subplots(1, 2), lines, looks)
+    _legend(figure)
+    return figure
+
+
+def _speedup_and_efficiency(left: Axes, right: Axes, lines: list[pd.DataFrame], looks: Looks) -> None:
+    every = sorted({1}.union(*(line.devices for line in lines)))
+    most = every[-1]
+    left.plot([1, most], [1, most], color="silver", linewidth=4, label="ideal")
+    right.axhline(100, color="silver", linewidth=4)
+    for line in lines:
+        counts, speedups = list(line.devices), list(line.speedup)
+        if counts[0] > 1:  # the baseline is a row of another stage
+            counts, speedups = [1, *counts], [1, *speedups]
+        look = _look(comparison.label(line.iloc[0], count=False), looks)
+        left.plot(counts, speedups, **look)
+        right.plot(counts, [100 * s / n for s, n in zip(speedups, counts, strict=True)], **look)
+    left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
+    right.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks([n for n in every if n == 1 or n >= most / 8])  # closer ones would overlap
+        axes.grid(alpha=0.3)
+
+
+def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
+    """One curve per run; repeats of a configuration look alike."""
+    columns = comparison.CONFIGURATION
+    sections = list(table[[*columns, "variant"]].merge(rows, on=columns).groupby(comparison.SECTION_BY))
+    if not sections:
+        return None
+    figure, panels = _panels(len(sections), 1 + 3.2 * len(sections))
+    looks: Looks = {}
+    for axes, (names, section) in zip(panels, sections, strict=True):
+        for _, epochs in section.groupby("run_id", sort=False):
+            look = _look(comparison.label(epochs.iloc[0]), looks)
+            axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
+        axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
+        axes.set_title(_title(*names), fontsize=10)
+        axes.grid(alpha=0.3)
+    _legend(figure)
+    return figure
+
+
+def _panels(nrows: int, height: float, **options: object) -> tuple[Figure, list[Axes]]:
+    figure = plt.figure(figsize=(7, height), layout="constrained")
+    return figure, list(figure.subplots(nrows, squeeze=False, gridspec_kw=options).flat)
+
+
+def _title(device: str, dataset: str, model: str) -> str:
+    what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
+    stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
+    return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
+
+
+def _look(text: str, looks: Looks) -> dict[str, object]:
+    """Label and style of a line: equal texts look alike in all panels of a figure."""
+    i = len(looks)
+    style = {
+        "label": text.lstrip("_"),  # a legend leaves out what begins with an underscore
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": LINES[i % len(LINES)],
+    }
+    return looks.setdefault(text, style)
+
+
+def _legend(figure: Figure) -> None:
+    """One legend under all panels; it makes the figure taller rather than the panels smaller."""
+    entries: dict[str, object] = {}
+    for axes in figure.axes:
+        handles, texts = axes.get_legend_handles_labels()
+        entries |= dict(zip(texts, handles, strict=True))
+    columns = 2 if max(map(len, entries)) < 45 else 1
+    figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) / columns + 1))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=9)

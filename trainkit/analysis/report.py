@@ -1,0 +1,119 @@
+"""The comparison of runs for people: tables on the terminal, comparison.md, comparison.csv and figures."""
+
+import textwrap
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit.analysis import comparison, figures
+from trainkit.errors import UserError
+
+# Header, with its unit: the column of the comparison and the format of its numbers.
+SHOWN = {
+    "stage": ("stage", ""),
+    "devices": ("devices", "d"),
+    "nodes": ("nodes", "d"),
+    "batch": ("global_batch", "d"),
+    "variant": ("variant", ""),
+    "images/s": ("images_per_s", ".0f"),
+    "min..max": ("spread", ""),
+    "speedup": ("speedup", ".2f"),
+    "eff. %": ("efficiency_percent", ".0f"),
+    "note": ("note", ""),
+    "acc. %": ("test_accuracy", ".2f"),
+    "eval s": ("eval_seconds", ".2f"),
+    "wall s": ("elapsed_s", ".1f"),
+    "mem. MB": ("peak_memory_mb", ".0f"),
+    "runs": ("runs", "d"),
+    "epochs": ("epochs", ""),
+}
+LEFT_ALIGNED = ("stage", "variant", "note")
+LEGEND = (
+    "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
+    "speedup, eff. %: against one device of the same kind. "
+    "wall s: from the start of the process (rank 0) to its last evaluation."
+)
+
+
+def report(paths: list[Path], out: Path) -> str:
+    """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
+
+    Raises:
+        UserError: if a path is not there, no file can be read, or `out` cannot be written to.
+    """
+    rows, skipped = comparison.load(paths)
+    if rows.empty:
+        reasons = " ".join(skipped) or "There is no CSV."
+        raise UserError(f"no runs found in {', '.join(map(str, paths))}. {reasons}")
+    table = comparison.compare(comparison.summarize(rows))
+    shown, reasons = _as_text(table)
+    notes = reasons + _notes(rows, skipped)
+    verdict = comparison.verdict(table)
+    plain, marked = [], [f"# Comparison\n\n{verdict}"]
+    for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
+        title = f"{device}, {comparison.with_model(dataset, model)}"
+        settings, lines = comparison.common(section), shown.loc[section.index]
+        plain.append(f"{title}: {settings}\n\n{_plain(lines.drop(columns='eval s'))}")
+        marked.append(f"## {title}\n\n{settings}\n\n{_markdown(lines)}")
+    # The terminal first: it is of use even where nothing can be written.
+    print("\n\n".join(plain) + "\n")
+    print("\n".join(textwrap.fill(note, 110, subsequent_indent="    ") for note in notes) + "\n")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        table.to_csv(out / "comparison.csv", index=False)
+        names = figures.draw(table, rows, out)
+        marked += ["\n".join(f"- {note}" for note in notes)] + [f"![{name}]({name})" for name in names]
+        (out / "comparison.md").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+    print(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
+    return verdict
+
+
+def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The table with all cells as text, and the notes that its [1], [2] point to."""
+    own = table.baseline.map(
+        lambda stage: f"speedup against {stage} on one device: there is no equal single run"
+    )
+    notes = table.why.where(table.baseline == "", own.where(table.baseline != "single", ""))
+    numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
+    known = table.images_per_s.notna()
+    table = table.assign(
+        spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
+        efficiency_percent=100 * table.efficiency,
+        note=[numbers.get(note, "") for note in notes],
+    )
+    shown = pd.DataFrame(
+        {
+            header: ["-" if pd.isna(value) else format(value, form) for value in table[column]]
+            for header, (column, form) in SHOWN.items()
+        },
+        index=table.index,
+    )
+    silent = [name for name in ("nodes", "variant", "note") if set(shown[name]) <= {"", "1"}]
+    return shown.drop(columns=silent), [f"{number} {note}." for note, number in numbers.items()]
+
+
+def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
+    notes, versions = [LEGEND], sorted(set(rows.torch_version))
+    if "synthetic" in set(rows.dataset):
+        notes.append("SYNTHETIC DATA: generated digits, NOT MNIST. Its accuracies say nothing about MNIST.")
+    devices = filter(comparison.is_cpu, sorted(set(rows.device_name)))
+    notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
+    if len(versions) > 1:
+        notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
+    return notes + [f"Skipped: {sentence}" for sentence in skipped]
+
+
+def _plain(shown: pd.DataFrame) -> str:
+    columns = []
+    for name in shown:
+        cells = [name, *shown[name]]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _markdown(shown: pd.DataFrame) -> str:
+    lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,25 @@
+"""The clock of a run: it stops when the work is done and not merely queued, on the slowest rank."""
+
+import time
+
+import torch
+
+from trainkit import world
+
+
+def start(device: torch.device) -> float:
+    """A clock that starts when every rank is here and every GPU idle; for `stop`."""
+    world.barrier()
+    _wait_for(device)
+    return time.perf_counter()
+
+
+def stop(device: torch.device, started: float) -> float:
+    """Seconds since `started`, on the slowest rank."""
+    _wait_for(device)
+    return world.largest(time.perf_counter() - started, device)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,74 @@
+"""What all command lines of the project share: a parser that tells a mistake in one sentence, and types."""
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from trainkit.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser. Its mistakes are `UserError`s, and a half-written option is one."""
+
+    def __init__(self, **how: object) -> None:
+        how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | how
+        super().__init__(**how)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help.")
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of 32 bits, `smallest` or more."""
+
+    def whole_number(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not smallest <= number < 2**31:
+            size = "small" if number < smallest else "large"
+            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {2**31 - 1}")
+        return number
+
+    return whole_number
+
+
+def positive(text: str) -> float:
+    """An argparse type: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+    return number
+
+
+def time_limit(text: str) -> int:
+    """An argparse type: minutes, of Slurm's [days-]hours:minutes:seconds, rounded up, or of minutes."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)|(\d+)", text)
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither HH:MM:SS nor a number of minutes")
+    days, hours, minutes, seconds, only_minutes = (int(part or 0) for part in parts.groups())
+    total = (days * 24 + hours) * 60 + minutes + -(-seconds // 60) + only_minutes
+    if not total:
+        raise argparse.ArgumentTypeError("it must be at least a minute")
+    return total
+
+
+def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
+    """An argparse type: values of `kind`, separated by commas."""
+    return lambda text: tuple(kind(part.strip()) for part in text.split(","))
+
+
+def one_of(words: Iterable[str]) -> Callable[[str], str]:
+    """An argparse type: one of `words`, to be used in a `list_of`."""
+
+    def word(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(words)}")
+        return text
+
+    return word

@@ -1,0 +1,154 @@
+"""The processes of a job: what submitit calls in each of them, and starting them on this machine.
+
+Whatever trains here without Slurm is started by `start`: submit.py, sweeps, `make compare` and the
+benchmarks.
+"""
+
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.jobs.following import LocalHandle
+
+# submitit announces every step; the log is to have the stage's lines only.
+QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
+DAY_MINUTES = 24 * 60
+# Device nodes of NVIDIA's GPUs, of AMD's, and of both in Windows' Linux.
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What submitit calls in every process of a job: the stage script, as `srun python` would start it.
+
+    It ends by SystemExit, with the stage's own exit code and last words. `visible_gpus` is for local
+    processes, for which submitit sets CUDA_VISIBLE_DEVICES; on a node that is Slurm's business.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    visible_gpus: str | None = None
+    checkpoints: bool = True
+
+    def __call__(self) -> None:
+        import submitit
+
+        # submitit survives SIGTERM, and answers USR2 by putting the job back into the queue itself.
+        # Here SIGTERM ends the process, and USR2 is for the stage (trainkit.checkpoint).
+        for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        # Not by submitit's TorchDistributedEnvironment: it would show each process one GPU only, does
+        # not expect MASTER_PORT to be set, and takes ports that the system hands out by itself.
+        job = submitit.JobEnvironment()
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.global_rank), str(job.num_tasks)
+        os.environ["LOCAL_RANK"] = str(job.local_rank)
+        os.environ["LOCAL_WORLD_SIZE"] = str(job.num_tasks // job.num_nodes)
+        if self.visible_gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_gpus
+        sys.path.insert(0, str(self.script.parent))
+        places = ["--data-dir", os.environ["DATA_DIR"], "--results-dir", os.environ["RESULTS_DIR"]]
+        if self.checkpoints:
+            folder = f"{os.environ['TRAINKIT_JOB_DIR']}/checkpoints"
+            places += ["--checkpoint-dir", folder, "--resume", "auto"]
+        sys.argv = [str(self.script), *places, *self.arguments]
+        runpy.run_path(str(self.script), run_name="__main__")
+
+
+def start(
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    data_dir: Path,
+    results_dir: Path,
+    *,
+    ranks: int = 1,
+    gpus: int = 0,
+    threads: int | None = None,
+    minutes: int = DAY_MINUTES,
+    checkpoints: bool = True,
+) -> LocalHandle:
+    """Start the ranks of a job on this machine, where nothing has prepared an environment for them.
+
+    Args:
+        folder: new; for the logs, checkpoints and notes.
+        gpus: of the whole job, which every rank sees. Ranks on CPUs take equal shares of the cores.
+        threads: of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
+        minutes: time limit; shortly before, the ranks are told to save a checkpoint and end.
+        checkpoints: save them, and go on from them.
+    """
+    import submitit
+
+    if threads is None:
+        share = max(len(os.sched_getaffinity(0)) // ranks, 1)
+        threads = os.environ.get("OMP_NUM_THREADS", share)
+    variables = os.environ | QUIET | {
+        "DATA_DIR": str(data_dir),
+        "RESULTS_DIR": str(results_dir),
+        "TRAINKIT_JOB_DIR": str(folder),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
+    every_gpu = ",".join(map(str, range(gpus)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")[:gpus]
+    executor = submitit.LocalExecutor(folder)
+    executor.update_parameters(tasks_per_node=ranks, timeout_min=minutes, stderr_to_stdout=True)
+    # Ctrl-C is for this process alone, which then ends the others in an orderly way.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with environment(variables):
+            job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done)
+
+
+def started_before(job_id: str, tasks: int, log: Path, folder: Path, results: Path) -> LocalHandle:
+    """A job that an earlier program has started: its processes are not our children."""
+    words = Path("/proc", job_id, "cmdline")
+
+    def ended() -> bool:
+        try:  # the number may belong to another program by now
+            return os.fsencode(log.parent) not in words.read_bytes().split(b"\0")
+        except OSError:
+            return True
+
+    return LocalHandle(job_id, tasks, log, folder, results, ended)
+
+
+def gpus_here() -> int:
+    """How many GPUs of this machine can be used; without PyTorch, which is slow to load, if it has none."""
+    if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Have these environment variables and no others; submitit starts its processes with ours."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _free_port() -> int:
+    """A free port below those that the system hands out by itself (32768 and up)."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port

@@ -1,0 +1,142 @@
+"""Slurm's commands: how they are run, what their answers mean, and what to do when they refuse.
+
+Only the standard library is needed: the doctor asks Slurm before any environment exists.
+"""
+
+import re
+import shutil
+import subprocess
+
+ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
+
+# States of a job, from the man page of squeue, and of ours: GONE. Every other state is a running job's.
+QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+FAILED = {
+    "FAILED": "",  # for this one the ranks' notes and logs tell why
+    "TIMEOUT": "it reached its time limit: give more --time",
+    "CANCELLED": "it was cancelled",
+    "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 16G",
+    "NODE_FAIL": "a node of it failed: submit it again",
+    "BOOT_FAIL": "a node of it did not boot: submit it again",
+    "PREEMPTED": "a job of higher priority took its place: submit it again",
+    "DEADLINE": "it could not end before its deadline",
+    "GONE": "Slurm does not know this job (it forgets a job some minutes after its end)",
+}
+# Reasons for which a job would wait for ever, unless an administrator changes the cluster.
+NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
+
+# What Slurm says when it refuses a job (slurm_errno.c) or never starts it (NEVER), and what to do about
+# it; the first pattern that is found counts.
+REFUSALS = {
+    "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
+    "`sacctmgr show associations user=$USER` show the limits",
+    "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
+    "user=$USER` lists",
+    "partition": "set SBATCH_PARTITION in slurm/site.sh, or --partition, to one of: {partitions}",
+    "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
+    "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
+    "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
+    "node configuration|PartitionConfig": "ask for fewer --gpus, less memory or more --nodes; {largest}",
+    "Node count|PartitionNodeLimit": "ask for fewer --nodes; `sinfo -o '%P %D %s'` shows how many there are, "
+    "and how many a job may have",
+    "generic resource": "this Slurm has no such GPUs; `sinfo -o '%P %N %G'` shows what it has",
+    "[Tt]ime ?[Ll]imit": "ask for less --time; `sinfo -o '%P %l'` shows the limits",
+    "[Mm]emory": "ask for less by sbatch --mem, or SBATCH_MEM_PER_NODE in slurm/site.sh; {largest}",
+    "CPU count": "ask for fewer by sbatch --cpus-per-task, or submit.py --cpus-per-gpu; {largest}",
+    "contact": "see if `sinfo` answers, and submit again when it does",
+    "": "see man sbatch, or ask your admin what it means",
+}
+
+
+def is_here() -> bool:
+    """Whether jobs can be submitted from this machine."""
+    return shutil.which("sbatch") is not None
+
+
+def ask(
+    *command: str, seconds: float = ANSWER_SECONDS, input: str | None = None, **where: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; it never raises.
+
+    Args:
+        seconds: one that takes longer is ended, and has exit code 124. One that is not there has 127.
+        input: what it reads.
+        where: `cwd` and `env`, as for `subprocess.run`.
+    """
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            input=input or "",
+            timeout=seconds,
+            **where,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: no answer after {seconds:.0f} s")
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+
+
+def job_facts(job_id: str) -> dict[str, str]:
+    """What `scontrol show job` tells, such as JobState, Reason, ExitCode, NodeList and Restarts.
+
+    While Slurm does not answer, JobState is UNKNOWN and Reason what it says. For a job that it forgot
+    there is only JobState, from accounting where there is any, else GONE.
+    """
+    shown = ask("scontrol", "show", "job", "--oneliner", job_id)
+    if shown.returncode == 0:
+        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+    if "Invalid job id" not in shown.stderr:
+        return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
+    ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
+    return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
+
+
+def default_partition() -> str | None:
+    """The partition of jobs that name none; None if there is no such, or Slurm does not answer."""
+    names = ask("sinfo", "--noheader", "--format=%P").stdout.split()
+    return next((name.rstrip("*") for name in names if name.endswith("*")), None)
+
+
+def largest_nodes(partition: str | None = None) -> dict[str, int]:
+    """The most that any node has, of each: GPUs, CPUs, and GB of memory; 0 if Slurm does not tell.
+
+    Args:
+        partition: only its nodes count; None for the whole cluster.
+    """
+    chosen = [f"--partition={partition}"] if partition else []
+    nodes = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
+    largest = {"GPUs": 0, "CPUs": 0, "GB": 0}
+    for line in nodes.splitlines():
+        gres, cpus, megabytes = line.split("|")
+        here = {"GPUs": _gpus(gres), "CPUs": int(cpus), "GB": int(megabytes) // 1024}
+        largest = {name: max(most, here[name]) for name, most in largest.items()}
+    return largest
+
+
+def told_by_sbatch(text: str) -> str:
+    """What sbatch says on stderr, without what only says that it comes from sbatch."""
+    lines = [line for line in text.strip().splitlines() if not line.startswith("Try ")]
+    empty = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"
+    return "; ".join(dict.fromkeys(re.sub(empty, "", line) for line in lines))
+
+
+def advice(told: str) -> str:
+    """What to do about a refusal, `told` by sbatch, or about one of the reasons in `NEVER`."""
+    fix = next(fix for words, fix in REFUSALS.items() if re.search(words, told))
+    if "{partitions}" in fix:
+        names = sorted(set(ask("sinfo", "--noheader", "--format=%R").stdout.split()))
+        return fix.format(partitions=", ".join(names) or "those that `sinfo` lists")
+    if "{largest}" in fix:
+        largest = largest_nodes()
+        have = ", ".join(f"{most} {name}" for name, most in largest.items())
+        known = f"the largest nodes have {have}"
+        return fix.format(largest=known if any(largest.values()) else "`sinfo -o '%P %D %c %m %G'` lists all")
+    return fix
+
+
+def _gpus(gres: str) -> int:
+    """GPUs of a node, from Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" (two kinds: 4) or "(null)"."""
+    return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)*:(\d+)", gres)))

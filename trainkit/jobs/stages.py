@@ -1,0 +1,100 @@
+"""The stages: where they are, what they run on, and the shape of a job of each.
+
+Only the standard library is needed.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainkit.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage, and what it runs on: one process per GPU, or one process with all GPUs of a node.
+
+    `own` is true if `script` is a user's own in place of the stage's; it runs on the same.
+    """
+
+    name: str
+    script: Path
+    default_gpus: int
+    process_per_gpu: bool = False
+    own: bool = False
+
+    @property
+    def label(self) -> str:
+        """What its runs are called."""
+        return self.script.stem if self.own else self.name
+
+    def with_script(self, text: str) -> "Stage":
+        """The stage with the user's own script, a path from the current folder or from the stage's.
+
+        Raises:
+            UserError: if it is not there, or no Python script.
+        """
+        script = next((place for place in (Path(text), self.script.parent / text) if place.is_file()), None)
+        if script is None:
+            raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct --script.")
+        if script.suffix != ".py":
+            raise UserError(f"--script {text} does not end in .py: give a Python script.")
+        return replace(self, script=script.absolute(), own=True)
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("single", REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py", default_gpus=1),
+        Stage("dp", REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py", default_gpus=2),
+        Stage("ddp", REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py", default_gpus=2, process_per_gpu=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a job, in Slurm's words."""
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    cpus_per_task: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} node(s), {self.tasks} process(es), {self.gpus} GPU(s)"
+
+    @property
+    def tasks(self) -> int:
+        """The processes of the whole job."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of the whole job."""
+        return self.nodes * self.gpus_per_node
+
+
+def geometry(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Geometry:
+    """The shape of a job of `stage` with `gpus` on all nodes together; 0: a process per node, on its CPU.
+
+    Raises:
+        UserError: if the stage cannot use that many, or they do not divide among the nodes.
+    """
+    if stage.name == "single" and gpus > 1:
+        raise UserError(f"stage single uses 1 GPU, not {gpus}: use stage 02, 02_multigpu_dp, or 03.")
+    if nodes > 1 and not stage.process_per_gpu:
+        raise UserError(
+            f"stage {stage.name} is one process and cannot leave its node: leave out --nodes {nodes}, or use "
+            "stage 03, 03_multigpu_ddp."
+        )
+    if gpus % nodes:
+        below, above = gpus // nodes * nodes, -(-gpus // nodes) * nodes
+        raise UserError(
+            f"--gpus {gpus} does not divide among {nodes} nodes: the nearest is {below or nodes} or {above}."
+        )
+    gpus_per_node = gpus // nodes
+    tasks_per_node = max(gpus_per_node, 1) if stage.process_per_gpu else 1
+    gpus_per_task = max(gpus_per_node // tasks_per_node, 1)
+    return Geometry(nodes, tasks_per_node, gpus_per_node, cpus_per_gpu * gpus_per_task)

@@ -1,0 +1,308 @@
+"""Send a stage to Slurm, or run it here where there is no Slurm: what every submit.py shares.
+
+submitit writes the batch script, calls sbatch and, on the nodes, calls `Rank` in every process. The
+script sources slurm/job_env.sh, as the job scripts of the stages do, so that both go the same way:
+the same site file, environment, meeting point, return to the queue and explanation of a failure.
+
+PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
+"""
+
+import argparse
+import io
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit import options, staging
+from trainkit.command_line import Parser, at_least, time_limit
+from trainkit.errors import UserError
+from trainkit.files import check_writable
+from trainkit.jobs import local, slurm
+from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
+from trainkit.jobs.site import Site, read_site
+from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
+
+if TYPE_CHECKING:
+    import submitit
+
+MEMORY_PER_GPU_GB = 4
+DEFAULT_MINUTES = 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """One job that is asked for.
+
+    `arguments` are options of the stage script. `minutes` is the time limit; it and `partition`
+    overrule the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
+    the processes of this machine have so many `threads` (`local.start`).
+    """
+
+    stage: Stage
+    geometry: Geometry
+    arguments: tuple[str, ...]
+    minutes: int | None = None
+    partition: str | None = None
+    here: bool = False
+    threads: int | None = None
+
+    @property
+    def job_name(self) -> str:
+        """A user's own script is not one of our trainings on MNIST."""
+        return self.stage.label if self.stage.own else f"mnist-{self.stage.name}"
+
+
+def submit(request: Request) -> Handle:
+    """Submit a job, or start local processes where there is no Slurm; it is not waited for.
+
+    Raises:
+        UserError: for options that the stage would refuse, data that is not there, a folder that
+            cannot be written to, and what sbatch refuses. Nothing was submitted then.
+    """
+    site = read_site()
+    opts = check(request, site)
+    to_slurm = _goes_to_slurm(request)
+    name = f"{request.job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    # Made beforehand, since a job without its log's folder fails without a log; and new for every
+    # job, since numbers of jobs come again.
+    folder = site.jobs_dir / "submitit" / name
+    results_dir = opts.results_dir.absolute()
+    fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
+    check_writable(results_dir / "runs", "results", fix)
+    check_writable(folder, "the job's logs", fix)
+    if not to_slurm:
+        return local.start(
+            request.stage.script,
+            request.arguments,
+            folder,
+            opts.data_dir.absolute(),
+            results_dir,
+            ranks=request.geometry.tasks,
+            gpus=request.geometry.gpus,
+            threads=request.threads,
+            minutes=request.minutes or DEFAULT_MINUTES,
+        )
+    try:
+        job = _send(request, site, folder)
+    except UserError:
+        shutil.rmtree(folder)
+        raise
+    handle = SlurmHandle(
+        job.job_id, request.geometry.tasks, job.paths.stdout, site.jobs_dir / job.job_id, results_dir / "runs"
+    )
+    # Not every Slurm refuses at once what it can never do.
+    reason = handle.state().detail
+    if reason in slurm.NEVER:
+        handle.cancel()
+        shutil.rmtree(folder)
+        raise UserError(
+            f"Slurm would never start the job ({reason}), so it was cancelled: {slurm.advice(reason)}."
+        )
+    return handle
+
+
+def preview(request: Request) -> str:
+    """What `submit` would do: the batch script that sbatch would get, or the local processes.
+
+    Raises:
+        UserError: as `submit`, as far as that can be told without writing anything.
+    """
+    site = read_site()
+    check(request, site)
+    if not _goes_to_slurm(request):
+        command = shlex.join(["python", str(request.stage.script), *request.arguments])
+        return f"no Slurm here: would run as {request.geometry.tasks} local process(es) of {command}"
+    executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
+    overruled = " ".join(sorted(f"{name}={value}" for name, value in _overruling(request, site).items()))
+    return (
+        executor._make_submission_file_text(executor._submitit_command_str, uid="")
+        + f"\n# From the environment, which overrules the lines above: {overruled or '(nothing)'}"
+    )
+
+
+def check(request: Request, site: Site) -> options.Options:
+    """The stage's options, after the checks that the stage will make itself.
+
+    Raises:
+        UserError: with the stage's sentence on what is wrong with an option or the data.
+    """
+    arguments = [f"--checkpoint-dir={site.jobs_dir}", *request.arguments]
+    opts = read_options(request.stage, arguments, site)
+    if not request.stage.own:
+        staging.check(opts.dataset, opts.data_dir)
+    check_sizes(opts, request.stage, request.geometry)
+    return opts
+
+
+def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
+    """The options that the stage will read, with the site's folders; a user's own script may know more.
+
+    Raises:
+        UserError: for an option that is not known or makes no sense.
+    """
+    places = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
+    return options.parse(stage.label, [*places, *arguments], known_only=stage.own)
+
+
+def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
+    """See that the batch divides among processes or GPUs, and that the data is enough, where it is ours.
+
+    Raises:
+        UserError: if it is not so.
+    """
+    available = None if stage.own else staging.TRAIN_IMAGES
+    options.check_sizes(opts, available, shape.tasks, 0 if opts.no_cuda else shape.gpus)
+
+
+def _goes_to_slurm(request: Request) -> bool:
+    if slurm.is_here() and not request.here:
+        return True
+    if request.geometry.nodes > 1:
+        raise UserError(
+            "no Slurm here (sbatch is not on PATH), and this machine is one node, not "
+            f"{request.geometry.nodes}: leave out --nodes, or submit on a login node."
+        )
+    return False
+
+
+def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
+    """Call sbatch.
+
+    Raises:
+        UserError: if it refuses.
+    """
+    from submitit.core.utils import FailedJobError
+
+    executor = _executor(request, folder)
+    try:
+        # submitit prints what sbatch says; here it becomes the text of the error.
+        with local.environment(_for_sbatch(request, site)), redirect_stderr(io.StringIO()):
+            return executor.submit(local.Rank(request.stage.script, request.arguments))
+    except FailedJobError as error:
+        told = slurm.told_by_sbatch(str(error))
+        raise UserError(f"Slurm did not take the job ({told}): {slurm.advice(told)}.") from None
+
+
+def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
+    """submitit's executor, told what the stage's job script tells sbatch and srun."""
+    import submitit
+
+    shape = request.geometry
+
+    # The text of slurm_python goes into the job's shell as it is, so job_env.sh decides what it means.
+    in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python'
+    executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=in_the_job)
+    executor.update_parameters(
+        name=request.job_name,
+        nodes=shape.nodes,
+        tasks_per_node=shape.tasks_per_node,
+        gpus_per_node=shape.gpus_per_node or None,
+        cpus_per_task=shape.cpus_per_task,
+        mem_gb=MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node),
+        timeout_min=request.minutes or DEFAULT_MINUTES,
+        stderr_to_stdout=True,
+        slurm_partition=request.partition,
+        slurm_additional_parameters={"signal": "USR2@60", "requeue": True},
+        slurm_setup=[
+            "set -euo pipefail",
+            f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
+            "export DATA_DIR RESULTS_DIR",
+        ],
+        slurm_srun_args=[
+            f"--cpus-per-task={shape.cpus_per_task}",
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+            "--open-mode=append",  # rank 0 writes into the job script's log
+        ],
+    )
+    return executor
+
+
+def _overruling(request: Request, site: Site) -> dict[str, str]:
+    """The SBATCH_* variables. To sbatch they count more than the script's lines, so options are here too."""
+    asked = {"SBATCH_PARTITION": request.partition, "SBATCH_TIMELIMIT": request.minutes}
+    return site.sbatch | {name: str(value) for name, value in asked.items() if value}
+
+
+def _for_sbatch(request: Request, site: Site) -> dict[str, str]:
+    own = dict(os.environ)
+    if "SLURM_JOB_ID" in own:  # an interactive job, whose shape must not pass on to the new one
+        own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    return own | local.QUIET | _overruling(request, site)
+
+
+def main(stage_name: str, description: str) -> int:
+    """What a submit.py does with its command line; returns the exit code.
+
+    Raises:
+        UserError: for everything the user can mend.
+    """
+    request, own = _parse(STAGES[stage_name], description)
+    if own.dry_run:
+        print(preview(request))
+        return 0
+    handle = submit(request)
+    if isinstance(handle, LocalHandle):
+        print(f"no Slurm here: running as {request.geometry.tasks} local process(es)")
+    else:
+        print(f"job {handle.job_id} submitted: {request.geometry}")
+    print(handle.how_to_follow(), flush=True)
+    return follow(handle) if own.wait else 0
+
+
+def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]:
+    parser = Parser(
+        description=description,
+        epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
+        "lists them.\nWhat stands behind -- goes there in any case: python submit.py -- --dry-run",
+    )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py",
+        help=f"your own training, such as a copy of {stage.script.name} with another model",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=at_least(0),
+        default=stage.default_gpus,
+        metavar="N",
+        help="GPUs of the whole job, shared equally by its nodes (default: %(default)s); "
+        "0: one process per node, on its CPU",
+    )
+    parser.add_argument(
+        "--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cpus-per-gpu",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="CPU cores for each GPU's process and its loader (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)"
+    )
+    parser.add_argument(
+        "--time",
+        type=time_limit,
+        metavar="LIMIT",
+        help=f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    parser.add_argument("--wait", action="store_true", help="show how the job is doing until it has ended")
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, for_the_stage = parser.parse_known_args(arguments[:end])
+    if own.script:
+        stage = stage.with_script(own.script)
+    shape = geometry(stage, own.gpus, own.nodes, own.cpus_per_gpu)
+    for_the_stage += arguments[end + 1 :]
+    return Request(stage, shape, tuple(for_the_stage), own.time, own.partition), own

@@ -1,0 +1,456 @@
+"""A sweep: the runs of a comparison, its cells; their folder, the queue they wait in, and what is shown.
+
+slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, so that hundreds of
+cells are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
+"""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from trainkit import records
+from trainkit.errors import UserError
+from trainkit.files import check_writable, replacing
+from trainkit.jobs import local, submission
+from trainkit.jobs.following import Handle, LocalHandle, Patience, SlurmHandle, State
+from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
+from trainkit.jobs.submission import Request
+from trainkit.options import Options
+
+PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
+EPOCHS = 3  # one to warm up, two to measure
+CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration and the number of its repeat.
+
+    `batch_size` is the global one. `num_workers` is None for the resident loader, `train_size` is
+    None for all training images.
+    """
+
+    stage: Stage
+    shape: Geometry
+    batch_size: int
+    num_workers: int | None
+    train_size: int | None
+    repeat: int
+
+    @property
+    def configuration(self) -> str:
+        """The cell's name without the number of its repeat; no two configurations share one."""
+        parts = [self.stage.label, f"{self.shape.gpus}gpu"]
+        if self.shape.nodes > 1:
+            parts.append(f"{self.shape.nodes}nodes")
+        parts.append(f"batch{self.batch_size}")
+        if self.num_workers is not None:
+            parts.append(f"workers{self.num_workers}")
+        if self.train_size is not None:
+            parts.append(f"train{self.train_size}")
+        return "-".join(parts)
+
+    @property
+    def name(self) -> str:
+        return f"{self.configuration}-r{self.repeat}"
+
+    def arguments(self) -> list[str]:
+        """What the stage has to be told."""
+        arguments = ["--batch-size", str(self.batch_size)]
+        if self.num_workers is not None:
+            arguments += ["--loader", "workers", "--num-workers", str(self.num_workers)]
+        if self.train_size is not None:
+            arguments += ["--train-size", str(self.train_size)]
+        return arguments
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Of what a sweep tries every combination; `Cell` explains them.
+
+    `scaling` is strong (batch sizes are global), weak (they are of each GPU) or both. Above
+    `gpus_per_node` GPUs a run is spread over several nodes.
+    """
+
+    stages: tuple[Stage, ...]
+    gpus: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    num_workers: tuple[int | None, ...] = (None,)
+    train_sizes: tuple[int | None, ...] = (None,)
+    repeats: int = 1
+    scaling: str = "strong"
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all cells share, and their folder, which is all of the sweep's state: CSV and job.json of each.
+
+    `arguments` go to every run, and `opts` is what they mean. `here` is for runs on this machine, also
+    where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit of a run.
+
+    Raises:
+        UserError: for options that the runs cannot share.
+    """
+
+    folder: Path
+    arguments: tuple[str, ...]
+    opts: Options
+    minutes: int
+    here: bool
+    gpus_here: int = 0
+    cpus_per_gpu: int = 2
+    partition: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.opts.checkpoint_dir or self.opts.resume != "never":
+            raise UserError("--checkpoint-dir and --resume are every job's own matter: leave them out.")
+
+    def cells(self, lists: Lists) -> tuple[list[Cell], Counter[str]]:
+        """The cells that make sense, and the reasons for those that do not, with their numbers.
+
+        Repeats come one after the other, so that a busy hour of the cluster does not hit a single
+        configuration, and those on one GPU, with which the others are compared, come first.
+
+        Raises:
+            UserError: if none is left.
+        """
+        cells, left_out = {}, Counter()
+        repeats = range(1, lists.repeats + 1)
+        axes = repeats, sorted(lists.gpus), lists.stages, lists.batch_sizes, lists.num_workers
+        for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, lists.train_sizes):
+            nodes = math.ceil(gpus / lists.gpus_per_node) if lists.gpus_per_node else 1
+            for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[lists.scaling]:
+                try:
+                    shape = geometry(stage, gpus, nodes, self.cpus_per_gpu)
+                    cell = Cell(stage, shape, batch * factor, num_workers, train_size, repeat)
+                    self._check(cell)
+                except UserError as error:
+                    left_out[str(error).partition(":")[0]] += 1  # behind it is what a single job could do
+                else:
+                    cells[cell] = None  # once, also where strong and weak scaling or two equal words meet
+        if not cells:
+            raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
+        return list(cells), left_out
+
+    def _check(self, cell: Cell) -> None:
+        """Raise a UserError if the cell makes no sense."""
+        gpus, most = cell.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
+        if self.here and gpus > most:
+            raise UserError(f"{gpus} workers are more than the {most} found here")
+        if cell.stage.name == "dp" and gpus > 1 and (self.opts.no_cuda or (self.here and not self.gpus_here)):
+            raise UserError("without GPUs, stage dp on several devices is the plain model on one")
+        sizes = {"batch_size": cell.batch_size, "train_size": cell.train_size}
+        submission.check_sizes(replace(self.opts, **sizes), cell.stage, cell.shape)
+
+    def claim(self, script: Path | None = None) -> FileLock:
+        """Make the folder this sweep's, for as long as the lock is held; `script` is a user's own.
+
+        Raises:
+            UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
+                options, or another sweep is at work in it.
+        """
+        known = self.folder / "options.txt"
+        own = ["--script", str(script)] if script else []
+        mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
+        check_writable(self.folder, "the sweep", "give another --out.")
+        if any(self.folder.iterdir()) and not known.exists():
+            raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another sweep.py is at work in {self.folder}: wait, or stop that one."
+            ) from None
+        if not known.exists():
+            with replacing(known) as file:
+                file.write(mine)
+        elif known.read_text() != mine:
+            raise UserError(
+                f"{self.folder} is of a sweep with the options {known.read_text()}, not {mine}: its rows "
+                "could not be compared with these. Give another --out."
+            )
+        return lock
+
+    def submit(self, cell: Cell, precision: str) -> Handle:
+        """Start the run of `cell`, every repeat with a seed of its own, and note where.
+
+        Raises:
+            UserError: if it was refused.
+        """
+        folder = self.folder / cell.name
+        arguments = [*self.arguments, *cell.arguments(), "--precision", precision]
+        arguments += ["--seed", str(self.opts.seed + cell.repeat - 1), "--results-dir", str(folder)]
+        threads = 1 if self.here else None  # or runs with fewer workers would have more threads each
+        handle = submission.submit(
+            Request(
+                cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
+            )
+        )
+        in_slurm = isinstance(handle, SlurmHandle)
+        job = {"id": handle.job_id, "slurm": in_slurm, "log": str(handle.log), "folder": str(handle.folder)}
+        try:
+            with replacing(folder / "job.json") as file:
+                json.dump(job, file, indent=2)
+            (folder / "log").unlink(missing_ok=True)
+            (folder / "log").symlink_to(handle.log)
+        except OSError as error:
+            handle.cancel()  # the next call would not know of it
+            raise UserError(f"{folder} cannot be written to ({error.strerror}): free the space.") from None
+        return handle
+
+    def attach(self, cell: Cell) -> Handle | None:
+        """The latest job of `cell`, of an earlier call too, or None if there is none."""
+        note = self.folder / cell.name / "job.json"
+        if not note.exists():
+            return None
+        job = json.loads(note.read_text())
+        places = Path(job["log"]), Path(job["folder"]), self.folder / cell.name / "runs"
+        kind = SlurmHandle if job["slurm"] else local.started_before
+        return kind(job["id"], cell.shape.tasks, *places)
+
+    def finished(self, name: str = "*") -> list[Path]:
+        """The CSVs that have all epochs, of the cell called `name` or of all cells."""
+        return [csv for csv, rows in self._csvs(name) if rows[-1]["epoch"] >= self.opts.epochs]
+
+    def precision(self) -> str:
+        """The one precision of all runs: the one asked for, or "auto" until a run has chosen."""
+        chosen = (rows[0]["precision"] for _, rows in self._csvs("*"))
+        return next(chosen, "auto") if self.opts.precision == "auto" else self.opts.precision
+
+    def _csvs(self, name: str) -> Iterator[tuple[Path, list[dict]]]:
+        for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
+            with suppress(records.RecordError):
+                yield csv, records.read(csv)
+
+
+def run(sweep: Sweep, cells: list[Cell], max_jobs: int) -> int:
+    """Run what is not finished, at most `max_jobs` at a time, and compare; returns the exit code.
+
+    The command line of this program, with --out, goes on with the sweep.
+
+    Raises:
+        UserError: if the folder cannot be used, the first job is refused, or Slurm does not answer.
+    """
+    command = [sys.executable, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
+    if "--out" not in command:
+        command += ["--out", str(sweep.folder)]
+    stage = cells[0].stage
+    with sweep.claim(stage.script if stage.own else None):
+        tell(sweep, cells)
+        print(f"results  {sweep.folder}\ngo on    {shlex.join(command)}\n")
+        queue = Queue(sweep, cells, 1 if sweep.here else max_jobs)
+        try:
+            _watch(queue, Board(len(cells)))
+        except KeyboardInterrupt:
+            _leave(queue, shlex.join(command))
+            raise
+        return _compare(sweep, queue.failed)
+
+
+def tell(sweep: Sweep, cells: list[Cell]) -> None:
+    """Print how much is asked for, and what the comparison will lack."""
+    for sentence in _without_one_device(cells, sweep.folder):
+        print(sentence)
+    todo = [cell for cell in cells if not sweep.finished(cell.name)]
+    told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
+    if not sweep.here:
+        hours = sum(cell.shape.gpus for cell in todo) * sweep.minutes / 60
+        told += (
+            f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
+            f"{sweep.minutes} minutes"
+        )
+    print(told)
+
+
+def _without_one_device(cells: list[Cell], folder: Path) -> list[str]:
+    """A sentence for every batch size that has cells without an equal one on a single device."""
+    known = {cell.configuration for cell in cells}
+    known |= {earlier.name.rpartition("-r")[0] for earlier in folder.glob("*-r*")}
+    single = STAGES["single"]
+    shape, lacking = geometry(single, gpus=1), {}
+    for cell in cells:
+        stages = {cell.stage} if cell.stage.own else {cell.stage, single}
+        ones = {replace(cell, stage=stage, shape=shape).configuration for stage in stages}
+        if cell.shape.gpus > 1 and not ones & known:
+            lacking.setdefault(cell.batch_size, set()).add(cell.configuration)
+    which = "" if cells[0].stage.own else "--stages single "
+    return [
+        f"no speedup for {', '.join(sorted(names))}: no equal run on 1 GPU. Add it, afterwards too, by the "
+        f"same command with {which}--gpus 1 --batch-size {batch_size}"
+        for batch_size, names in lacking.items()
+    ]
+
+
+def _compare(sweep: Sweep, failed: list[str]) -> int:
+    """Compare what has finished; returns the exit code of the sweep."""
+    csvs = sweep.finished()
+    code = 0
+    if csvs:
+        print(flush=True)
+        code = subprocess.run([sys.executable, PLOT_RESULTS, *csvs, "--out", sweep.folder]).returncode
+    if failed:
+        print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
+    return 1 if failed else code
+
+
+class Queue:
+    """The cells of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished.
+
+    `states` tells how the active ones are doing. At most `limit` are active at a time.
+    """
+
+    def __init__(self, sweep: Sweep, cells: list[Cell], limit: int) -> None:
+        self._sweep, self._cells, self.limit = sweep, cells, limit
+        self._refused_at = math.inf
+        self.waiting: list[Cell] = []
+        self.active: dict[Cell, Handle] = {}
+        self.states: dict[Cell, State] = {}
+        self.failed: list[str] = []
+        for cell in cells:
+            if sweep.finished(cell.name):
+                continue
+            handle = sweep.attach(cell)
+            if handle and handle.state().name not in ("done", "failed"):
+                self.active[cell] = handle
+            else:
+                self.waiting.append(cell)
+
+    def finished(self) -> int:
+        """How many cells are."""
+        return len(self._cells) - len(self.waiting) - len(self.active) - len(self.failed)
+
+    def undecided(self) -> bool:
+        """Whether the precision is still to be chosen, by a run that goes alone."""
+        return self._sweep.precision() == "auto"
+
+    def submit(self) -> Iterator[str]:
+        """Submit what there is room for, and tell if Slurm takes no more.
+
+        Raises:
+            UserError: if a job is refused while none is active.
+        """
+        precision = self._sweep.precision()
+        room = min(self._refused_at, 1 if self.undecided() else self.limit)
+        while self.waiting and len(self.active) < room:
+            cell = self.waiting[0]
+            try:
+                self.active[cell] = self._sweep.submit(cell, precision)
+            except UserError as error:
+                if not self.active:
+                    raise
+                # As where a user may have only so many jobs: there is room when one has ended.
+                self._refused_at = len(self.active)
+                yield f"{cell.name} waits for the end of another job: {error}"
+                return
+            self._refused_at = math.inf
+            self.waiting.pop(0)
+
+    def look(self) -> Iterator[str]:
+        """Ask how the active runs are doing; a line for each that has ended."""
+        self.states = {cell: handle.state() for cell, handle in self.active.items()}
+        for cell, state in list(self.states.items()):
+            if state.name not in ("done", "failed"):
+                continue
+            del self.states[cell]
+            log = self.active.pop(cell).log
+            number = len(self._cells) - len(self.waiting) - len(self.active)
+            ended = f"[{number}/{len(self._cells)}] {cell.name}"
+            csv = self._wait_for_csv(cell) if state.name == "done" else None
+            if csv:
+                yield f"{ended} finished: {records.read(csv)[-1]['images_per_s']:,.0f} images/s"
+            else:
+                self.failed.append(cell.name)
+                why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
+                yield f"{ended} failed: {why} (log: {log})"
+
+    def _wait_for_csv(self, cell: Cell) -> Path | None:
+        """Its CSV, for which a shared file system may take its time."""
+        until = time.monotonic() + CSV_SECONDS
+        while not (csvs := self._sweep.finished(cell.name)) and time.monotonic() < until:
+            time.sleep(1)
+        return csvs[0] if csvs else None
+
+
+class Board:
+    """What the sweep shows: on a terminal a few lines kept up to date, in a log only what changes."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._height = 0  # lines on the terminal that the next ones replace
+        self._shown: dict[Cell, State] = {}
+
+    def say(self, text: str) -> None:
+        """Print something that stays."""
+        self._erase()
+        print(text, flush=True)
+
+    def show(self, queue: Queue) -> None:
+        """Print how the runs are doing."""
+        news = {cell: state for cell, state in queue.states.items() if state != self._shown.get(cell)}
+        self._shown = queue.states
+        if not sys.stdout.isatty():
+            for cell, state in news.items():
+                print(f"{cell.name} {state.name}: {state.detail}", flush=True)
+            return
+        lines = [
+            f"{queue.finished()} of {self._total} finished, {len(queue.failed)} failed, "
+            f"{len(queue.waiting)} to submit"
+        ]
+        lines += [f"  {cell.name} {state.name}: {state.detail}" for cell, state in queue.states.items()]
+        size = shutil.get_terminal_size()
+        self._erase()
+        self._height = min(len(lines), size.lines - 1)
+        for line in lines[: self._height]:
+            print(line[: size.columns - 1], flush=True)
+
+    def _erase(self) -> None:
+        if self._height:
+            print(f"\x1b[{self._height}F\x1b[J", end="")
+        self._height = 0
+
+
+def _watch(queue: Queue, board: Board) -> None:
+    """Have every cell finished or failed, and show how they are doing."""
+    if queue.waiting and queue.limit > 1 and queue.undecided():
+        board.say(
+            "the first run goes alone, and its precision holds for all (or give --precision fp32 or bf16)"
+        )
+    patience = Patience()
+    while queue.waiting or queue.active:
+        for news in (*queue.submit(), *queue.look()):
+            board.say(news)
+        board.show(queue)
+        later = "the jobs may well go on, so give the same command again later."
+        patience.look(queue.states.values(), later)
+        if queue.active:
+            time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
+
+
+def _leave(queue: Queue, command: str) -> None:
+    """After Ctrl-C: stop a local run, say what becomes of the jobs and how to come back to them."""
+    in_slurm = []
+    for handle in queue.active.values():
+        if not isinstance(handle, LocalHandle):
+            in_slurm.append(handle.job_id)
+            continue
+        handle.cancel()
+        while handle.state().name == "running":
+            time.sleep(0.1)
+    if in_slurm:
+        print(f"\n{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}", file=sys.stderr)
+    print(f"\nto go on: {command}", file=sys.stderr)

@@ -1,0 +1,137 @@
+"""What surrounds the training step: the clock, the progress bar, the record, checkpoints, and going on."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from trainkit import clock, world
+from trainkit.batches import Batch, Batches
+from trainkit.checkpoint import Checkpoints
+from trainkit.data import Split
+from trainkit.epoch import PartialEpoch, Tested, Trained
+from trainkit.errors import UserError
+from trainkit.options import Options
+from trainkit.runlog import RunLog
+from trainkit.world import World
+
+
+class Run:
+    """One training, which the loop of a stage goes through.
+
+        for epoch in run.epochs():
+            for inputs, targets in run.steps(epoch, train_batches):
+                ...  # the training step
+                run.add(loss)
+            run.end_of_epoch(epoch, evaluate(model, test_batches, loss_function))
+        run.finish()
+
+    Every rank has one and calls all of this; rank 0 prints and writes. With `--resume auto` the
+    newest checkpoint is loaded here, into `model`, `optimizer` and `schedule`.
+
+    Args:
+        name: what the record calls the run: "single", "dp", "ddp", or a name of your own.
+        devices: the number of devices that really compute, on all ranks together.
+
+    Raises:
+        UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        here: World,
+        train_set: Split,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
+        devices: int,
+    ) -> None:
+        self._options, self._model, self._schedule = options, model, schedule
+        log = RunLog(name, options, here, devices, train_set.name, model) if here.rank == 0 else None
+        self._log = log
+        self._checkpoints = Checkpoints(options, train_set.name, model, optimizer, schedule, log)
+        self._trained: Trained | None = None
+
+    def epochs(self) -> range:
+        """The epochs that are still to be trained, counted from 1."""
+        return self._checkpoints.epochs()
+
+    def steps(self, epoch: int, batches: Batches) -> Iterator[Batch]:
+        """The batches of `epoch` that no earlier process has trained on, on the clock.
+
+        Raises:
+            UserError: after the last one, if a loss was not a number; the text tells the step.
+            Stopped: if a signal asked to save and stop within the epoch.
+        """
+        device = batches.device
+        learning_rate = self._schedule.get_last_lr()[0]
+        done = self._checkpoints.part_of(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
+        batches.set_epoch(epoch, done.steps)
+        # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
+        self._losses = torch.zeros(len(batches), device=device)
+        self._losses[: done.steps] = done.losses
+        self._added, seconds = done.steps, done.seconds
+        bar = tqdm(
+            batches,
+            initial=done.steps,
+            desc=f"epoch {epoch}",
+            unit="step",
+            leave=False,
+            miniters=self._options.log_interval,
+            mininterval=0,
+            disable=None if world.is_first() else True,  # None: shown on a terminal, not in a log file
+        )
+        started = clock.start(device)
+        for step, batch in enumerate(bar, start=done.steps + 1):
+            yield batch
+            if self._added != step:
+                raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
+            if self._checkpoints.due() and step < len(batches):
+                seconds += clock.stop(device, started)  # saving is not training
+                losses = _mean_over_ranks(self._losses[:step]).cpu()
+                self._checkpoints.save(epoch, PartialEpoch(step, seconds, done.learning_rate, losses))
+                started = clock.start(device)
+        seconds += clock.stop(device, started)
+
+        losses = _mean_over_ranks(self._losses)
+        _check_finite(losses, epoch)
+        self._trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Take note of the loss of this step: the mean over this rank's share of the batch."""
+        self._losses[self._added] = loss.detach()
+        self._added += 1
+
+    def end_of_epoch(self, epoch: int, tested: Tested) -> None:
+        """Write the row of `epoch`, then a checkpoint.
+
+        Raises:
+            UserError: if one of them cannot be written; what was written before stays.
+            Stopped: if a signal asked to stop.
+        """
+        if self._log:
+            self._log.epoch(epoch, self._trained, tested)
+        self._checkpoints.end_of_epoch(epoch)
+
+    def finish(self) -> None:
+        """Save the weights if asked to, and say where everything is."""
+        if self._log:
+            self._log.finish(self._model)
+
+
+def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    return world.sum_in_place(values.clone()).div_(world.count())
+
+
+def _check_finite(losses: torch.Tensor, epoch: int) -> None:
+    broken = losses.isfinite().logical_not().nonzero()
+    if len(broken):
+        first = broken[0].item()
+        raise UserError(
+            f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr. "
+            "The epochs before are recorded."
+        )

