@@ -1,11 +1,14 @@
 """Who am I: rank, local rank, world size and device; joining, talking in and leaving the process group."""
 
+import atexit
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
 from trainkit import machine
 from trainkit.errors import UserError, first_line
@@ -78,10 +81,16 @@ def join(use_cuda: bool, timeout: int) -> World:
 
 
 def leave() -> None:
-    """Wait for the others and close the process group. Nothing to do for one process."""
+    """Wait for the others and close the process group. Nothing to do for one process.
+
+    The group's threads end with its last user, such as DistributedDataParallel, and that has to be
+    before Python ends: they may still have tensors to give back, and one that asks for Python's lock
+    (the GIL) too late is ended by force within C++ code, which aborts a run that went well.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+        atexit.register(gc.collect)
 
 
 def barrier() -> None:

@@ -1,0 +1,58 @@
+"""A run in which all went well also ends well, whatever the process group's threads still have to do."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ENVIRONMENT
+
+# A thread of the group is held up until Python ends, as on a busy machine, while it gives back a tensor.
+SCRIPT = """
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit import errors, world
+
+given_back = threading.Event()
+
+
+class Slow:
+    def __del__(self):
+        if threading.current_thread() is not threading.main_thread():
+            given_back.set()
+            for _ in range(200):
+                time.sleep(0.01)
+
+
+def close_when_busy(close=dist.destroy_process_group):
+    while not given_back.wait(0.05):
+        values = torch.ones(1)
+        values.slow = Slow()
+        dist.all_reduce(values, async_op=True)
+        del values
+    close()
+
+
+def main():
+    world.join(use_cuda=False, timeout=30)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.itself = [model]  # a reference cycle: the model outlives main()
+    dist.destroy_process_group = close_when_busy
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
+"""
+
+
+def test_the_threads_of_the_group_end_before_python_does(tmp_path: Path) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
