@@ -61,7 +61,7 @@ class RunningCluster:
         deadline = time.monotonic() + timeout
         while (job := self.job(number))["JobState"] in UNFINISHED and job["JobState"] != until:
             assert time.monotonic() < deadline, f"not ended within {timeout} s: {job}"
-            time.sleep(0.2)
+            time.sleep(0.5)
         return job
 
     def link(self, node: str, up: bool) -> None:

@@ -5,13 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from trainkit import records, staging
 from trainkit.jobs import stages
+
+if TYPE_CHECKING:
+    from cluster import RunningCluster
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
@@ -83,3 +87,12 @@ def trained(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
         return rows_of(tmp_path)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator["RunningCluster"]:
+    """A practice cluster of two nodes with two virtual GPUs each: one for all tests of this process."""
+    from cluster import running_cluster
+
+    with running_cluster(nodes=2, gpus=2, accounting=True) as running:
+        yield running

@@ -129,8 +129,8 @@ def test_every_process_has_a_gpu_of_its_own(
 def test_a_loss_that_is_not_a_number_names_the_step(processes: int | None, tmp_path: Path) -> None:
     """The learning rate explodes in the second epoch; the first one stays recorded."""
     done = run_stage(
-        "ddp", "--epochs", 3, "--gamma", "1e30", "--train-size", 1000, "--precision", "fp32",
-        "--results-dir", tmp_path, processes=processes,
+        "ddp", "--epochs", 3, "--gamma", "1e30", "--train-size", 600, "--test-size", 200,
+        "--precision", "fp32", "--results-dir", tmp_path, processes=processes,
     )  # fmt: skip
     assert done.returncode != 0
     assert "the loss is nan at step" in done.stderr

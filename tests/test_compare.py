@@ -13,7 +13,7 @@ import pytest
 from checkout import copy_project
 from conftest import ENVIRONMENT, REPOSITORY
 
-QUICK = "--train-size 512 --epochs 2 --batch-size 64 --no-cuda"
+QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --precision fp32 --no-cuda"
 
 
 def make_project(folder: Path) -> Path:

@@ -6,12 +6,12 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkout import copy_project
-from cluster import RunningCluster, running_cluster
+from cluster import RunningCluster
 from conftest import ENVIRONMENT
 
 from trainkit.errors import UserError
@@ -445,12 +445,6 @@ def test_the_network_is_read_from_the_log_of_nccl(log: str, network: str | None)
 
 
 # --- jobs on a practice cluster -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster() as running:
-        yield running
 
 
 @pytest.fixture

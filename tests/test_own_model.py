@@ -1,12 +1,11 @@
 """A copy of stage 03 with another network, data set and name trains, goes on, is sent, swept and compared."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from checkout import Checkout
-from cluster import RunningCluster, running_cluster
+from cluster import RunningCluster
 from conftest import REPOSITORY, STAGES, rows_of, run_stage
 
 # What the user writes in place of the stage's lines.
@@ -45,12 +44,6 @@ def own_training(task: tuple[str, str, str]) -> str:
         assert old in text
         text = text.replace(old, new)
     return text
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from cluster import PROGRAM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT
 
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster(accounting=True) as running:
-        yield running
 
 
 def traces(name: str) -> list[str]:

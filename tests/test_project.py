@@ -100,7 +100,9 @@ def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: P
     """As it is written, from the folder of its README, only on less data and into another folder."""
     shorter = command
     if "mnist_" in command:
-        shorter += f" --train-size 600 --results-dir {shlex.quote(str(tmp_path))}"
+        shorter += (
+            f" --train-size 600 --test-size 200 --precision fp32 --results-dir {shlex.quote(str(tmp_path))}"
+        )
     if "--checkpoint-dir" in command:
         shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
     if "plot_results" in command:

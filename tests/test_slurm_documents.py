@@ -1,13 +1,12 @@
 """Every command of the documents that needs a Slurm, run as it is written on the practice cluster."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import lessons
 import pytest
 from checkout import Checkout
-from cluster import RunningCluster, running_cluster
+from cluster import RunningCluster
 from conftest import REPOSITORY
 
 # Commands that other tests run, or that set up what is set up here.
@@ -36,12 +35,6 @@ def _blocks() -> list[tuple[Path, str]]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster(nodes=2, gpus=2, accounting=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) -> Checkout:
     made = Checkout(tmp_path_factory.mktemp("documents") / "checkout", cluster)
     made.site("# nothing special about this cluster\n")
@@ -52,11 +45,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) 
 def test_the_commands_of_a_document(document: Path, block: str, checkout: Checkout) -> None:
     """As the document says where, on less data; `<job>` is a running job and `<number>` an earlier one."""
     if "<job>" in block:
-        job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600)
+        job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600, "--test-size", 200)
         checkout.wait_for("epoch 1/", job)
         block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
     block = block.replace("<number>", "1")  # any number: what has no checkpoint yet begins
-    block = re.sub(r"^(.*submit.*)$", r"\1 --epochs 1 --train-size 600", block, flags=re.MULTILINE)
+    block = re.sub(
+        r"^(.*submit.*)$",
+        r"\1 --epochs 1 --train-size 600 --test-size 200 --precision fp32",
+        block,
+        flags=re.MULTILINE,
+    )
     folder = checkout.folder / STARTS_IN.get(str(document), document.parent)
     done = checkout.run("bash", "-euc", block, cwd=folder)
     checkout.cluster.run(["scancel", "--me"])

@@ -16,32 +16,36 @@ from trainkit import batches, data, options, records, staging
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
 
-SIZES = ("--train-size", 2000, "--test-size", 1000, "--batch-size", 60)
-SMALL = (*SIZES, "--precision", "bf16")
-EXACT = (*SIZES, "--precision", "fp32", "--lr", 0.1)
+SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32")
+EXACT = (*SMALL, "--lr", 0.1)
 WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 
 
-@pytest.mark.parametrize(("stage", "processes"), [("single", None), ("dp", None), ("ddp", None), ("ddp", 2)])
-def test_a_stage_learns_and_records_every_epoch(stage: str, processes: int | None, trained) -> None:
-    rows = trained(stage, "--epochs", 2, *SMALL, processes=processes)
+@pytest.mark.parametrize(
+    ("stage", "processes", "precision"),
+    [("single", None, "bf16"), ("dp", None, "fp32"), ("ddp", None, "fp32"), ("ddp", 2, "fp32")],
+)
+def test_a_stage_learns_and_records_every_epoch(
+    stage: str, processes: int | None, precision: str, trained
+) -> None:
+    rows = trained(stage, "--epochs", 2, *SMALL, "--precision", precision, processes=processes)
     world = processes or 1
     assert [row["epoch"] for row in rows] == [1, 2]
     assert [row["warmup"] for row in rows] == [True, False]
-    assert rows[1]["test_accuracy"] > 85  # chance is 10
+    assert rows[1]["test_accuracy"] > 75  # chance is 10
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
     assert rows[0]["elapsed_s"] < rows[1]["elapsed_s"]
     for row in rows:
         assert row["stage"] == stage
         assert row["world_size"] == row["devices"] == world
         assert row["launcher"] == ("torchrun" if processes else "python")
-        assert (row["steps"], row["images"]) == (33, 1980)  # the last 20 images do not fill a batch
+        assert (row["steps"], row["images"]) == (20, 1200)  # the last 50 images do not fill a batch
         assert row["global_batch"] == row["batch_per_device"] * world == 60
         # All ranks' images over the slowest rank's time.
         assert row["images_per_s"] == pytest.approx(row["images"] / row["train_seconds"], rel=1e-4)
         assert row["device_name"].startswith("CPU: ")
         assert row["threads_per_worker"] == 1
-        assert row["precision"] == "bf16"
+        assert row["precision"] == precision
     assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
 
 
@@ -62,7 +66,7 @@ def test_n_ranks_train_as_one(processes: int, tmp_path: Path) -> None:
     """With dropout off, 1 and N processes give the same losses and weights up to float rounding.
 
     N ranks add the same numbers in another order, which rounds differently by some 1e-7 of each.
-    Over 66 steps that grew to 1e-4 of a weight here and to 1e-4 of a loss; the tolerances are five
+    Over 66 steps that once grew to 1e-4 of a weight here and to 1e-4 of a loss; the tolerances are five
     times that.
     """
     options_ = (*EXACT, "--epochs", 2, "--save-model")
@@ -170,7 +174,7 @@ def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> Non
 
 def test_twenty_runs_at_once_leave_twenty_records(tmp_path: Path) -> None:
     sizes = ("--train-size", 64, "--test-size", 100, "--batch-size", 32)
-    command = stage_command("single", "--epochs", 1, *sizes, "--precision", "bf16")
+    command = stage_command("single", "--epochs", 1, *sizes, "--precision", "fp32")
     command += ["--no-cuda", "--results-dir", str(tmp_path)]
     processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(20)]
     assert [process.wait(timeout=300) for process in processes] == [0] * 20
@@ -201,14 +205,15 @@ def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Pat
 
 
 def test_auto_precision_is_found_out_and_recorded(trained) -> None:
-    rows = trained("ddp", "--train-size", 600, "--epochs", 1, processes=2)
+    rows = trained("ddp", "--train-size", 128, "--test-size", 100, "--epochs", 1, processes=2)
     assert rows[0]["precision"] in ("fp32", "bf16")
 
 
 def test_the_fast_recipe_learns(trained) -> None:
-    (row,) = trained("single", "--recipe", "fast", "--train-size", 12800, "--batch-size", 128, "--epochs", 1)
+    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
+    (row,) = trained("single", "--recipe", "fast", *sizes, "--precision", "fp32")
     assert row["recipe"] == "fast"
-    assert row["test_accuracy"] > 95
+    assert row["test_accuracy"] > 90
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import psutil
 import pytest
 import torch
 from checkout import Checkout, wait_until
-from cluster import RunningCluster, running_cluster
+from cluster import RunningCluster
 from conftest import rows_of
 
 from trainkit import world
@@ -27,7 +26,7 @@ from trainkit.errors import UserError
 from trainkit.jobs import following, site, submission
 from trainkit.jobs.following import SlurmHandle, State
 
-SMALL = ("--train-size", 600, "--epochs", 1, "--precision", "fp32", "--no-cuda")
+SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--precision", "fp32", "--no-cuda")
 # A stage that only tells how it was started.
 FACTS = """
 import json, os, signal, sys
@@ -202,12 +201,6 @@ def job_of(checkout: Checkout) -> str:
     return script.name.partition("_")[0]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster(accounting=True) as running:
-        yield running
-
-
 @pytest.fixture
 def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
     return Checkout(tmp_path / "a checkout", cluster)
@@ -254,7 +247,17 @@ def test_the_rank_of_a_job_that_failed_tells_why(accounting: bool, on_cluster: C
 def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: Checkout) -> None:
     """The signal before the time limit is the stage's own business, whatever submitit would do at it."""
     with ThreadPoolExecutor() as background:
-        arguments = ("--epochs", 4, "--train-size", 1000, "--precision", "fp32", "--no-cuda")
+        arguments = (
+            "--epochs",
+            4,
+            "--train-size",
+            2000,
+            "--test-size",
+            200,
+            "--precision",
+            "fp32",
+            "--no-cuda",
+        )
         waiting = background.submit(on_cluster.submit_py, "single", "--wait", *arguments)
         wait_until(lambda: any("epoch 1/" in log.read_text() for log in on_cluster.folder.rglob("*_log.out")))
         job = job_of(on_cluster)

@@ -7,7 +7,6 @@ planted in a stage script. There is a space in its path.
 import json
 import re
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,11 +15,11 @@ import pandas as pd
 import psutil
 import pytest
 from checkout import Checkout, wait_until
-from cluster import RunningCluster, running_cluster
+from cluster import RunningCluster
 
 from trainkit import records
 
-SMALL = ("--batch-size", 100, "--train-size", 600)
+SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
 
 
@@ -59,12 +58,6 @@ class SweepCheckout(Checkout):
 @pytest.fixture
 def checkout(tmp_path: Path) -> SweepCheckout:
     return SweepCheckout(tmp_path / "a checkout")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    with running_cluster() as running:
-        yield running
 
 
 @pytest.fixture
