@@ -218,6 +218,21 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, never_stopped) 
     finish("single", tmp_path)
 
 
+def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, never_stopped) -> None:
+    """One from before the model was named in it, and before records had these columns."""
+    reference, name = never_stopped("single"), f"epoch-{EPOCHS}-step-0.pt"
+    state = torch.load(reference / "checkpoints" / name, weights_only=True)
+    del state["options"]["model"]
+    for row in state["run"]["rows"]:
+        del row["model"], row["test_images"]
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(state, tmp_path / "checkpoints" / name)
+    assert "resumed from" in finish("single", tmp_path)
+    check_one_run(tmp_path)
+    assert {row["model"] for row in rows_of(tmp_path)} == {"Net"}
+    assert_same_end(tmp_path, reference)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_precision_that_was_chosen_holds_for_the_whole_run(precision: str, tmp_path: Path) -> None:
     """Whatever --precision auto would choose now, which is one of the two."""

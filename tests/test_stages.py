@@ -61,9 +61,8 @@ def test_the_classic_loader_sees_the_same_images(tmp_path: Path) -> None:
     assert losses["workers"] == pytest.approx(losses["resident"], rel=1e-4)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_n_ranks_train_as_one(processes: int, tmp_path: Path) -> None:
-    """With dropout off, 1 and N processes give the same losses and weights up to float rounding.
+def test_n_ranks_train_as_one(tmp_path: Path) -> None:
+    """With dropout off, 1, 2 and 3 processes give the same losses and weights up to float rounding.
 
     N ranks add the same numbers in another order, which rounds differently by some 1e-7 of each.
     Over 66 steps that once grew to 1e-4 of a weight here and to 1e-4 of a loss; the tolerances are five
@@ -71,18 +70,19 @@ def test_n_ranks_train_as_one(processes: int, tmp_path: Path) -> None:
     """
     options_ = (*EXACT, "--epochs", 2, "--save-model")
     runs = {}
-    for ranks in (1, processes):
+    for ranks in (1, 2, 3):
         folder = tmp_path / str(ranks)
         done = run_stage(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, processes=ranks)
         assert done.returncode == 0, done.stderr
         (weights,) = (folder / "models").glob("*.pt")
         runs[ranks] = rows_of(folder), torch.load(weights, weights_only=True)
-    (one, one_weights), (many, many_weights) = runs[1], runs[processes]
-    for column in ("train_loss", "test_loss"):
-        assert [row[column] for row in many] == pytest.approx([row[column] for row in one], rel=5e-4)
-    assert many_weights.keys() == one_weights.keys() == Net().state_dict().keys()
-    for name, weights in one_weights.items():
-        torch.testing.assert_close(many_weights[name], weights, rtol=0, atol=5e-4, msg=name)
+    one, one_weights = runs.pop(1)
+    for many, many_weights in runs.values():
+        for column in ("train_loss", "test_loss"):
+            assert [row[column] for row in many] == pytest.approx([row[column] for row in one], rel=5e-4)
+        assert many_weights.keys() == one_weights.keys() == Net().state_dict().keys()
+        for name, weights in one_weights.items():
+            torch.testing.assert_close(many_weights[name], weights, rtol=0, atol=5e-4, msg=name)
 
 
 def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
@@ -172,15 +172,15 @@ def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> Non
     assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
 
 
-def test_twenty_runs_at_once_leave_twenty_records(tmp_path: Path) -> None:
+def test_eight_runs_at_once_leave_eight_records(tmp_path: Path) -> None:
     sizes = ("--train-size", 64, "--test-size", 100, "--batch-size", 32)
     command = stage_command("single", "--epochs", 1, *sizes, "--precision", "fp32")
     command += ["--no-cuda", "--results-dir", str(tmp_path)]
-    processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(20)]
-    assert [process.wait(timeout=300) for process in processes] == [0] * 20
+    processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(8)]
+    assert [process.wait(timeout=300) for process in processes] == [0] * 8
     paths = list((tmp_path / "runs").iterdir())
-    assert len(paths) == 20
-    assert len({row["run_id"] for path in paths for row in records.read(path)}) == 20
+    assert len(paths) == 8
+    assert len({row["run_id"] for path in paths for row in records.read(path)}) == 8
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

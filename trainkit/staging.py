@@ -6,7 +6,6 @@ Compute nodes seldom have internet, so the command above is run once, on the log
 jobs only read. Jobs that stage at the same time all the same do no harm: one fetches, the others wait.
 """
 
-import argparse
 import errno
 import hashlib
 import io
@@ -23,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 
+from trainkit.command_line import Parser
 from trainkit.errors import UserError
 
 DATASETS = ("mnist", "synthetic")
@@ -182,7 +182,7 @@ def disk_errors(action: str, data_dir: Path) -> Iterator[None]:
 
 def main() -> int:
     """Stage MNIST and say what was done; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m trainkit.data", description="Put MNIST on disk, checked.")
+    parser = Parser(prog="python -m trainkit.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
     print(put_in_place(parser.parse_args().data_dir))
     return 0

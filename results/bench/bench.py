@@ -21,6 +21,7 @@ from ladder import RUNGS
 
 from trainkit import errors, records, staging
 from trainkit.command_line import Parser, at_least
+from trainkit.files import check_writable
 from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
 from trainkit.machine import device_name, git_commit
@@ -49,10 +50,7 @@ def main() -> None:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
     if not args.tables_only:
         staging.check("mnist", args.data_dir)  # says what to do where there is none
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise errors.UserError(f"{args.out} cannot be made ({error.strerror}): give another --out.") from None
+    check_writable(args.out, "the benchmark", "give another --out.")
 
     for part in args.parts or PARTS:
         measure, summarise = PARTS[part]
