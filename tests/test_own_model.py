@@ -87,8 +87,9 @@ def test_a_regression_has_no_accuracy(tmp_path: Path) -> None:
     [
         (("", ""), ("--precision", "bf16"), "Tables computes in fp32 only: leave out --precision bf16"),
         (("run.add(loss)", "pass"), (), "0 losses after 1 steps: call run.add(loss) once in each"),
+        (("run.add(loss)", "run.add(loss); break"), (), "epoch 1 was left early: let the loop"),
     ],
-    ids=["precision", "loss not told"],
+    ids=["precision", "loss not told", "loop left"],
 )
 def test_a_mistake_is_one_sentence(change: tuple, arguments: tuple, sentence: str, tmp_path: Path) -> None:
     script = tmp_path / "tables.py"

@@ -54,7 +54,6 @@ class Run:
         log = RunLog(name, options, here, devices, train_set.name, model) if here.rank == 0 else None
         self._log = log
         self._checkpoints = Checkpoints(options, train_set.name, model, optimizer, schedule, log)
-        self._trained: Trained | None = None
 
     def epochs(self) -> range:
         """The epochs that are still to be trained, counted from 1."""
@@ -67,6 +66,7 @@ class Run:
             UserError: after the last one, if a loss was not a number; the text tells the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
+        self._trained: Trained | None = None
         device = batches.device
         learning_rate = self._schedule.get_last_lr()[0]
         done = self._checkpoints.part_of(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
@@ -110,9 +110,12 @@ class Run:
         """Write the row of `epoch`, then a checkpoint.
 
         Raises:
-            UserError: if one of them cannot be written; what was written before stays.
+            UserError: if one of them cannot be written; what was written before stays. Also if the loop
+                over `steps` was left before its end.
             Stopped: if a signal asked to stop.
         """
+        if self._trained is None:
+            raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
         if self._log:
             self._log.epoch(epoch, self._trained, tested)
         self._checkpoints.end_of_epoch(epoch)
