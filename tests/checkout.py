@@ -120,7 +120,7 @@ class Checkout:
     def wait_for(self, text: str, job: int) -> None:
         """Until `text` is in the log of a job that still runs or waits."""
         while text not in self.log(job):
-            assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), self.log(job)
+            assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING", "SIGNALING"), self.log(job)
             time.sleep(0.2)
 
     def train(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:

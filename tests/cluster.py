@@ -16,6 +16,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 PROGRAM = REPOSITORY / "slurm" / "practice_cluster" / "cluster.py"
 UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED"}
+UNFINISHED |= {"SIGNALING"}  # for a moment, when a job is preempted
 numbers = itertools.count(1)
 
 

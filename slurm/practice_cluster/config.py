@@ -123,6 +123,9 @@ KillWait=5
 CompleteWait=0
 MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+# A job of the partition urgent sends jobs of the others back to the queue, after their GraceTime.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
     if cluster.accounting:
         lines += f"""\
@@ -140,8 +143,9 @@ AccountingStorageTRES=gres/gpu
             f"CPUs={cluster.cpus} Sockets=1 CoresPerSocket={cluster.cpus} ThreadsPerCore=1 "
             f"RealMemory={cluster.memory}{gres}\n"
         )
-    lines += "PartitionName=practice Nodes=ALL Default=YES DefaultTime=10 MaxTime=240\n"
-    lines += "PartitionName=debug Nodes=ALL DefaultTime=5 MaxTime=15\n"
+    lines += "PartitionName=practice Nodes=ALL Default=YES DefaultTime=10 MaxTime=240 GraceTime=30\n"
+    lines += "PartitionName=debug Nodes=ALL DefaultTime=5 MaxTime=15 GraceTime=30\n"
+    lines += "PartitionName=urgent Nodes=ALL DefaultTime=10 MaxTime=240 PriorityTier=2 PreemptMode=OFF\n"
     return lines
 
 
