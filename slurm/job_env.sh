@@ -20,7 +20,11 @@ if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
 fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
-rm -f "$TRAINKIT_JOB_DIR"/{rank-*,stopped}
+rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
+# Where this start of the job begins in a log that may hold earlier ones. It is no file in a terminal.
+log=/proc/$$/fd/2
+log_begin=0
+if [[ -f $log ]]; then log_begin=$(stat -L -c %s "$log"); fi
 
 # --- where the ranks meet ---------------------------------------------------------------------------
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
@@ -59,19 +63,66 @@ echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_
 echo
 
 # --- how it ends ------------------------------------------------------------------------------------
-# Every rank leaves rank-N.started, and renames it when it ends (trainkit/errors.py).
+# Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/errors.py).
+noted() { (cd "$TRAINKIT_JOB_DIR" && compgen -G "rank-$1" >/dev/null); }
+
+# Say that $1, such as "rank 3", died on node $2 in way $3: srun's word, or torchrun's exit code.
+died() {
+    local how note=$TRAINKIT_JOB_DIR/${1/ /-}.started
+    case $3 in
+        Terminated* | -15) return ;; # by srun or torchrun, when another had died
+        Killed* | -9) how="was killed (by hand, or for want of memory: --mem)" ;;
+        "Out Of Memory"*) how="was killed for want of memory: ask for more --mem" ;;
+        Aborted* | -6) how="aborted (as NCCL does after --timeout)" ;;
+        Exited* | [0-9]*) how="ended without a word, with exit code ${3##* }" ;;
+        -*) how="died of signal SIG$(kill -l "${3#-}")" ;;
+        *) how="died: $3" ;;
+    esac
+    echo "$1 on $(cat "$note" 2>/dev/null || echo "$2") $how"
+}
+
+# The deaths that no rank could tell of itself, the first one first, from what this start of the job has printed.
+# srun tells of its tasks: the ranks, or torchruns, each of which tells of its ranks, the first to die at last.
+deaths() {
+    [[ -f $log ]] || return 0
+    local line range task node how host rank
+    while read -r line; do
+        if [[ $line =~ srun:\ error:\ ([^ ]+):\ tasks?\ ([0-9,-]+):\ (.+) ]]; then
+            node=${BASH_REMATCH[1]} how=${BASH_REMATCH[3]}
+            for range in ${BASH_REMATCH[2]//,/ }; do
+                for ((task = ${range%-*}; task <= ${range#*-}; task++)); do
+                    if [[ -z ${ranks:-} ]]; then
+                        noted "$task.[fl]*" || died "rank $task" "$node" "$how"
+                    elif [[ $how != Exited* ]]; then
+                        died "torchrun $task" "$node" "$how"
+                    fi
+                done
+            done
+        elif [[ $line =~ ^(host|rank)\ +:\ ([^ ]+) ]]; then
+            declare "${BASH_REMATCH[1]}=${BASH_REMATCH[2]}"
+        elif [[ $line =~ ^exitcode\ +:\ ([^ ]+) ]]; then
+            noted "$rank.[fl]*" || died "rank $rank" "$host" "${BASH_REMATCH[1]}"
+        fi
+    done < <(printed | sed -n '/^Root Cause/,/^===/p'; printed) | awk '!said[$0]++'
+}
+printed() { tail -c "+$((log_begin + 1))" "$log" | grep -aE '^(  (host|rank|exitcode) +: |Root Cause|===)|srun: error: '; }
+
 tell_who_failed() {
-    local silent first
-    silent=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.started' -printf '%f\n' | sort -V | sed 's/rank-\(.*\).started/\1/' | xargs)
-    first=$(find "$TRAINKIT_JOB_DIR" -name 'rank-*.failed' -printf '%T@ %p\n' | sort -n | sed -n 1p | cut -d ' ' -f 2-)
-    if [[ -n $first ]]; then
-        echo "the first rank to fail:"
-        cat "$first"
-    elif [[ -n $silent ]]; then
-        echo "rank(s) $silent ended without a word. Srun's lines above tell which was the first, and how: Killed is by hand"
-        echo "or for want of memory (--mem), Aborted is NCCL after --timeout, Terminated is srun ending the others."
-    elif compgen -G "$TRAINKIT_JOB_DIR/rank-*.lost" >/dev/null; then
-        echo "the ranks lost each other: the network, or a rank that hung for longer than --timeout."
+    local reasons
+    mapfile -t reasons < <(
+        cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{p;q}'
+        deaths
+    )
+    if ((${#reasons[@]})); then
+        echo "why     ${reasons[0]}"
+        reasons=("${reasons[@]:1:8}")
+        # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
+        ((${#reasons[@]} == 0)) || printf 'also    %s\n' "${reasons[@]%% (*}"
+    elif noted '*.started'; then
+        echo "why     $(grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /' | paste -sd ',') \
+ended without a word: killed (by hand, or for want of memory: --mem)?"
+    elif noted '*.lost'; then
+        echo "why     the ranks lost each other: the network, or a rank that hung for longer than --timeout"
     fi
 }
 

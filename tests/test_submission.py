@@ -23,7 +23,7 @@ from conftest import rows_of
 
 from trainkit import world
 from trainkit.errors import UserError
-from trainkit.jobs import following, site, submission
+from trainkit.jobs import following, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--precision", "fp32", "--no-cuda")
@@ -384,46 +384,45 @@ def _show(state: str) -> str:
 
 def job_seven(checkout: Checkout) -> SlurmHandle:
     """A job of two ranks that was submitted just now."""
-    (checkout.folder / "7_submitted.pkl").touch()
     return SlurmHandle("7", 2, checkout.folder / "7_0_log.out", checkout.folder, checkout.folder)
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "sacct", "notes", "state"),
+    ("scontrol", "sacct", "end", "state"),
     [
-        (_show("PENDING Reason=Priority"), None, {}, "queued: Priority"),
-        (_show("PENDING Reason=None"), None, {}, "queued: no reason yet"),
-        (_show("PENDING Reason=BeginTime Restarts=2"), None, {}, "queued: BeginTime, restart 2"),
-        (_show("RUNNING"), None, {}, "running: epoch 2/3: so far"),
-        (_show("COMPLETING"), None, {}, "running: epoch 2/3: so far"),
-        (_show("COMPLETED"), None, {}, "done: results: somewhere"),
-        (_show("TIMEOUT"), None, {"0.started": ""}, "failed: it reached its time limit"),
+        (_show("PENDING Reason=Priority"), None, "", "queued: Priority"),
+        (_show("PENDING Reason=None"), None, "", "queued: no reason yet"),
+        (_show("PENDING Reason=BeginTime Restarts=2"), None, "", "queued: BeginTime, restart 2"),
+        (_show("RUNNING"), None, "", "running: epoch 2/3: so far"),
+        (_show("COMPLETING"), None, "", "running: epoch 2/3: so far"),
+        (_show("COMPLETED"), None, "", "done: results: somewhere"),
+        (_show("TIMEOUT"), None, "ended from outside", "failed: it reached its time limit"),
+        (_show("FAILED"), None, "why     error on rank 1: x", "failed: error on rank 1: x"),
         (
-            _show("FAILED"),
+            _show("OUT_OF_MEMORY"),
             None,
-            {"0.lost": "", "1.failed": "error on rank 1: x"},
-            "failed: error on rank 1: x",
+            "why     rank 1 was killed",
+            "failed: rank 1 was killed; it needed more",
         ),
-        (_show("FAILED"), None, {"0.lost": "", "1.started": ""}, "failed: rank 1 ended without a word"),
-        (_show("FAILED"), None, {}, "failed: srun: error: cannot start"),
-        ("echo cannot reach it >&2; exit 1", None, {}, "unknown: cannot reach it"),
-        (FORGOTTEN, "echo FAILED", {"1.failed": "error on rank 1: x"}, "failed: error on rank 1: x"),
-        (FORGOTTEN, "echo CANCELLED by 0", {}, "failed: it was cancelled"),
-        (FORGOTTEN, "echo COMPLETED", {}, "done: results: somewhere"),
-        (FORGOTTEN, "echo disabled >&2; exit 1", {}, "failed: Slurm does not know this job"),
-        (FORGOTTEN, None, {"0.finished": "", "1.finished": ""}, "done: results: somewhere"),
-        (FORGOTTEN, None, {"0.finished": "", "1.failed": "x"}, "failed: x"),
+        (_show("FAILED"), None, "", "failed: srun: error: cannot start"),
+        ("echo cannot reach it >&2; exit 1", None, "", "unknown: cannot reach it"),
+        (FORGOTTEN, "echo FAILED", "why     error on rank 1: x", "failed: error on rank 1: x"),
+        (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),
+        (FORGOTTEN, "echo COMPLETED", "", "done: results: somewhere"),
+        (FORGOTTEN, "echo disabled >&2; exit 1", "", "failed: Slurm does not know this job"),
+        (FORGOTTEN, None, "ended   today with exit code 0; results", "done: results: somewhere"),
+        (FORGOTTEN, None, "why     x\nended   today with exit code 1; results", "failed: x"),
     ],
 )
 def test_the_state_of_a_job(
     scontrol: str,
     sacct: str | None,
-    notes: dict,
+    end: str,
     state: str,
     checkout: Checkout,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By what Slurm says, with accounting and without it, and by the notes of the two ranks."""
+    """By what Slurm says, with accounting and without it, and by the end of the job's log."""
     checkout.fake("scontrol", scontrol)
     if sacct:
         checkout.fake("sacct", sacct)
@@ -431,10 +430,8 @@ def test_the_state_of_a_job(
     job = job_seven(checkout)
     # A result of submitit, as a rank may leave it before its job goes back to the queue.
     (checkout.folder / "7_0_result.pkl").touch()
-    job.log.write_text("epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n")
+    job.log.write_text(f"epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n{end}\n")
     (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
-    for name, text in notes.items():
-        (checkout.folder / f"rank-{name}").write_text(text)
     now = job.state()
     assert f"{now.name}: {now.detail}".startswith(state)
 
@@ -443,8 +440,8 @@ def test_a_run_that_only_stopped_is_not_done(checkout: Checkout, monkeypatch: py
     checkout.fake("scontrol", FORGOTTEN)
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = job_seven(checkout)
-    for name in ("rank-0.finished", "rank-1.finished", "stopped"):
-        (checkout.folder / name).touch()
+    (checkout.folder / "stopped").touch()
+    job.log.write_text("ended   today with exit code 0; results")
     assert job.state().name == "failed"
 
 
@@ -452,13 +449,12 @@ def test_an_older_job_of_the_same_number_does_not_count(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers begin again at 1 with every new cluster, and a job that never ran has cleared nothing away."""
-    checkout.fake("scontrol", _show("CANCELLED"))
+    checkout.fake("scontrol", FORGOTTEN)
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = job_seven(checkout)
-    note = checkout.folder / "rank-0.failed"
-    note.write_text("error on rank 0: of long ago")
-    os.utime(note, (1, 1))
-    assert job.state() == State("failed", "it was cancelled")
+    for name in ("first-failed", "rank-0.failed", "rank-1.finished", "rank-2.finished"):
+        (checkout.folder / name).touch()
+    assert job.state() == State("failed", slurm.FAILED["GONE"])
 
 
 class Script(SlurmHandle):

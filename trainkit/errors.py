@@ -55,18 +55,26 @@ def run(main: Callable[[], int | None]) -> None:
 def note(state: str, text: str = "") -> None:
     """In a job, tell how this rank is: started, finished, failed, or lost (its peers went away).
 
-    The note is the file `rank-N.<state>` in $TRAINKIT_JOB_DIR and replaces the rank's earlier one.
-    srun often reports another exit code than that of the rank that failed first, and a log mixes
-    the ranks' lines; from the notes slurm/job_env.sh and submit.py tell which rank it was, and one
-    that is still "started" when all is over was killed.
+    The note is the file `rank-N.<state>` in $TRAINKIT_JOB_DIR and replaces the rank's earlier one; that
+    of a rank that started holds the name of its node. `first-failed` is a link to the note of the rank
+    that failed first. srun often reports another exit code than that rank's, and a log mixes the ranks'
+    lines; from the notes slurm/job_env.sh and submit.py tell which rank it was, and one that is still
+    "started" when all is over was killed.
     """
     folder, rank = os.environ.get("TRAINKIT_JOB_DIR"), _rank()
     if not folder or rank is None:
         return
+    path = Path(folder, f"rank-{rank}.{state}")
+    if state == "started":
+        text = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    else:
+        with suppress(OSError):  # there was none; renaming also works on a full disk
+            path.with_suffix(".started").rename(path)
+    if state == "failed":
+        with suppress(OSError):  # a link can be made once only, whatever the clocks of the nodes say
+            Path(folder, "first-failed").symlink_to(path.name)
     with suppress(OSError):  # a full disk must not hide the error that is being noted
-        Path(folder, f"rank-{rank}.{state}").write_text(f"{text}\n" if text else "")
-        if state != "started":
-            Path(folder, f"rank-{rank}.started").unlink(missing_ok=True)
+        path.write_text(f"{text}\n" if text else "")
 
 
 def first_line(error: Exception) -> str:

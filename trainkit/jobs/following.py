@@ -1,7 +1,8 @@
 """How a submitted job is doing, and why it failed.
 
-That is read from Slurm (`scontrol show job`, which needs no accounting), from the notes that the
-ranks leave in the job's folder (`trainkit.errors.note`) and from their logs. submitit's own result
+That is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
+slurm/job_env.sh tells why it failed; of local processes, from the notes that the ranks leave in the
+job's folder (`trainkit.errors.note`), and from their logs. submitit's own result
 files are not used: a job that went back to the queue may leave one from before, the error of one
 rank hides behind the silence of another, and without `sacct` submitit never learns that a job failed.
 """
@@ -77,40 +78,14 @@ class Handle:
         lines = [line for line in _lines(self.log) if line.startswith(beginning)]
         return lines[-1] if lines else None
 
-    def _all_ranks_finished(self) -> bool:
-        return len(self._notes("finished")) == self.tasks and not self._stopped()
-
     def _stopped(self) -> bool:
         return (self.folder / "stopped").exists()
 
-    def _told_by_a_rank(self) -> str | None:
-        """The words of the rank that failed first."""
-        notes = self._notes("failed")
-        return notes[0].read_text().strip() if notes else None
-
-    def _notes(self, state: str) -> list[Path]:
-        """The ranks' notes, oldest first, without those of an older job that had the same number."""
-        submission = self.log.with_name(f"{self.job_id}_submitted.pkl")
-        submitted = submission.stat().st_mtime if submission.exists() else 0
-        notes = sorted((note.stat().st_mtime, note) for note in self.folder.glob(f"rank-*.{state}"))
-        return [note for written, note in notes if written >= submitted]
-
-    def _guessed(self) -> str | None:
-        """Why it failed, by its logs, when no rank could tell."""
-        # srun ends the peers of a rank that died; those are "Terminated".
-        death = r"srun: error: \S+: tasks? ([\d,-]+): (?!Terminated|Exited)(.*)"
-        for line in _lines(self.log):
-            if found := re.match(death, line):
-                return f"rank {found[1]} ended without a word: {found[2]} (by hand, or for want of memory?)"
-        silent = sorted(note.stem.removeprefix("rank-") for note in self._notes("started"))
-        if silent:
-            return f"rank {', '.join(silent)} ended without a word: killed (by hand, or for want of memory?)"
+    def _last_words(self) -> str | None:
+        """What the logs end with, when nobody could tell why."""
         logs = [line for log in sorted(self.log.parent.glob("*_log.out")) for line in _lines(log)]
-        for pattern in LAST_WORDS:
-            for line in logs:
-                if re.match(pattern, line):
-                    return line
-        return None
+        found = (line for pattern in LAST_WORDS for line in logs if re.match(pattern, line))
+        return next(found, None)
 
 
 class SlurmHandle(Handle):
@@ -128,12 +103,17 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))
             return State("queued", f"{reason}, restart {restarts}" if restarts else reason)
-        if state == "COMPLETED" or (state == "GONE" and self._all_ranks_finished()):
+        if state == "COMPLETED" or (state == "GONE" and self._ended_well()):
             return State("done", self._results())
         if state in FAILED:
-            failure = self._told_by_a_rank() or FAILED[state] or self._guessed()
+            told = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
+            failure = "; ".join(text for text in told if text) or self._last_words()
             return State("failed", failure or f"{reason}; see {self.log}")
         return State("running", self._progress())
+
+    def _ended_well(self) -> bool:
+        """By the last word of slurm/job_env.sh."""
+        return " with exit code 0;" in (self._log_line("ended   ") or "") and not self._stopped()
 
     def cancel(self) -> None:
         slurm.ask("scancel", self.job_id)
@@ -159,12 +139,27 @@ class LocalHandle(Handle):
             if failure:
                 self.cancel()  # as srun --kill-on-bad-exit: its peers would wait for the rank that failed
             return State("running", self._progress())
-        if self._all_ranks_finished():
+        if len(self._notes("finished")) == self.tasks and not self._stopped():
             return State("done", self._results())
         if self._stopped():
             checkpoints = (self.folder / "stopped").read_text().strip()
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {checkpoints}")
-        return State("failed", failure or self._guessed() or f"see {self.log}")
+        return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
+
+    def _told_by_a_rank(self) -> str | None:
+        """The words of the rank that failed first."""
+        notes = self._notes("failed")
+        lines = (line for note in (self.folder / "first-failed", *notes) for line in _lines(note))
+        # On a full disk a note has no text.
+        return next(lines, f"{notes[0].stem} failed; see {self.log.parent}") if notes else None
+
+    def _notes(self, state: str) -> list[Path]:
+        return sorted(self.folder.glob(f"rank-*.{state}"))
+
+    def _silent(self) -> str | None:
+        silent = ", ".join(note.stem.removeprefix("rank-") for note in self._notes("started"))
+        why = f"rank {silent} ended without a word: killed (by hand, or for want of memory?)"
+        return why if silent else None
 
     def cancel(self) -> None:
         if not self.ended():
