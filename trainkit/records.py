@@ -5,55 +5,93 @@ reader, a kill or a full disk never meets half a row.
 """
 
 import csv
+import io
+import math
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.errors import UserError
 from trainkit.files import check_writable, replacing
 
 SCHEMA_VERSION = 1
+LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
+ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
 
-# Column -> type. results/README.md tells what each one means and its unit.
-COLUMNS: dict[str, type] = {
-    "run_id": str,
-    "stage": str,
-    "launcher": str,
-    "epoch": int,
-    "warmup": bool,
-    "dataset": str,
-    "model": str,
-    "loader": str,
-    "recipe": str,
-    "world_size": int,
-    "nodes": int,
-    "devices": int,
-    "device_name": str,
-    "workers_per_loader": int,
-    "threads_per_worker": int,
-    "global_batch": int,
-    "batch_per_device": int,
-    "accumulate": int,
-    "precision": str,
-    "compiled": bool,
-    "steps": int,
-    "images": int,
-    "train_seconds": float,
-    "images_per_s": float,
-    "test_images": int,
-    "eval_seconds": float,
-    "train_loss": float,
-    "test_loss": float,
-    "test_accuracy": float,
-    "learning_rate": float,
-    "peak_memory_mb": float,
-    "elapsed_s": float,
-    "seed": int,
-    "job_id": str,
-    "node_list": str,
-    "torch_version": str,
-    "cuda_version": str,
-    "git_commit": str,
-    "started_at": str,
-    "schema_version": int,
+
+def _text(longest: int = 200) -> Callable[[str], str]:
+    def text(cell: str) -> str:
+        if len(cell) > longest:
+            raise ValueError(f"{len(cell)} characters are too many, at most {longest} are read")
+        if not cell.isprintable():
+            raise ValueError(f"{cell!r} has characters that cannot be printed")
+        return cell
+
+    return text
+
+
+def _number(kind: type, least: float, most: float = MOST) -> Callable[[str], float]:
+    def number(cell: str) -> float:
+        with suppress(ValueError):
+            if least <= kind(cell) <= most:
+                return kind(cell)
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{cell[:30]!r} is not {what} of {least:g} to {most:g}")
+
+    return number
+
+
+def _accuracy(cell: str) -> float:
+    return math.nan if cell == "nan" else _number(float, 0, 100)(cell)  # a regression has none
+
+
+def _flag(cell: str) -> bool:
+    return bool(_number(int, 0, 1)(cell))
+
+
+# Column -> what reads its cells and refuses those that no run writes; results/README.md tells the meanings.
+COLUMNS: dict[str, Callable[[str], object]] = {
+    "run_id": _text(),
+    "stage": _text(),
+    "launcher": _text(),
+    "epoch": _number(int, 1),
+    "warmup": _flag,
+    "dataset": _text(),
+    "model": _text(),
+    "loader": _text(),
+    "recipe": _text(),
+    "world_size": _number(int, 1),
+    "nodes": _number(int, 1),
+    "devices": _number(int, 1),
+    "device_name": _text(),
+    "workers_per_loader": _number(int, 0),
+    "threads_per_worker": _number(int, 1),
+    "global_batch": _number(int, 1),
+    "batch_per_device": _number(int, 1),
+    "accumulate": _number(int, 1),
+    "precision": _text(),
+    "compiled": _flag,
+    "steps": _number(int, 1),
+    "images": _number(int, 1),
+    "train_seconds": _number(float, ABOVE_0),
+    "images_per_s": _number(float, ABOVE_0),
+    "test_images": _number(int, 1),
+    "eval_seconds": _number(float, ABOVE_0),
+    "train_loss": _number(float, -MOST),
+    "test_loss": _number(float, -MOST),
+    "test_accuracy": _accuracy,
+    "learning_rate": _number(float, 0),
+    "peak_memory_mb": _number(float, 0),
+    "elapsed_s": _number(float, 0),
+    "seed": _number(int, 0),
+    "job_id": _text(),
+    "node_list": _text(longest=20_000),
+    "torch_version": _text(),
+    "cuda_version": _text(),
+    "git_commit": _text(),
+    "started_at": _text(),
+    "schema_version": _number(int, 1),
 }
 # Columns that files of earlier programs lack, and what held for those.
 ADDED = {"model": "Net", "test_images": 10_000}
@@ -73,12 +111,18 @@ class Recorder:
         facts: the columns that are the same in every row of the run.
 
     Raises:
-        UserError: if the directory cannot be written to. It is asked for here, before the
-            training starts, and not after an epoch whose result would be lost.
+        UserError: if the directory cannot be written to, or a name of the run could not be read back.
+            Both are asked for here, before the training starts, and not after an epoch whose result
+            would be lost.
     """
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
+        for name in ("stage", "dataset", "model"):  # what a training of one's own may call as it likes
+            try:
+                COLUMNS[name](str(facts[name]))
+            except ValueError as error:
+                raise UserError(f"the {name}'s name cannot be recorded ({error}): give another.") from None
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
         self.rows: list[dict[str, object]] = []
         fix = "free the space, mend the permissions, or give another --results-dir."
@@ -121,50 +165,61 @@ class Recorder:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The rows of one run's CSV, each column as its type in `COLUMNS`.
+    """The rows of one run's CSV, each cell as its column in `COLUMNS` reads it.
 
     Raises:
-        RecordError: if the file cannot be read, is empty or damaged, or has another schema.
+        RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
+            no run writes.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            header = reader.fieldnames or []
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or "it is not a text file"
-        raise RecordError(f"{path}: not read, {reason}.") from None
+        lines = csv.DictReader(io.StringIO(_content(path), newline=""))
+        rows = [_row(line, f"line {lines.line_num}") for line in lines]
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
     if not rows:
         raise RecordError(f"{path}: not read, it has no rows.")
-    if "schema_version" not in header:
-        raise RecordError(f"{path}: not read, it has no schema_version column: not a record of a run.")
-    for number, row in enumerate(rows, start=2):
-        if None in row or None in row.values():
-            raise RecordError(f"{path}: not read, line {number} is cut short or too long.")
-        version = row["schema_version"]
-        if version != str(SCHEMA_VERSION):
-            age = "newer" if version.isdecimal() and int(version) > SCHEMA_VERSION else "older or unknown"
-            raise RecordError(
-                f"{path}: not read, its schema version {version or '(none)'} is {age} "
-                f"(this program reads version {SCHEMA_VERSION})."
-            )
-    rows = [ADDED | row for row in rows]
-    missing = [name for name in COLUMNS if name not in header and name not in ADDED]
-    if missing:
-        raise RecordError(f"{path}: not read, it has no column {', '.join(missing)}.")
+    return rows
+
+
+def _content(path: Path) -> str:
+    # A pipe would be waited for, and a device has no end.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     try:
-        return [{name: _from_text(row[name], kind) for name, kind in COLUMNS.items()} for row in rows]
-    except ValueError as error:
-        raise RecordError(f"{path}: not read, {error}.") from None
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ValueError("it is not a text file") from None
+
+
+def _row(line: dict[str, str], where: str) -> dict[str, object]:
+    if None in line or None in line.values():
+        raise ValueError(f"{where} is cut short or too long")
+    if "schema_version" not in line:
+        raise ValueError("it has no schema_version column: not a record of a run")
+    version = line["schema_version"]
+    if version != str(SCHEMA_VERSION):
+        age = "newer" if version.isdecimal() and float(version) > SCHEMA_VERSION else "older or unknown"
+        raise ValueError(
+            f"its schema version {version[:30]!r} is {age} (this program reads version {SCHEMA_VERSION})"
+        )
+    cells = ADDED | line
+    missing = [name for name in COLUMNS if name not in cells]
+    if missing:
+        raise ValueError(f"it has no column {', '.join(missing)}")
+    row = {}
+    for name, read_cell in COLUMNS.items():
+        try:
+            row[name] = read_cell(str(cells[name]))
+        except ValueError as error:
+            raise ValueError(f"{where}, column {name}: {error}") from None
+    return row
 
 
 def _to_text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _from_text(text: str, kind: type) -> object:
-    if kind is bool:
-        return bool(int(text))
-    return kind(text)

@@ -62,25 +62,27 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     Raises:
         UserError: if a path is not there.
     """
-    files, runs, skipped = set(), [], []
+    files, runs, skipped = {}, [], []  # files: as they are named, by where they really are
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
         if not path.is_dir():
-            files.add(path.resolve())
+            files[os.path.realpath(path)] = path  # Path.resolve raises for a link to itself
             continue
         for folder, _, names in os.walk(
             path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}.")
         ):
-            files.update(Path(folder, name).resolve() for name in names if name.endswith(".csv"))
-    for file in sorted(files):
+            found = [Path(folder, name) for name in names if name.endswith(".csv")]
+            files |= {os.path.realpath(file): file for file in found}
+    for _, file in sorted(files.items()):
         try:
             runs.append(pd.DataFrame(records.read(file)))
         except records.RecordError as error:
             skipped.append(str(error))
     rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
     # A run copied into a second folder is still one run.
-    return rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True), skipped
+    rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
+    return rows, [_printable(sentence) for sentence in skipped]
 
 
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
@@ -163,6 +165,11 @@ def with_model(dataset: str, model: str) -> str:
 def common(section: pd.DataFrame) -> str:
     """The settings that all rows of one section have in common, in words."""
     return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey: names of files may hold anything."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _name(stage: str) -> str:

@@ -1,6 +1,7 @@
 """The figures of a comparison: throughput, speedup and accuracy; a panel or two per section of the report."""
 
 import textwrap
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -19,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
+MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
 Looks = dict[str, dict[str, object]]  # the lines of a figure by their texts
 
 
@@ -43,7 +45,9 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
         # A figure of an earlier call would be taken for one of these runs.
         (out / name).unlink(missing_ok=True)
         if figure:
-            figure.savefig(out / name, dpi=150)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
+                figure.savefig(out / name, dpi=min(150, MOST_PIXELS / figure.get_figheight()))
             plt.close(figure)
     return [name for name, figure in every.items() if figure]
 
@@ -55,7 +59,7 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
     heights = [len(section) + 2 for _, section in sections]
     figure, panels = _panels(len(sections), 1 + 0.36 * sum(heights), height_ratios=heights)
     for axes, (names, section) in zip(panels, sections, strict=True):
-        labels = [textwrap.fill(comparison.label(row), 32) for row in section.itertuples()]
+        labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
         spread = [section.images_per_s - section.slowest, section.fastest - section.images_per_s]
         colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
         look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}

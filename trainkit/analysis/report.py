@@ -1,5 +1,7 @@
 """The comparison of runs for people: tables on the terminal, comparison.md, comparison.csv and figures."""
 
+import html
+import re
 import textwrap
 from pathlib import Path
 
@@ -49,20 +51,21 @@ def report(paths: list[Path], out: Path) -> str:
     shown, reasons = _as_text(table)
     notes = reasons + _notes(rows, skipped)
     verdict = comparison.verdict(table)
-    plain, marked = [], [f"# Comparison\n\n{verdict}"]
+    plain, marked = [], [f"# Comparison\n\n{_escaped(verdict)}"]
     for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, lines = comparison.common(section), shown.loc[section.index]
         plain.append(f"{title}: {settings}\n\n{_plain(lines.drop(columns='eval s'))}")
-        marked.append(f"## {title}\n\n{settings}\n\n{_markdown(lines)}")
+        marked.append(f"## {_escaped(title)}\n\n{_escaped(settings)}\n\n{_markdown(lines)}")
     # The terminal first: it is of use even where nothing can be written.
     print("\n\n".join(plain) + "\n")
     print("\n".join(textwrap.fill(note, 110, subsequent_indent="    ") for note in notes) + "\n")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        table.to_csv(out / "comparison.csv", index=False)
+        table.apply(lambda column: column.map(_no_formula)).to_csv(out / "comparison.csv", index=False)
         names = figures.draw(table, rows, out)
-        marked += ["\n".join(f"- {note}" for note in notes)] + [f"![{name}]({name})" for name in names]
+        marked.append("\n".join(f"- {_escaped(note)}" for note in notes))
+        marked += [f"![{name}]({name})" for name in names]
         (out / "comparison.md").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
@@ -116,4 +119,14 @@ def _plain(shown: pd.DataFrame) -> str:
 
 def _markdown(shown: pd.DataFrame) -> str:
     lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """The text for Markdown, where names may not open a tag, a link, a code span or a cell."""
+    return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
+
+
+def _no_formula(cell: object) -> object:
+    """A spreadsheet would compute a text that begins like a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
