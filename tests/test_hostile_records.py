@@ -142,12 +142,26 @@ def test_a_damaged_file_never_raises_anything_else(
             report([tmp_path / f"{i}.csv"], tmp_path / "out")
         except UserError as error:
             assert len(str(error).splitlines()) == 1
-    (tmp_path / "good.csv").write_bytes(good)
+    made(tmp_path, "good")
     rows, skipped = comparison.load([tmp_path])
     assert 100 < len(skipped) < 200
-    assert GOOD.stem in set(rows.run_id)
+    assert "good" in set(rows.run_id)
     report([tmp_path], tmp_path / "out")
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -> None:
+    """Two workers, then four: a note names it, and the rows of both configurations are without it."""
+    made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
+    done = plot(SAMPLE, tmp_path / "in", out=tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    note = (
+        "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: its speeds are left out."
+    )
+    assert note in done.stdout.replace("\n    ", " ")
+    expected = (SAMPLE.parent / "comparison.md").read_text()
+    written = (tmp_path / "out" / "comparison.md").read_text()
+    assert written.replace(f"- {note}\n", "") == expected
 
 
 @pytest.mark.parametrize("column", ["stage", "dataset", "model"])

@@ -51,7 +51,7 @@ _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --ep
 
 
 def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """All epochs of all runs, one row each, and a sentence for every file or folder left out.
+    """All epochs of all runs, one row each, and a sentence for every file, folder or run left out.
 
     Args:
         paths: CSV files, or folders that are searched for `*.csv` at any depth.
@@ -82,7 +82,9 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
     # A run copied into a second folder is still one run.
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
-    return rows, [_printable(sentence) for sentence in skipped]
+    mixed = _mixed(rows)
+    skipped += mixed.values()
+    return rows[~rows.run_id.isin(mixed)], [_printable(sentence) for sentence in skipped]
 
 
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
@@ -165,6 +167,20 @@ def with_model(dataset: str, model: str) -> str:
 def common(section: pd.DataFrame) -> str:
     """The settings that all rows of one section have in common, in words."""
     return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
+def _mixed(rows: pd.DataFrame) -> dict[str, str]:
+    """A sentence by the name of every run that went on in another configuration than it began in."""
+    sentences = {}
+    for run_id, kinds in rows.groupby("run_id")[CONFIGURATION].nunique().iterrows():
+        changed = {name: rows[rows.run_id == run_id][name].unique() for name in kinds.index[kinds > 1]}
+        if changed:
+            what = ", ".join(
+                f"{MUST_BE_EQUAL.get(name, name)} {after} after {before}"
+                for name, (before, after, *_) in changed.items()
+            )
+            sentences[run_id] = f"run {run_id} went on with {what}: its speeds are left out."
+    return sentences
 
 
 def _printable(text: str) -> str:
