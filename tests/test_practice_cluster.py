@@ -1,10 +1,13 @@
 """The practice cluster: a real Slurm that comes up, works, and leaves nothing behind."""
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -207,7 +210,7 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
     """From a checkout whose path is long and has spaces."""
     if os.getuid() != 0:
         pytest.skip("not root: the other tests ran as an ordinary user")
-    checkout = Path("/tmp", f"practice cluster {os.getpid()} " + "long " * 20)
+    checkout = Path(tempfile.mkdtemp(prefix="practice cluster " + "long " * 20, dir="/tmp"))
     name = f"test-{os.getpid()}"
     as_nobody = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/", "env": {"PATH": os.defpath}}
 
@@ -218,7 +221,7 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
         return done.stdout
 
     try:
-        shutil.copytree(PROGRAM.parent, checkout, symlinks=True)
+        shutil.copytree(PROGRAM.parent, checkout, symlinks=True, dirs_exist_ok=True)
         for path in [checkout, *checkout.rglob("*")]:
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
         run("up", "--name", name)
@@ -259,6 +262,82 @@ def test_mistakes_get_one_sentence(arguments: list[str], sentence: str) -> None:
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("fault", ["another user's", "open to other users", "no folder of its own"])
+def test_a_folder_that_others_may_have_made_is_not_used(fault: str, tmp_path: Path) -> None:
+    """Nor are the programs in it, whose turn it would be with every command."""
+    name = f"test-{os.getpid()}-trap"
+    folder, mark = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}"), tmp_path / "mark"
+    facts = {"nodes": 1, "gpus": 0, "cpus": 1, "memory": 1, "first_port": 7000}
+    facts |= {"name": name, "hosts": os.getuid() == 0, "accounting": False}
+    place = tmp_path / "elsewhere" if fault == "no folder of its own" else folder
+    (place / "bin").mkdir(mode=0o777 if fault == "open to other users" else 0o700, parents=True)
+    place.chmod((place / "bin").stat().st_mode)
+    (place / "ready").touch()
+    (place / "cluster.json").write_text(json.dumps(facts))
+    for program in ("env", "ip", "nsenter", "sh", "sinfo"):
+        (place / "bin" / program).write_text(f"#!/bin/sh\ntouch {shlex.quote(str(mark))}\n")
+        (place / "bin" / program).chmod(0o755)
+    environment = {"SLURM_CONF": f"{folder}/slurm.conf"}
+    first = subprocess.Popen(["/bin/sleep", "300"], env=environment)  # what init.pid has to name
+    (place / "init.pid").write_text(f"{first.pid}\n")
+    try:
+        if fault == "another user's":
+            if os.getuid() != 0:
+                pytest.skip("not root: a folder cannot be given to another user")
+            os.chown(place, NOBODY, NOBODY)
+        if place != folder:
+            folder.symlink_to(place)
+        for words in (["status"], ["shell"], ["network", "n1", "down"], ["up"], ["down"]):
+            done = run_program(words[0], "--name", name, *words[1:], stdin=subprocess.DEVNULL)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr == f"error: {folder} is {fault}: choose another --name, or remove it.\n"
+        assert not mark.exists()
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+        if place != folder:
+            folder.unlink()
+        shutil.rmtree(place)
+
+
+def test_a_damaged_note_of_a_cluster_is_told(cluster: RunningCluster) -> None:
+    """And `down` needs no such note."""
+    note = Path(f"/tmp/practice-cluster-{os.getuid()}-{cluster.name}/cluster.json")
+    good = note.read_bytes()
+    facts = json.loads(good)
+    junk = [b"", b"{", b"[]", b"5", os.urandom(99), b"[" * 100_000]
+    changes = [{"nodes": "2"}, {"nodes": True}, {"nodes": None}, {"unknown": 1}]
+    junk += [json.dumps(facts | change).encode() for change in changes]
+    junk += [json.dumps({fact: facts[fact] for fact in facts if fact != "gpus"}).encode()]
+    try:
+        for text in junk:
+            note.write_bytes(text)
+            done = cluster.run(["true"])
+            assert (done.returncode, done.stderr) == (
+                1,
+                f"error: {note} is damaged: take {cluster.name} down, and up again.\n",
+            ), text
+    finally:
+        note.write_bytes(good)
+
+
+def test_a_shell_without_a_shell_or_a_folder(cluster: RunningCluster, tmp_path: Path) -> None:
+    for shell in ("/bin/no-such-shell", "", str(tmp_path)):
+        done = run_program(
+            "shell", "--name", cluster.name, env=ENVIRONMENT | {"SHELL": shell}, input="echo $0; hostname\n"
+        )
+        assert (done.returncode, done.stdout.split()[0]) == (0, "/bin/sh"), done.stderr
+    leaving = f'cd "$1"; rmdir "$1"; exec "{sys.executable}" "{PROGRAM}" shell --name {cluster.name} -- true'
+    (tmp_path / "gone").mkdir()
+    command = ["sh", "-c", leaving, "sh", tmp_path / "gone"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the current folder cannot be used (No such file or directory): go to another one.\n"
+    )
 
 
 def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:

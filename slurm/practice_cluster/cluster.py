@@ -12,13 +12,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import config
 import processes
 import software
-from state import Cluster, ClusterError, folder, slurm_conf
+from state import Cluster, ClusterError, check_folder, folder, slurm_conf
 
 HERE = Path(__file__).resolve().parent
 # Between the well-known ports and those that job scripts choose, which are five digits long.
@@ -127,7 +127,7 @@ def status(arguments: argparse.Namespace) -> int:
 def shell(arguments: argparse.Namespace) -> int:
     """a shell on the login host, or the command after --"""
     cluster = load(arguments.name)
-    words = arguments.words or [os.environ.get("SHELL", "/bin/sh")]
+    words = arguments.words or [shutil.which(os.environ.get("SHELL", "")) or "/bin/sh"]
     command = on_login_host(cluster, words)
     os.execvpe(command[0], command, user_environment(cluster))
 
@@ -163,6 +163,7 @@ def down(arguments: argparse.Namespace) -> int:
 
 def load(name: str) -> Cluster:
     """The cluster that is up. Raises ClusterError if there is none."""
+    check_folder(name)
     if not (folder(name) / "ready").exists():
         raise ClusterError(f"{name} is not up: start it with `up`, or choose another --name.")
     return Cluster.load(name)
@@ -180,8 +181,17 @@ def description(cluster: Cluster) -> list[str]:
 
 
 def on_login_host(cluster: Cluster, command: list[str]) -> list[str]:
-    """The command line that runs `command` on the login host, in the current folder."""
-    return [*processes.entrance(cluster), "env", f"--chdir={Path.cwd()}", *command]
+    """The command line that runs `command` on the login host, in the current folder.
+
+    Raises ClusterError if there is no login host or no current folder any more.
+    """
+    try:
+        here = Path.cwd()
+    except OSError as error:
+        raise ClusterError(
+            f"the current folder cannot be used ({error.strerror}): go to another one."
+        ) from error
+    return [*processes.entrance(cluster), "env", f"--chdir={here}", *command]
 
 
 def user_environment(cluster: Cluster) -> dict[str, str]:
@@ -193,13 +203,13 @@ def user_environment(cluster: Cluster) -> dict[str, str]:
 def lock(name: str) -> Iterator[None]:
     """Make the cluster's folder and hold it. Raises ClusterError while another command does."""
     try:
-        folder(name).mkdir(mode=0o700, exist_ok=True)
-        holder = os.open(folder(name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with suppress(FileExistsError):
+            folder(name).mkdir(mode=0o700)
+        check_folder(name)
+        holder = os.open(folder(name), os.O_RDONLY)
     except OSError as error:
         raise ClusterError(f"cannot make {folder(name)} ({error.strerror}).") from error
     try:
-        if os.fstat(holder).st_uid != os.getuid():
-            raise ClusterError(f"{folder(name)} is another user's: choose another --name.")
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
@@ -302,6 +312,7 @@ def start(cluster: Cluster) -> None:
     with log.open("w") as output:
         init = subprocess.Popen(
             command,
+            cwd="/",  # where it stays; the current folder may be deleted
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -119,7 +119,7 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout=30
 InactiveLimit=0
-KillWait=5
+KillWait=15
 CompleteWait=0
 MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2

@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import stat
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 
@@ -29,7 +30,17 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str) -> "Cluster":
-        return cls(**json.loads((folder(name) / "cluster.json").read_text()))
+        """What `save` wrote. Raises ClusterError if the file holds anything else."""
+        file = folder(name) / "cluster.json"
+        types = {field.name: field.type for field in fields(cls)}
+        try:
+            facts = json.loads(file.read_bytes())
+            fits = {fact: type(value) for fact, value in facts.items()} == types
+        except (OSError, ValueError, AttributeError, RecursionError):
+            fits = False
+        if not fits:
+            raise ClusterError(f"{file} is damaged: take {name} down, and up again.")
+        return cls(**facts)
 
     def save(self) -> None:
         (self.folder / "cluster.json").write_text(json.dumps(asdict(self)))
@@ -53,6 +64,25 @@ class Cluster:
 def folder(name: str) -> Path:
     """Everything that a cluster writes. It is short: the path of a socket may have 107 characters at most."""
     return Path(f"/tmp/practice-cluster-{os.getuid()}-{name}")
+
+
+def check_folder(name: str) -> None:
+    """Raises ClusterError if anybody but this user may have put something into the cluster's folder.
+
+    Everybody may write to /tmp, and can guess the name.
+    """
+    try:
+        found = folder(name).lstat()
+    except FileNotFoundError:
+        return
+    faults = {
+        "no folder of its own": not stat.S_ISDIR(found.st_mode),
+        "another user's": found.st_uid != os.getuid(),
+        "open to other users": stat.S_IMODE(found.st_mode) & 0o077,
+    }
+    fault = next((fault for fault, is_so in faults.items() if is_so), None)
+    if fault:
+        raise ClusterError(f"{folder(name)} is {fault}: choose another --name, or remove it.")
 
 
 def slurm_conf(name: str) -> Path:

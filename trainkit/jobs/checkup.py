@@ -354,19 +354,19 @@ def _join() -> dict:
 
     from trainkit import world
 
-    log = Path(tempfile.gettempdir()) / f"doctor-nccl-{os.environ['SLURM_JOB_ID']}-{os.getpid()}"
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
-    device = world.join(use_cuda=True, timeout=LIMITS["group"] - 5).device
-    world.barrier()  # NCCL connects at its first operation
-    facts = {"backend": dist.get_backend(), "network": None, "device": None}
+    # A folder of its own, for everybody may write to the temporary folder, and guess a name there.
+    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder, "nccl.log")
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+        device = world.join(use_cuda=True, timeout=LIMITS["group"] - 5).device
+        world.barrier()  # NCCL connects at its first operation
+        network = nccl_network(log.read_text(errors="replace")) if log.exists() else None
+    facts = {"backend": dist.get_backend(), "network": network, "device": None}
     if device.type == "cuda":
         free, size = torch.cuda.mem_get_info(device)
         properties = torch.cuda.get_device_properties(device)
         facts |= {"device": properties.name, "free": free / size}
         facts["uuid"] = str(properties.uuid) if hasattr(properties, "uuid") else None
-        with suppress(OSError):
-            facts["network"] = nccl_network(log.read_text(errors="replace"))
-            log.unlink()
     return facts
 
 
