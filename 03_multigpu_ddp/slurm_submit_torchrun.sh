@@ -28,10 +28,8 @@ if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
 ranks=${SLURM_GPUS_ON_NODE:-1}
 export OMP_NUM_THREADS=$((OMP_NUM_THREADS > ranks ? OMP_NUM_THREADS / ranks : 1))
 
-# USR2 is for the ranks; torchrun itself would die of it.
-# shellcheck disable=SC2016  # "$@" is for the inner shell
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" bash -c 'trap "" USR2; exec python -m torch.distributed.run "$@"' torchrun \
+    "${SITE_CONTAINER[@]}" python -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
     "$script" \

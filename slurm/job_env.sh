@@ -26,6 +26,12 @@ log=/proc/$$/fd/2
 log_begin=0
 if [[ -f $log ]]; then log_begin=$(stat -L -c %s "$log"); fi
 
+# USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can (trainkit/checkpoint.py),
+# instead of killing Python while it starts.
+hold_signals=(env "--block-signal=USR2,TERM")
+"${hold_signals[@]}" true 2>/dev/null || hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash) # before coreutils 8.31
+SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}")
+
 # --- where the ranks meet ---------------------------------------------------------------------------
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
@@ -127,21 +133,25 @@ ended without a word: killed (by hand, or for want of memory: --mem)?"
 }
 
 finish() {
-    local code=$?
+    local code=$? saved=""
     set +e
     trap - EXIT
+    trap '' TERM # requeue sends it to this script, too
     echo
-    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
-        echo "stopped before the time limit; back to the queue, to go on from the checkpoint"
+    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then saved=$(<"$TRAINKIT_JOB_DIR/stopped"); fi
+    # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
+    if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
+        echo "stopped by a signal; back to the queue, to go on from the checkpoint"
         scontrol requeue "$SLURM_JOB_ID" ||
-            fail "this job may not be requeued: submit again with --checkpoint-dir $(<"$TRAINKIT_JOB_DIR/stopped")"
+            fail "this job may not be requeued: submit again with --checkpoint-dir $saved"
     elif [[ -n ${ended_from_outside:-} ]]; then
-        echo "ended from outside: by scancel, or at the time limit"
+        echo "ended from outside: by scancel, or at the time limit${saved:+; to go on, submit again with --checkpoint-dir $saved}"
     elif ((code)); then
         tell_who_failed
     fi
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code; results in $RESULTS_DIR/runs"
     exit "$code"
 }
+at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *Reason=TimeLimit* ]]; }
 trap finish EXIT
 trap 'ended_from_outside=1; exit 143' TERM

@@ -6,33 +6,46 @@ numbers, and the rows of the run's CSV, so that the run goes on under its own na
 """
 
 import os
-import pickle
 import re
 import signal
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import world
-from trainkit.epoch import PartialEpoch
-from trainkit.errors import Stopped, UserError, first_line
+from trainkit.epoch import PartialEpoch, not_a_number
+from trainkit.errors import Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable, replacing
 from trainkit.model import bare
 from trainkit.options import Options
 from trainkit.precision import precision_of
 from trainkit.runlog import RunLog
 
-VERSION = 1
+VERSION = 2  # 1: the inputs of Net.fc1 were in the order height, width, channel
+KEYS = (
+    "version",
+    "epoch",
+    "part",
+    "precision",
+    "random_numbers",
+    "options",
+    "run",
+    "model",
+    "optimizer",
+    "schedule",
+)
+LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
-# Ranks must save at the same step, so they have to ask each other; this often, in seconds, because
-# asking after every step would make each wait for the others.
-BETWEEN_MEETINGS = 1.0
+# Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class Checkpoints:
@@ -40,11 +53,11 @@ class Checkpoints:
 
     All ranks make one and call its methods at the same points. With `--resume auto` the newest
     checkpoint is loaded here, into `model`, `optimizer`, `schedule` and `log`. From here on the
-    signal USR2 means: save at the next step and stop.
+    signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
-        UserError: if the folder cannot be written to, holds another training, or nothing in it can
-            be read.
+        UserError: if the folder cannot be written to, is another run's, holds another training, or
+            nothing in it can be read.
     """
 
     def __init__(
@@ -61,15 +74,21 @@ class Checkpoints:
         # What makes it this training and no other.
         names = {"dataset": dataset, "model": type(bare(model)).__name__}
         self._identity = options.shaping() | names
-        self._device = next(model.parameters()).device
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
         self._first_epoch, self._part = 1, None
-        self._stop_asked = self._stopping = False
-        self._saved_at = self._met_at = time.monotonic()
-        self._steps, self._meet_after = 0, 1  # steps since the last meeting, and when the next one is
+        self._stop_asked = False
+        self._saved_at = time.monotonic()
         if self._folder:
-            self._open_folder()
-            signal.signal(signal.SIGUSR2, self._ask_to_stop)
+            self._lock = world.on_first(self._open_folder)
+            # One rank reads the file, so that all have the same one.
+            newest = world.on_first(lambda: _newest(self._folder))
+            path, state = world.from_first(newest)
+            if state:
+                self._load(path, state)
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._ask_to_stop)
+        # A job has them wait until somebody listens (slurm/job_env.sh).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def epochs(self) -> range:
         """The epochs that are still to be trained."""
@@ -79,127 +98,144 @@ class Checkpoints:
         """What an earlier process did of `epoch`, or None."""
         return self._part if epoch == self._first_epoch else None
 
-    def due(self) -> bool:
-        """True, on every rank at the same step, if it is time to save within the epoch.
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether this rank was asked to stop, and whether it is time to save within the epoch."""
+        overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
+        return self._stop_asked, self._folder is not None and world.is_first() and overdue
 
-        To be called after every step; the ranks ask each other about once a second.
-        """
-        self._steps += 1
-        return self._folder is not None and self._steps >= self._meet_after and self._meet()
-
-    def save(self, epoch: int, part: PartialEpoch | None = None) -> None:
-        """Save the state before `epoch`, or after `part` of it.
+    def save(self, epoch: int, part: PartialEpoch | None = None, stop: bool = False) -> None:
+        """Save the state before `epoch`, or after `part` of it; then stop, if all ranks are to.
 
         Raises:
-            Stopped: if a signal asked for it.
-            UserError: if the file cannot be written; the checkpoints before stay.
+            Stopped: with `stop`.
+            UserError: if the weights are not numbers, or the file cannot be written; the checkpoints
+                before stay.
         """
+        if not self._folder:
+            return
+        where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         random_numbers = world.gather(_random_numbers())
-        if world.is_first():
-            path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-            state = {name: thing.state_dict() for name, thing in self._parts.items()}
-            self._write(path, state | {
-                "version": VERSION,
-                "epoch": epoch,
-                "part": part and asdict(part),
-                "precision": precision_of(self._parts["model"]),
-                "random_numbers": random_numbers,
-                "options": self._identity,
-                "run": self._log.state(),
-            })  # fmt: skip
+        world.on_first(lambda: self._write(epoch, part, where, random_numbers))
         self._saved_at = time.monotonic()
-        if self._stopping:
-            self._stop(epoch, part)
+        if stop:
+            text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
+            world.on_first(lambda: self._leave_word(text))
+            world.leave()  # when rank 0 has saved: a rank that went before would end the whole step
+            raise Stopped(text)
+        self._first_epoch, self._part = epoch, part
 
-    def end_of_epoch(self, epoch: int) -> None:
-        """Save after `epoch`; call it when the epoch's row is written."""
-        if self._folder:
-            self._meet()
-            self._stopping = self._stopping and epoch < self._options.epochs
-            self.save(epoch + 1)
+    def finish(self) -> None:
+        """After the last epoch nobody goes on from the checkpoints in a job's own folder: remove them."""
+        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+        unfinished = self._first_epoch <= self._options.epochs
+        if (
+            not (world.is_first() and self._folder and job_folder)
+            or unfinished
+            or self._options.keep_checkpoints
+        ):
+            return
+        if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
+            with suppress(OSError):  # the run went well
+                for path in (*_checkpoints(self._folder), self._folder / LOCK):
+                    path.unlink(missing_ok=True)
+                self._folder.rmdir()
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
 
-    def _meet(self) -> bool:
-        """Whether any rank was asked to stop, or rank 0's clock says that it is time to save."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # steps done, not steps queued
-        now = time.monotonic()
-        wishes = [self._stop_asked, 0, 0]
-        if world.is_first():  # its clock decides, so that all ranks meet at the same step again
-            overdue = now - self._saved_at > 60 * self._options.checkpoint_minutes
-            steps_per_second = self._steps / (now - self._met_at)
-            # At most twice as many as the last time: the first steps tell little about the others.
-            meet_after = min(2 * self._meet_after, steps_per_second * BETWEEN_MEETINGS)
-            wishes[1:] = overdue, max(1, meet_after)
-        wishes = torch.tensor(wishes, dtype=torch.float64, device=self._device)
-        stop, save, meet_after = world.sum_in_place(wishes).tolist()
-        self._stopping = stop > 0
-        self._steps, self._meet_after, self._met_at = 0, int(meet_after), now
-        return stop > 0 or save > 0
-
-    def _stop(self, epoch: int, part: PartialEpoch | None) -> None:
+    def _leave_word(self, text: str) -> None:
+        tell(text)
         job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        where = f"after step {part.steps} of epoch {epoch}" if part else f"after epoch {epoch - 1}"
-        text = f"stopped {where} by the signal USR2; --resume auto goes on from {self._folder}"
-        if world.is_first():
-            print(text, flush=True)
-            if job_folder:  # tells slurm/job_env.sh to put the job back into the queue
-                Path(job_folder, "stopped").write_text(f"{self._folder.absolute()}\n")
-        world.leave()  # when rank 0 has saved: a rank that went before would end the whole step
-        raise Stopped(text)
+        if not job_folder:
+            return
+        try:  # tells slurm/job_env.sh to put the job back into the queue
+            Path(job_folder, "stopped").write_text(f"{self._folder.absolute()}\n")
+        except OSError as error:
+            raise UserError(
+                f"{text}, but {job_folder} cannot be written to ({error.strerror}), so the job does not go "
+                f"back to the queue: submit it again with --checkpoint-dir {self._folder.absolute()}."
+            ) from None
 
-    def _open_folder(self) -> None:
-        if world.is_first():
-            check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
-            for leftover in self._folder.glob("*.pt.tmp"):  # of a process that was killed
-                leftover.unlink(missing_ok=True)
-            if _checkpoints(self._folder) and self._options.resume == "never":
-                raise UserError(
-                    f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
-                    "with it, or give another --checkpoint-dir."
-                )
-        # One rank reads the file, so that all have the same one.
-        path, state = world.from_first(_newest(self._folder) if world.is_first() else None)
-        if state:
-            self._load(path, state)
+    def _open_folder(self) -> FileLock | None:
+        """Make the folder this run's, for as long as the lock is held."""
+        check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
+        lock = FileLock(self._folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another run saves its checkpoints in {self._folder}: wait for its end, or give another "
+                "--checkpoint-dir."
+            ) from None
+        except (OSError, NotImplementedError):  # a file system without locks
+            lock = None
+        for leftover in self._folder.glob("*.pt.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        if _checkpoints(self._folder) and self._options.resume == "never":
+            raise UserError(
+                f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
+                "with it, or give another --checkpoint-dir."
+            )
+        return lock
 
     def _load(self, path: Path, state: dict) -> None:
-        # Checkpoints of earlier programs do not name the model: theirs was Net.
-        was = {"model": "Net"} | state["options"] | {"precision": state["precision"]}
+        """Go on from `state`, the content of `path`, which has all keys but may hold anything."""
+        try:
+            # Checkpoints of earlier programs do not name the model: theirs was Net.
+            was = {"model": "Net"} | state["options"] | {"precision": state["precision"]}
+            self._check_identity(path, was)
+            if state["version"] == 1 and was["model"] == "Net":
+                _to_classic_order(state)
+            for name, thing in self._parts.items():
+                thing.load_state_dict(state[name])
+            if not _set_random_numbers(
+                state["random_numbers"]
+            ):  # other ranks or GPUs than before: new numbers
+                torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
+            self._first_epoch = int(state["epoch"])
+            self._part = state["part"] and PartialEpoch(**state["part"])
+            world.on_first(lambda: self._log.go_on(state["run"]))
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
+            ) from None
+        if world.is_first():
+            tell(f"resumed from {path}")
+
+    def _check_identity(self, path: Path, was: dict) -> None:
         asked = self._identity | {"precision": self._options.precision}
         if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
-            asked["precision"] = state["precision"]
+            asked["precision"] = was["precision"]
             if hasattr(self._parts["model"], "precision"):
-                self._parts["model"].precision = state["precision"]
+                self._parts["model"].precision = was["precision"]
         told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
-        try:
-            for name, thing in self._parts.items():
-                thing.load_state_dict(state[name])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
-            ) from None
-        if not _set_random_numbers(state["random_numbers"]):  # other ranks or GPUs than before: new numbers
-            torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
-        self._first_epoch, self._part = state["epoch"], state["part"] and PartialEpoch(**state["part"])
-        if self._log:
-            self._log.go_on(state["run"])
-            print(f"resumed from {path}", flush=True)
 
-    def _write(self, path: Path, state: dict) -> None:
+    def _write(self, epoch: int, part: PartialEpoch | None, where: str, random_numbers: list) -> None:
+        state = {name: thing.state_dict() for name, thing in self._parts.items()}
+        if not all(value.isfinite().all() for value in state["model"].values() if torch.is_tensor(value)):
+            raise not_a_number(f"the weights are no longer numbers after {where}")
+        state |= {
+            "version": VERSION,
+            "epoch": epoch,
+            "part": part and asdict(part),
+            "precision": precision_of(self._parts["model"]),
+            "random_numbers": random_numbers,
+            "options": self._identity,
+            "run": self._log.state(),
+        }
+        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with replacing(path, "wb") as file:
                 torch.save(state, file)
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink()
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"the checkpoint {path} cannot be written ({first_line(error)}): free the space or give "
+                f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
             ) from None
 
@@ -209,40 +245,54 @@ def _called(name: str) -> str:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-
-    def position(path: Path) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", path.stem)]
-
-    return sorted(folder.glob("epoch-*-step-*.pt"), key=position)
+    """The checkpoints in `folder`, oldest first; no other file has such a name."""
+    names = {path: re.fullmatch(r"epoch-(\d+)-step-(\d+)\.pt", path.name) for path in folder.iterdir()}
+    return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
-    """The newest checkpoint that can be read, and its file; a damaged one is named and put aside."""
+    """The newest checkpoint that can be read, and its content; a damaged one is named and put aside."""
     found, unreadable = _checkpoints(folder), []
     for path in reversed(found):
         try:
-            with zipfile.ZipFile(
-                path
-            ) as archive:  # torch.save writes a zip, but torch.load skips its checksums
-                damaged = archive.testzip()
-            if damaged:
-                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if state.get("version") == VERSION:
-                for broken in unreadable:  # else it would count as the newest when old ones are deleted
-                    broken.replace(broken.with_suffix(".damaged"))
-                return path, state
-            problem = f"version {state.get('version')}, this program reads {VERSION}"
-        except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-            problem = first_line(error)
-        unreadable.append(path)
-        print(f"warning: the checkpoint {path} cannot be read ({problem})", file=sys.stderr)
+            state = _read(path)
+        except Exception as error:  # whatever PyTorch makes of a damaged file
+            print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
+            unreadable.append(path)
+            continue
+        if state["version"] > VERSION:
+            raise UserError(
+                f"{path} has version {state['version']}, and this program reads {VERSION} and before: go on "
+                "with the newer program that made it, or give another --checkpoint-dir."
+            )
+        for broken in unreadable:  # else it would count as the newest when old ones are deleted
+            broken.replace(broken.with_suffix(".damaged"))
+        return path, state
     if found:
         raise UserError(
             f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start anew."
         )
     return None, None
+
+
+def _read(path: Path) -> dict:
+    if not path.is_file():
+        raise ValueError("it is not a regular file")
+    with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if missing := [key for key in KEYS if key not in state]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return state
+
+
+def _to_classic_order(state: dict) -> None:
+    """Bring Net.fc1's weights, and what the optimizer keeps of them, from version 1 to the order of today."""
+    for values in (state["model"], *state["optimizer"]["state"].values()):
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.shape == (128, 9216):
+                values[name] = value.view(128, 144, 64).transpose(1, 2).reshape(128, 9216)
 
 
 def _random_numbers() -> list[torch.Tensor]:

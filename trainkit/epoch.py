@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from trainkit.errors import UserError
+
 
 class Trained(NamedTuple):
     """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per sample."""
@@ -33,3 +35,11 @@ class PartialEpoch:
     seconds: float
     learning_rate: float  # of the first step
     losses: torch.Tensor  # (steps,), each the mean over all ranks
+
+
+def not_a_number(what: str) -> UserError:
+    """The error of a training that has gone out of bounds; `what` is a clause, such as "the loss is nan"."""
+    return UserError(
+        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
+        "The epochs before are recorded."
+    )

@@ -1,6 +1,7 @@
 """One clear sentence instead of a traceback for every mistake a user can mend."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,10 @@ from typing import NoReturn
 
 class UserError(Exception):
     """A mistake the user can mend; its text says what is wrong and what to do."""
+
+
+class PeerError(UserError):
+    """Another rank made the mistake, and tells it."""
 
 
 class Stopped(Exception):  # noqa: N818  not an error: the run did what it was asked to
@@ -23,8 +28,12 @@ def run(main: Callable[[], int | None]) -> None:
     130. In a job each rank also leaves a note on how it ended (`note`).
     """
     note("started")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
         code = main()
+    except PeerError as error:
+        _fail(str(error), "lost")
     except UserError as error:
         _fail(str(error))
     except Stopped as stop:
@@ -49,7 +58,28 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
     note("finished")
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # to be stopped now would make a failure of it
+    tell()  # while an error of the output can still be overlooked
     sys.exit(code)
+
+
+def tell(text: str | None = None) -> None:
+    """Print, and go on even if nobody can read it: `| head` has ended, or the disk of the log is full."""
+    try:
+        if text is not None:
+            print(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def give_up(text: str) -> NoReturn:
+    """End the process with this error, from any thread and whatever the others are stuck in."""
+    text = f"error{_which_rank()}: {text}"
+    note("failed", text)
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def note(state: str, text: str = "") -> None:
@@ -80,6 +110,12 @@ def note(state: str, text: str = "") -> None:
 def first_line(error: Exception) -> str:
     """The first line of its text, without the stack of C++ frames that PyTorch adds."""
     return str(error).strip().partition("\n")[0]
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be saved; PyTorch hides the system's answer behind one of its own."""
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    return getattr(cause, "strerror", None) or first_line(cause)
 
 
 def _fail(text: str, state: str = "failed") -> NoReturn:

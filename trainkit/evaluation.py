@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit import clock, machine, world
 from trainkit.batches import Batches
-from trainkit.epoch import Tested
-from trainkit.errors import UserError
+from trainkit.epoch import Tested, not_a_number
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:
@@ -40,7 +39,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     seconds = clock.stop(device, started)
     total, correct, samples = world.sum_in_place(sums).tolist()
     if not math.isfinite(total):
-        raise UserError(f"the test loss is {total}: lower --lr. The epochs before are recorded.")
+        raise not_a_number(f"the test loss is {total}")
     peak = world.largest(machine.peak_memory_mb(device), device)
     return Tested(int(samples), seconds, total / samples, 100 * correct / samples, peak)
 

@@ -21,7 +21,8 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
         OSError: if it cannot be written.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    # A name that is not UTF-8 does not end a run.
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
     try:
         with temporary.open(mode, **text) as file:
             yield file

@@ -5,6 +5,9 @@ import os
 import platform
 import resource
 import subprocess
+import time
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -18,6 +21,13 @@ def device_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return f"CPU: {line.split(':', 1)[1].strip()}"
     return f"CPU: {platform.machine()}"  # ARM processors have no name there
+
+
+def process_start() -> float:
+    """When this process started, on the clock of `time.monotonic`, which nobody sets back (proc(5), stat)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
 
 def git_commit() -> str:
@@ -61,3 +71,20 @@ def pin_to_own_cores(local_rank: int, local_size: int) -> None:
     share = len(cores) // local_size
     if share:
         os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
+
+
+def cores() -> tuple[str, set[int]]:
+    """This host, by the number of its boot, and the cores of it that this process may use."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.sched_getaffinity(0)
+
+
+def limit_threads(of_all_ranks: list[tuple[str, set[int]]]) -> None:
+    """Lower the number of this rank's threads to its share of its cores, given the `cores` of every rank.
+
+    Where threads share a core, each step waits for one that does not run. The CPUs that Slurm gives a rank
+    need not be its own: on the practice cluster all nodes are one machine.
+    """
+    host, own = cores()
+    users = Counter(core for other_host, others in of_all_ranks if other_host == host for core in others)
+    share = sum(Fraction(1, users[core]) for core in own)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), int(share))))

@@ -34,9 +34,7 @@ class Net(nn.Module):
         # largest of four, and leaves relu a quarter of the work.
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = self.dropout1(x)
-        # Flatten in (height, width, channel) order: channels_last memory already has it, so no copy.
-        x = x.permute(0, 2, 3, 1).flatten(1)
-        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc1(x.flatten(1)))
         x = self.dropout2(x)
         return self.fc2(x)
 

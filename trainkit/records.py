@@ -7,7 +7,9 @@ reader, a kill or a full disk never meets half a row.
 import csv
 import io
 import math
+import platform
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -132,7 +134,7 @@ class Recorder:
         """Append the row of one epoch and put the whole file in place.
 
         Raises:
-            UserError: if the file cannot be written; the rows written before stay.
+            UserError: if the file cannot be written; the text tells where the rows are then.
         """
         self.rows.append(self._facts | row)
         self._write()
@@ -153,15 +155,29 @@ class Recorder:
 
     def _write(self) -> None:
         try:
-            with replacing(self.path) as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                writer.writeheader()
-                writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self.rows)
+            self._put(self.path.parent)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                f"--results-dir. The epochs recorded before are kept."
+                f"--results-dir. {self._rescue()}"
             ) from None
+
+    def _put(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+        with replacing(folder / self.path.name) as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self.rows)
+
+    def _rescue(self) -> str:
+        """Write the rows to another place, and tell where they are."""
+        for place in (Path.cwd, tempfile.mkdtemp):
+            with suppress(OSError):
+                folder = Path(place())
+                self._put(folder)
+                where = f"{folder / self.path.name} on {platform.node()}"
+                return f"The {len(self.rows)} epoch(s) so far are in {where}."
+        return "No other place could be written to either; what was recorded before stays."
 
 
 def read(path: Path) -> list[dict[str, object]]:

@@ -11,8 +11,9 @@ from trainkit import clock, world
 from trainkit.batches import Batch, Batches
 from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
-from trainkit.epoch import PartialEpoch, Tested, Trained
+from trainkit.epoch import PartialEpoch, Tested, Trained, not_a_number
 from trainkit.errors import UserError
+from trainkit.meeting import Meeting
 from trainkit.options import Options
 from trainkit.runlog import RunLog
 from trainkit.world import World
@@ -51,9 +52,10 @@ class Run:
         devices: int,
     ) -> None:
         self._options, self._model, self._schedule = options, model, schedule
-        log = RunLog(name, options, here, devices, train_set.name, model) if here.rank == 0 else None
-        self._log = log
-        self._checkpoints = Checkpoints(options, train_set.name, model, optimizer, schedule, log)
+        # None but on rank 0.
+        self._log = world.on_first(lambda: RunLog(name, options, here, devices, train_set.name, model))
+        self._checkpoints = Checkpoints(options, train_set.name, model, optimizer, schedule, self._log)
+        self._meeting = Meeting(here.device)
 
     def epochs(self) -> range:
         """The epochs that are still to be trained, counted from 1."""
@@ -63,7 +65,7 @@ class Run:
         """The batches of `epoch` that no earlier process has trained on, on the clock.
 
         Raises:
-            UserError: after the last one, if a loss was not a number; the text tells the step.
+            UserError: if a loss was not a number, a second or so later; the text tells the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
         self._trained: Trained | None = None
@@ -90,10 +92,16 @@ class Run:
             yield batch
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
-            if self._checkpoints.due() and step < len(batches):
+            if not self._meeting.due():
+                continue
+            losses = self._losses[:step]
+            stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
+            if broken:
+                _check_finite(_mean_over_ranks(losses), epoch)
+            if (stop or save) and step < len(batches):
                 seconds += clock.stop(device, started)  # saving is not training
-                losses = _mean_over_ranks(self._losses[:step]).cpu()
-                self._checkpoints.save(epoch, PartialEpoch(step, seconds, done.learning_rate, losses))
+                part = PartialEpoch(step, seconds, done.learning_rate, _mean_over_ranks(losses).cpu())
+                self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
         seconds += clock.stop(device, started)
 
@@ -116,14 +124,14 @@ class Run:
         """
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        if self._log:
-            self._log.epoch(epoch, self._trained, tested)
-        self._checkpoints.end_of_epoch(epoch)
+        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested))
+        stop, _ = self._meeting.ask(*self._checkpoints.wishes())
+        self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
-        if self._log:
-            self._log.finish(self._model)
+        world.on_first(lambda: self._log.finish(self._model))
+        self._checkpoints.finish()
 
 
 def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +142,4 @@ def _check_finite(losses: torch.Tensor, epoch: int) -> None:
     broken = losses.isfinite().logical_not().nonzero()
     if len(broken):
         first = broken[0].item()
-        raise UserError(
-            f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}: lower --lr. "
-            "The epochs before are recorded."
-        )
+        raise not_a_number(f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}")

@@ -6,16 +6,15 @@ import platform
 import re
 import secrets
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from trainkit import machine
 from trainkit.epoch import Tested, Trained
-from trainkit.errors import UserError
+from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
 from trainkit.model import bare
 from trainkit.options import Options
@@ -35,12 +34,12 @@ class RunLog:
         self, stage: str, options: Options, here: World, devices: int, dataset: str, model: nn.Module
     ) -> None:
         self._options = options
-        self._started = psutil.Process().create_time()
+        self._started = machine.process_start()
         self._before_s = 0.0  # what earlier processes of this run took
         self._past_first_epoch = False
-        started_at = datetime.fromtimestamp(self._started, timezone.utc)
+        started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
         word = re.sub(r"[^\w.-]+", "-", stage)  # it is the name of a file, too
-        self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
         self._facts = options.columns() | {
             "run_id": self.run_id,
             "stage": stage,
@@ -64,39 +63,42 @@ class RunLog:
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
         self._recorder = None if options.dry_run else Recorder(options.results_dir, self._facts)
-        print(
+        tell(
             f"stage {stage} · {devices} x {self._facts['device_name']} · {dataset} · global batch "
             f"{options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
             f"recipe {options.recipe}"
         )
 
     def epoch(self, epoch: int, trained: Trained, tested: Tested) -> None:
-        """Print the line of one epoch and write its row."""
+        """Write the row of one epoch, then print its line.
+
+        Raises:
+            UserError: if the row cannot be written; the text tells where it is then.
+        """
         images = trained.steps * self._options.batch_size
         images_per_s = images / trained.seconds
         train = f"loss {trained.loss:.4f}, {images_per_s:,.0f} images/s, {trained.seconds:.1f} s"
         accuracy = "" if math.isnan(tested.accuracy) else f"accuracy {tested.accuracy:.2f} %, "
         test = f"{accuracy}loss {tested.loss:.4f}, {tested.seconds:.1f} s"
-        print(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}", flush=True)
-        if self._recorder is None:
-            return
-        self._recorder.add(
-            epoch=epoch,
-            warmup=not self._past_first_epoch,
-            steps=trained.steps,
-            images=images,
-            train_seconds=trained.seconds,
-            images_per_s=images_per_s,
-            test_images=tested.samples,
-            eval_seconds=tested.seconds,
-            train_loss=trained.loss,
-            test_loss=tested.loss,
-            test_accuracy=tested.accuracy,
-            learning_rate=trained.learning_rate,
-            peak_memory_mb=tested.peak_memory_mb,
-            elapsed_s=self._elapsed_s(),
-        )
+        if self._recorder:
+            self._recorder.add(
+                epoch=epoch,
+                warmup=not self._past_first_epoch,
+                steps=trained.steps,
+                images=images,
+                train_seconds=trained.seconds,
+                images_per_s=images_per_s,
+                test_images=tested.samples,
+                eval_seconds=tested.seconds,
+                train_loss=trained.loss,
+                test_loss=tested.loss,
+                test_accuracy=tested.accuracy,
+                learning_rate=trained.learning_rate,
+                peak_memory_mb=tested.peak_memory_mb,
+                elapsed_s=self._elapsed_s(),
+            )
         self._past_first_epoch = True
+        tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
 
     def state(self) -> dict:
         """What a checkpoint keeps of the log, so that the run can go on under its own name."""
@@ -108,22 +110,26 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
+            ValueError: if `state` would write to another place.
         """
-        self.run_id, self._before_s = state["facts"]["run_id"], state["elapsed_s"]
+        if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
+            raise ValueError("its run_id is no name of a file")
+        self._facts |= state["facts"]
+        self.run_id, self._before_s = self._facts["run_id"], state["elapsed_s"]
         self._recorder.go_on(state["facts"], state["rows"])
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""
-        return self._before_s + time.time() - self._started
+        return self._before_s + time.monotonic() - self._started
 
     def finish(self, model: nn.Module) -> None:
         """Save the weights if asked to, and say where everything is."""
         if self._recorder is None:
-            print("dry run: one training step and one test batch went through; nothing was written.")
+            tell("dry run: one training step and one test batch went through; nothing was written.")
             return
         if self._options.save_model:
-            print(f"weights: {self._save(model)}")
-        print(f"results: {self._recorder.path}")
+            tell(f"weights: {self._save(model)}")
+        tell(f"results: {self._recorder.path}")
 
     def _save(self, model: nn.Module) -> Path:
         path = self._options.results_dir / "models" / f"{self.run_id}.pt"
@@ -133,6 +139,7 @@ class RunLog:
                 torch.save(bare(model).state_dict(), file)  # loads into a plain network
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"the weights cannot be saved to {path} ({error}). The results are in {self._recorder.path}."
+                f"the weights cannot be saved to {path} ({reason(error)}). "
+                f"The results are in {self._recorder.path}."
             ) from None
         return path

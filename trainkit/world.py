@@ -3,6 +3,8 @@
 import atexit
 import gc
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +13,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
 from trainkit import machine
-from trainkit.errors import UserError, first_line
+from trainkit.errors import PeerError, UserError, first_line, give_up
+
+PATIENCE_SECONDS = 20  # beyond --timeout, with processes that meet
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,16 @@ def alone(use_cuda: bool) -> World:
     """
     place = _place()
     # In a batch script this process stands for the whole job; in an srun step only for the step.
-    nodes = _number("SLURM_JOB_NUM_NODES", 1) if place["launcher"] == "python" else place["nodes"]
+    nodes = _number("SLURM_JOB_NUM_NODES", 1, 1) if place["launcher"] == "python" else place["nodes"]
     if place["size"] > 1 or nodes > 1:
         raise UserError(
             f"this stage is one process on one node, but this job has {place['size']} process(es) "
             f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
             "03_multigpu_ddp/mnist_ddp.py."
         )
-    return World(**place, device=_device(place, use_cuda))
+    device = _device(place, use_cuda)
+    machine.limit_threads([machine.cores()])
+    return World(**place, device=device)
 
 
 def join(use_cuda: bool, timeout: int) -> World:
@@ -62,6 +68,12 @@ def join(use_cuda: bool, timeout: int) -> World:
     place = _place()
     device = _device(place, use_cuda)
     meeting_point = {"init_method": "env://"} if place["size"] > 1 else {"store": dist.HashStore()}
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    # PyTorch asks again and again, each time for the whole timeout, where something listens and says nothing.
+    silence = f"{where} answers, but not as rank 0 would: see that nothing else uses the port."
+    watch = threading.Timer(timeout + PATIENCE_SECONDS, give_up, [silence])
+    watch.daemon = True
+    watch.start()
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -72,11 +84,13 @@ def join(use_cuda: bool, timeout: int) -> World:
             **meeting_point,
         )
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
             "them run, that every node resolves the address, and that nothing else uses the port."
         ) from None
+    finally:
+        watch.cancel()
+    machine.limit_threads(gather(machine.cores()))
     return World(**place, device=device)
 
 
@@ -124,6 +138,23 @@ def from_first(value: object) -> object:
     return values[0]
 
 
+def on_first(action: Callable[[], object]) -> object:
+    """Call `action` on rank 0 only, and return its value there, None elsewhere.
+
+    Raises:
+        UserError: on all ranks if it was raised in `action`, so that none waits for rank 0.
+    """
+    value = mistake = None
+    if is_first():
+        try:
+            value = action()
+        except UserError as error:
+            mistake = error
+    if from_first(mistake is not None):
+        raise mistake or PeerError("rank 0 had to stop, and tells why.")
+    return value
+
+
 def gather(value: object) -> list:
     """The `value` of every rank, in the order of the ranks; it must be picklable."""
     if not dist.is_initialized():
@@ -160,18 +191,18 @@ def _place() -> dict:
                 f"{present} is set but {', '.join(missing)} is not: start the processes with torchrun or "
                 f"srun, which set all of them, or run `unset {present.replace(',', '')}` for one process."
             )
-        size = _number("WORLD_SIZE")
-        nodes = _number("GROUP_WORLD_SIZE", _number("SLURM_STEP_NUM_NODES", 1))
+        size = _number("WORLD_SIZE", 1)
+        nodes = _number("GROUP_WORLD_SIZE", 1, _number("SLURM_STEP_NUM_NODES", 1, 1))
         marks = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_EXECUTOR": "submitit", "SLURM_STEP_ID": "srun"}
         launcher = next((name for mark, name in marks.items() if mark in env), "env")
-        rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+        rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
     # Inside an srun step only: in the batch script SLURM_PROCID is set too, and always 0.
     elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
-        size, nodes = _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_STEP_NUM_NODES", 1)
-        rank, local_rank, launcher = _number("SLURM_PROCID"), _number("SLURM_LOCALID"), "srun"
+        size, nodes = _number("SLURM_STEP_NUM_TASKS", 1), _number("SLURM_STEP_NUM_NODES", 1, 1)
+        rank, local_rank, launcher = _number("SLURM_PROCID", 0), _number("SLURM_LOCALID", 0), "srun"
     else:
         rank, local_rank, size, nodes, launcher = 0, 0, 1, 1, "python"
-    if not 0 <= rank < size:
+    if rank >= size:
         raise UserError(f"rank {rank} does not fit a world of {size}: ranks count from 0 to WORLD_SIZE - 1.")
     if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise UserError(
@@ -182,18 +213,21 @@ def _place() -> dict:
         "rank": rank,
         "local_rank": local_rank,
         "size": size,
-        "local_size": _number("LOCAL_WORLD_SIZE", size // nodes),
+        "local_size": _number("LOCAL_WORLD_SIZE", 1, max(size // nodes, 1)),
         "nodes": nodes,
         "launcher": launcher,
     }
 
 
-def _number(name: str, default: int | None = None) -> int:
+def _number(name: str, smallest: int, default: int | None = None) -> int:
     text = os.environ.get(name, default)
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError):
         raise UserError(f"{name} is {text!r}, which is not a whole number: unset it or correct it.") from None
+    if number < smallest:
+        raise UserError(f"{name} is {number}, which is less than {smallest}: unset it or correct it.")
+    return number
 
 
 def _device(place: dict, use_cuda: bool) -> torch.device:

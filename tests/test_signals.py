@@ -1,0 +1,121 @@
+"""USR2 and SIGTERM at any moment of a job: it saves, and goes on later, or it ends with nothing lost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import rows_of, run_stage
+
+TRAINING = ("--epochs", 2, "--train-size", 800, "--test-size", 100, "--batch-size", 40, "--precision", "fp32")
+TRAINING += ("--save-model", "--lr", 0.1)
+# Each rank sends the signals to itself, so that they come at that very moment.
+HERE = "os.kill(os.getpid(), signal.{})"
+START, ONE = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'", "os.environ['{}'] == '1'"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
+def insert(path: Path, line: str, before: str) -> None:
+    """A line of Python in front of the only place where the text `before` begins a line."""
+    text = path.read_text()
+    (at,) = [line for line in text.splitlines(keepends=True) if line.lstrip().startswith(before)]
+    indent = at[: -len(at.lstrip())]
+    planted = f"{indent}import os, signal, sys, threading, time\n{indent}{line}\n"
+    path.write_text(text.replace(at, planted + at, 1))
+
+
+def when(start: int, line: str) -> str:
+    return f"if {START.format(start)}: {line}"
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of the same training in one go."""
+    folder = tmp_path_factory.mktemp("never-stopped")
+    done = run_stage("ddp", *TRAINING, "--results-dir", folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])
+def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped: Path) -> None:
+    """One job, which is stopped at another moment after every start, and ends where the others end."""
+    rank = "SLURM_PROCID" if launcher != "torchrun" else "LOCAL_RANK"
+    stage, trainkit = checkout.script("ddp"), checkout.folder / "trainkit"
+    usr2, term = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
+    insert(stage, when(0, usr2), before="import torch\n")
+    # While the group forms: rank 0 comes later.
+    late = f"threading.Timer(0.3, lambda: {term}).start() if {ONE.format(rank)} else time.sleep(1)"
+    insert(stage, when(1, late), before="here = world.join")
+    insert(stage, when(2, f"{usr2}; {term}"), before="optimizer.zero_grad()")  # and at every step after it
+    insert(trainkit / "evaluation.py", when(3, term), before="output = network(inputs)")
+    insert(trainkit / "checkpoint.py", when(4, usr2), before="torch.save(state, file)")
+    # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
+    real = checkout.run("bash", "-c", "type -ap scontrol").stdout.splitlines()[0]
+    checkout.fake("scontrol", f'[[ $1 != requeue ]] || kill -TERM $PPID; exec {real} "$@"')
+
+    training = (*TRAINING, "--checkpoint-minutes", 1e-6)
+    if launcher == "submitit":
+        submitted = checkout.submit_py("ddp", *training)
+        assert submitted.returncode == 0, submitted.stderr
+        job = int(submitted.stdout.split()[1])
+    else:
+        job = checkout.submit(launcher, *training)
+    state = checkout.cluster.wait(job, timeout=300)
+    log = "".join(path.read_text() for path in checkout.folder.rglob(f"*{job}*.[ol][uo][tg]"))
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "5"), log
+    stops = [
+        line.partition(" by a signal")[0] for line in log.splitlines() if line.startswith("stopped after")
+    ]
+    assert len(stops) == 5, log
+    assert stops[0] == "stopped after step 1 of epoch 1"
+    assert stops[3] == "stopped after epoch 1"
+    assert "Traceback" not in log
+
+    rows = rows_of(checkout.folder / "results")
+    expected = rows_of(never_stopped)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["train_loss"] for row in rows] == pytest.approx(
+        [row["train_loss"] for row in expected], rel=1e-4
+    )
+    (weights,) = (never_stopped / "models").glob("*.pt")
+    for name, values in torch.load(weights, weights_only=True).items():
+        torch.testing.assert_close(checkout.weights()[name], values, rtol=1e-4, atol=1e-5)
+    assert not list((checkout.folder / "results" / "jobs").glob("*/checkpoints/*"))  # nobody needs them now
+
+
+def test_a_preempted_job_saves_and_comes_back_by_itself(checkout: Checkout) -> None:
+    """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
+    slow = when(0, "time.sleep(0.2)")
+    insert(checkout.script("single"), slow, before="optimizer.zero_grad()")
+    job = checkout.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
+    checkout.wait_for("\nstage single", job)
+    urgent = checkout.cluster.submit(
+        "--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=true", cwd="/tmp"
+    )
+    state = checkout.cluster.wait(job, timeout=300)
+    log = checkout.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    assert "stopped after step" in log
+    assert "resumed from" in log
+    assert checkout.cluster.wait(urgent)["JobState"] == "COMPLETED"
+    assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1, 2]
+
+
+def test_scancel_saves_and_the_job_stays_away(checkout: Checkout) -> None:
+    insert(checkout.script("ddp"), "time.sleep(0.05)", before="optimizer.zero_grad()")
+    job = checkout.submit("srun", *TRAINING, "--epochs", 1000)
+    checkout.wait_for("epoch 1/", job)
+    checkout.cluster.run(["scancel", job])
+    state = checkout.cluster.wait(job)
+    log = checkout.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), log
+    assert f"to go on, submit again with --checkpoint-dir {checkout.checkpoints}" in log
+    done = len(rows_of(checkout.folder / "results"))
+    newest = max(checkout.checkpoints.glob("*.pt"), key=lambda path: path.stat().st_mtime)
+    assert torch.load(newest, weights_only=True)["epoch"] == done + 1
