@@ -86,19 +86,26 @@ Path(os.environ["TRAINKIT_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv
 
 
 def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> None:
-    """Four ranks on two nodes train the same, whatever started them."""
-    losses = {}
+    """Four ranks on two nodes train the same, whatever started them. On two cores each has one thread."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    site = f"export OMP_NUM_THREADS=4\nSITE_CONTAINER=(taskset --cpu-list {cores[0]},{cores[-1]})\n"
+    losses, threads = {}, set()
     for launcher, sbatch in FOUR_RANKS.items():
-        rows = checkouts(launcher).train(launcher, *SMALL, sbatch=sbatch)
+        place = checkouts(launcher)
+        place.site(site)
+        rows = place.train(launcher, *SMALL, sbatch=sbatch)
+        threads |= {row["threads_per_worker"] for row in rows}
         assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, launcher)}
         losses[launcher] = [(row["train_loss"], row["test_loss"]) for row in rows]
     place = checkouts("submitit")
+    place.site(site)
     done = place.submit_py("ddp", "--nodes", 2, "--gpus", 4, "--wait", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(place.folder / "results")
     assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(4, 2, "submitit")}
     losses["submitit"] = [(row["train_loss"], row["test_loss"]) for row in rows]
     assert losses["torchrun"] == losses["srun"] == losses["submitit"]
+    assert threads | {row["threads_per_worker"] for row in rows} == {1}
 
 
 def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None:

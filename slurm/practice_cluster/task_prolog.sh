@@ -15,7 +15,7 @@ wanted=${SLURM_CPUS_PER_TASK:-1}
 if [ -z "$SLURM_STEP_ID" ]; then
     wanted=$SLURM_CPUS_ON_NODE
 fi
-cpus=$(nproc)
+cpus=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT && nproc) # with those it does not count the machine's
 if [ "$wanted" -lt "$cpus" ]; then
     first=$((SLURM_JOB_ID + SLURM_NODEID + SLURM_LOCALID * wanted))
     list=$((first % cpus))
