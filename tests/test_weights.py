@@ -1,0 +1,91 @@
+"""Weights go to the classic MNIST network and back, and mean the same there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainkit import data
+from trainkit.model import Net
+
+SMALL = ("--train-size", 1280, "--test-size", 100, "--precision", "fp32", "--no-cuda")
+
+
+class Classic(nn.Module):
+    """The network of the PyTorch example (pytorch/examples, mnist/main.py), in the words of that file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+
+@pytest.fixture(scope="module")
+def images(mnist_dir: Path) -> torch.Tensor:
+    _, test = data.load("mnist", mnist_dir)
+    return test.prepare(test.inputs[:500])
+
+
+@torch.no_grad()
+def outputs(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    return network.eval()(images)
+
+
+def test_saved_weights_mean_the_same_in_the_classic_network(
+    images: torch.Tensor, run_here: Callable, tmp_path: Path
+) -> None:
+    code, _, errors = run_here(*SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
+    assert code == 0, errors
+    (path,) = (tmp_path / "models").glob("*.pt")
+    weights = torch.load(path, weights_only=True)
+    classic, ours = Classic(), Net()
+    classic.load_state_dict(weights)
+    ours.load_state_dict(weights)
+    torch.testing.assert_close(outputs(classic, images), outputs(ours, images))
+    assert outputs(classic, images).argmax(1).unique().numel() > 5  # it has learned to tell digits apart
+
+
+def test_weights_of_the_classic_network_load_here(images: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    classic, ours = Classic(), Net()
+    ours.load_state_dict(classic.state_dict())
+    ours = ours.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(outputs(ours, images), outputs(classic, images))
+
+
+def test_a_checkpoint_of_version_1_goes_on_the_same(run_here: Callable, tmp_path: Path) -> None:
+    """Its fc1 had the inputs in the order height, width, channel; and so had what Adadelta keeps of it."""
+    ends = {}
+    for version in (2, 1):
+        folder = tmp_path / str(version)
+        folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
+        code, _, errors = run_here(*SMALL, "--epochs", 1, *folders)
+        assert code == 0, errors
+        if version == 1:
+            path = folder / "checkpoints" / "epoch-2-step-0.pt"
+            state = torch.load(path, weights_only=True) | {"version": 1}
+            for values in (state["model"], *state["optimizer"]["state"].values()):
+                for name, value in values.items():
+                    if getattr(value, "shape", ()) == (128, 64 * 12 * 12):
+                        values[name] = value.view(128, 64, 12, 12).permute(0, 2, 3, 1).flatten(1).clone()
+            torch.save(state, path)
+        _, output, errors = run_here(*SMALL, "--epochs", 2, "--save-model", *folders)
+        assert "resumed from" in output, errors
+        (path,) = (folder / "models").glob("*.pt")
+        ends[version] = torch.load(path, weights_only=True)
+    for name, weights in ends[2].items():
+        torch.testing.assert_close(ends[1][name], weights)
