@@ -8,6 +8,7 @@
 # SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
 
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
+[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
@@ -50,7 +51,8 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 # --- what this job runs on --------------------------------------------------------------------------
-echo "job     $SLURM_JOB_ID ${SLURM_JOB_NAME:-}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
+job_name=${SLURM_JOB_NAME:-}
+echo "job     $SLURM_JOB_ID ${job_name//[[:cntrl:]]/?}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
 echo "nodes   $SLURM_JOB_NODELIST, tasks per node ${SLURM_TASKS_PER_NODE:-1}, CPUs per task ${SLURM_CPUS_PER_TASK:-1}"
 gpu_names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs || true)
 echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"

@@ -16,9 +16,46 @@ activate_environment() {
     fi
 }
 
-if [[ -f $REPOSITORY/slurm/site.sh ]]; then
-    problem=$(bash -n "$REPOSITORY/slurm/site.sh" 2>&1) ||
+# Print why a job cannot read this site file, if so. It is read by another shell first, since what ends or replaces
+# a shell, or never ends, would do that to the job without a word.
+site_problem() {
+    local told code
+    # \0 is the end of it, also where a process that was left behind could still write.
+    # shellcheck disable=SC2016  # for the inner shell
+    IFS= read -r -d '' told < <(
+        REPOSITORY=$REPOSITORY timeout --signal=KILL 60 bash -c '
+            set -euo pipefail
+            SITE_SRUN_ARGS=() SITE_CONTAINER=() traps=$(trap)
+            source "$1" >/dev/null </dev/null
+            if [[ $(trap) != "$traps" ]]; then
+                trap - EXIT
+                echo "it sets a trap: leave that to the job"
+            elif [[ $(jobs -p) ]]; then
+                echo "it leaves a process behind: start that in activate_environment"
+            else
+                echo "read to its end"
+            fi' bash "$1" 2>&1
+        printf '\n%s\0' "$?"
+    )
+    code=${told##*$'\n'} told=$(printf '%s' "${told%$'\n'*}")
+    if [[ $code == 137 ]]; then
+        echo "it does not end, and was stopped after 60 seconds"
+    elif [[ $told != *"read to its end"* ]]; then
+        told=${told##*$'\n'}
+        echo "${told:-it ends the shell that reads it (exit, exec, or a command that fails), with exit code $code}"
+    fi
+}
+
+site=$REPOSITORY/slurm/site.sh
+if [[ -e $site || -L $site ]]; then
+    [[ -f $site && -r $site ]] ||
+        fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): mend or remove it."
+    [[ $(<"$site") != *$'\r'* ]] ||
+        fail "slurm/site.sh has the line ends of Windows, which are text to bash: sed -i 's/\r\$//' slurm/site.sh"
+    problem=$(bash -n "$site" 2>&1) ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
+    problem=$(site_problem "$site")
+    [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
     source "$REPOSITORY/slurm/site.sh"
 fi
 

@@ -47,7 +47,7 @@ class Checkout:
         # Some commands and no others: there may be a Slurm on the PATH of whoever runs the tests.
         self.commands = folder / "commands"
         self.commands.mkdir()
-        for name in ("bash", "dirname", "env", "git"):
+        for name in ("bash", "dirname", "env", "git", "timeout"):
             (self.commands / name).symlink_to(shutil.which(name))
         self.environment = {
             name: value for name, value in ENVIRONMENT.items() if not name.startswith("SBATCH_")

@@ -48,7 +48,7 @@ def without_slurm(tmp_path: Path) -> dict[str, str]:
     """An environment whose PATH has what the doctor needs of a Linux, and no Slurm."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    for name in ("bash", "env", "df", "git"):
+    for name in ("bash", "env", "df", "git", "timeout"):
         (programs / name).symlink_to(shutil.which(name))
     return {"PATH": str(programs)}
 
@@ -195,14 +195,6 @@ def test_the_report_for_people(checkout: Path, without_slurm: dict) -> None:
     assert lines[-1] == "2 fault(s), 0 warning(s), 0 OK"
     assert "\033" not in done.stdout
     assert done.returncode == 1
-
-
-@pytest.mark.parametrize("line", ["echo $NOT_SET_ANYWHERE", "false", "exit 3", "module load cuda"])
-def test_a_site_file_that_would_end_the_job(line: str, site_file: Path) -> None:
-    site_file.write_text(f"{line}\n")
-    read, told = login_node.check_site()
-    assert read is None
-    assert "slurm/site.sh fails, correct it" in found(told, "site", FAULT)
 
 
 def test_missing_data_and_unwritable_results(checkout: Path, without_slurm: dict) -> None:

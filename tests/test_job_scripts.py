@@ -7,11 +7,9 @@ planted in a stage script. The job scripts are always submitted as they are.
 import os
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from checkout import FOLDERS, SCRIPTS, Checkout
 from cluster import RunningCluster
 from conftest import rows_of
@@ -127,7 +125,6 @@ def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None
 @pytest.mark.parametrize(
     ("site", "sentence"),
     [
-        ("if true\n", "slurm/site.sh is not valid shell code"),
         ("activate_environment() { false; }\n", "activate_environment of slurm/site.sh failed"),
         (
             "SITE_CONTAINER=(no-such-container-tool exec)\n",
@@ -141,6 +138,11 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, checkout: Checko
     log = checkout.fail("single", *SMALL)
     assert f"error: {sentence}" in log
     assert "epoch 1" not in log
+
+
+def test_a_job_of_an_array(checkout: Checkout) -> None:
+    log = checkout.fail("single", sbatch=("--array=3",))
+    assert log == "error: this is a job of an array, all of which would train the same: leave out --array.\n"
 
 
 def test_submitted_from_another_folder(checkout: Checkout) -> None:
@@ -180,61 +182,6 @@ def test_a_cut_link_ends_the_job_within_the_timeout(checkout: Checkout) -> None:
     assert checkout.cluster.wait(job)["JobState"] == "FAILED", checkout.log(job)
     assert "lost the other ranks" in checkout.log(job)
     assert "the ranks lost each other: the network" in checkout.log(job)
-
-
-def test_the_signal_saves_requeues_and_ends_the_same(checkouts: Callable[[str], Checkout]) -> None:
-    training = ("--epochs", 2, "--train-size", 2000, "--test-size", 200, "--batch-size", 40, "--save-model")
-    training += ("--precision", "fp32")
-    stopped, reference = {launcher: checkouts(launcher) for launcher in FOUR_RANKS}, checkouts("reference")
-    jobs = {launcher: place.submit(launcher, *training) for launcher, place in stopped.items()}
-
-    def stop(launcher: str) -> None:
-        """As Slurm does before the time limit."""
-        stopped[launcher].wait_for("epoch 1/", jobs[launcher])
-        stopped[launcher].cluster.run(["scancel", "--signal=USR2", jobs[launcher]])
-
-    with ThreadPoolExecutor() as both:
-        list(both.map(stop, stopped))
-    reference.train("srun", *training)
-    for launcher, place in stopped.items():
-        state = place.cluster.wait(jobs[launcher], timeout=300)
-        log = place.log(jobs[launcher])
-        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
-        assert "stopped after" in log
-        assert "resumed from" in log
-        rows = rows_of(place.folder / "results")
-        assert [row["epoch"] for row in rows] == [1, 2]
-        assert {row["job_id"] for row in rows} == {str(jobs[launcher])}
-        for name, weights in reference.weights().items():
-            torch.testing.assert_close(place.weights()[name], weights, rtol=1e-5, atol=1e-6)
-
-
-def test_the_time_limit_requeues_the_job(checkout: Checkout) -> None:
-    """A second for every step, and a limit of two minutes: the job has to come back, and then it is fast.
-
-    Slurm looks every 30 s and sends the signal up to 30 s early (PERIODIC_TIMEOUT in its sources): with
-    @30 it comes 60 to 90 s after the start, when Python has long started and the steps are not done.
-    """
-    slow = "time.sleep(os.environ.get('SLURM_RESTART_COUNT', '0') == '0')"
-    checkout.insert("single", slow, before="            optimizer.zero_grad()")
-    training = ("--epochs", 1, "--train-size", 1200, "--test-size", 100, "--batch-size", 10)
-    rows = checkout.train("single", *training, "--precision", "fp32", sbatch=("--time=2", "--signal=USR2@30"))
-    (log,) = checkout.folder.glob("0*/mnist-*.log")
-    assert "restart 1" in log.read_text()
-    assert [(row["epoch"], row["steps"]) for row in rows] == [(1, 120)]
-    assert rows[0]["train_seconds"] > 30  # all of its steps, before and after
-
-
-def test_scancel_leaves_results_and_checkpoint_whole(checkout: Checkout) -> None:
-    job = checkout.submit("srun", "--epochs", 1000, *SMALL[2:])
-    checkout.wait_for("epoch 2/", job)
-    checkout.cluster.run(["scancel", job])
-    assert checkout.cluster.wait(job)["JobState"] == "CANCELLED"
-    assert "ended from outside: by scancel" in checkout.log(job)
-    done = [row["epoch"] for row in rows_of(checkout.folder / "results")]
-    assert done[:2] == [1, 2]
-    newest = max(checkout.checkpoints.glob("*.pt"), key=os.path.getmtime)
-    assert torch.load(newest, weights_only=True)["epoch"] in (done[-1], done[-1] + 1)
 
 
 def test_two_jobs_on_one_node_do_not_meet(checkouts: Callable[[str], Checkout]) -> None:

@@ -91,6 +91,7 @@ def test_torchrun_of_one_rank_and_of_itself(checkout: Checkout) -> None:
 
 def test_submitit_and_a_death_without_a_signal(checkout: Checkout) -> None:
     plant(checkout, WAIT, WAIT, "os._exit(3)", WAIT)
+    checkout.fake("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 4, "--nodes", 2, "--wait")
     assert done.returncode == 1
     assert done.stderr.endswith(" failed: rank 2 on n2 ended without a word, with exit code 3\n"), done.stderr

@@ -206,6 +206,62 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
     return Checkout(tmp_path / "a checkout", cluster)
 
 
+ODD = [
+    *("-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"),
+    *(
+        "$HOME",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "; touch pwned",
+        "| cat",
+        "> pwned",
+        "&& ls",
+        "${x}",
+        "\\",
+        "\\n",
+    ),
+    *(
+        "'",
+        '"',
+        "''",
+        '"$(id)"',
+        "'$(id)'",
+        "new\nline",
+        "\n",
+        "\t",
+        "\r",
+        "\x1b[31mred",
+        "\u202e",
+        "#SBATCH --hold",
+    ),
+]
+ODD += [before + odd + after for odd in ODD for before, after in (("--x=", ""), ("a", "'b"))]
+
+
+def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
+    """More than a hundred arguments, the checkout's path, a script's name and the job's name: in two jobs."""
+    assert len(ODD) > 100
+    checkout = Checkout(tmp_path / "-a \"b\" $(touch pwned) `id` 'c';&|*[x]{y}<z>!~#=é", cluster)
+    own = FACTS.replace("# here", "print('results: \\033[31mred')")
+    own = own.replace("os.environ['RANK']", "os.environ.get('RANK', os.environ['SLURM_PROCID'])")
+    script = checkout.folder / "03_multigpu_ddp" / "-my\n$(id) '%j.py"
+    for path in (script, script.with_name("mine.py")):
+        path.write_text(own)
+    name = "-x $(touch pwned) '\"\n#SBATCH --hold \033[31m"
+    job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
+    done = checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: results: ?[31mred" in done.stdout
+    assert "\033" not in done.stdout
+    assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
+    assert f"job     {job} -x $(touch pwned) '\"?#SBATCH --hold ?[31m, restart 0" in checkout.log(job)
+    ranks = [
+        facts for folder in (checkout.folder / "results" / "jobs").iterdir() for facts in facts_in(folder)
+    ]
+    assert [facts["arguments"][-len(ODD) :] for facts in ranks] == [ODD] * 4
+    assert not list(tmp_path.rglob("pwned"))
+
+
 def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     scratch = on_cluster.folder / "scratch space"
     on_cluster.site(
@@ -230,18 +286,6 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
         assert environment["MASTER_PORT"] == str(10_000 + int(job) % 20_000)
         assert environment["MASTER_ADDR"] not in ("elsewhere", "localhost")
         assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
-
-
-@pytest.mark.parametrize("accounting", [True, False], ids=["sacct", "no sacct"])
-def test_the_rank_of_a_job_that_failed_tells_why(accounting: bool, on_cluster: Checkout) -> None:
-    """Rank 3 fails on the second node; the others would wait for it."""
-    fault = "raise errors.UserError('planted') if os.environ['RANK'] == '3' else time.sleep(600)"
-    on_cluster.script("ddp").write_text(FACTS.replace("# here", f"import time; {fault}"))
-    if not accounting:
-        on_cluster.fake("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
-    done = on_cluster.submit_py("ddp", "--gpus", 4, "--nodes", 2, "--wait")
-    assert done.returncode == 1
-    assert done.stderr == f"job {job_of(on_cluster)} failed: error on rank 3: planted\n"
 
 
 def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: Checkout) -> None:
@@ -371,6 +415,19 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
     (folder,) = job_folders(checkout)
     for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
         assert line in done.stdout
+
+
+def test_an_array_of_jobs_is_refused(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "touch sent; echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    checkout.site("export SBATCH_ARRAY_INX=0-3")
+    sweep = ("--stages", "single", "--gpus", 1)
+    for program, arguments in (("01_singlegpu/submit.py", ()), ("slurm/sweep.py", sweep)):
+        done = checkout.python(program, *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: SBATCH_ARRAY_INX asks for an array of jobs"), done.stderr
+    assert not list(checkout.folder.rglob("sent"))
+    assert not job_folders(checkout)
 
 
 # --- how a job is doing -----------------------------------------------------------------------------
@@ -580,21 +637,6 @@ def test_a_job_that_could_never_start_is_cancelled(
         _main("ddp", "", checkout, monkeypatch)
     assert told.read_text() == "7\n"
     assert not job_folders(checkout)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("if [[ ", "is not valid shell code, correct it: .*: line 2: "),
-        ("exit 4", "fails, correct it: .* code 4"),
-    ],
-)
-def test_a_site_file_that_is_not_shell_code(
-    text: str, problem: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkout.site(text)
-    with pytest.raises(UserError, match=f"slurm/site.sh {problem}"):
-        _main("ddp", "", checkout, monkeypatch)
 
 
 def test_a_mistake_is_one_sentence(checkout: Checkout) -> None:

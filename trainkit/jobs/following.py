@@ -57,6 +57,10 @@ class Handle:
 
     def state(self) -> State:
         """Ask how the job is doing, without waiting for it."""
+        state = self._look()
+        return State(state.name, slurm.printable(state.detail))
+
+    def _look(self) -> State:
         raise NotImplementedError
 
     def cancel(self) -> None:
@@ -91,7 +95,7 @@ class Handle:
 class SlurmHandle(Handle):
     """A job of Slurm."""
 
-    def state(self) -> State:
+    def _look(self) -> State:
         facts = slurm.job_facts(self.job_id)
         state, reason = facts["JobState"], facts.get("Reason", "")
         if state == "UNKNOWN":
@@ -133,7 +137,7 @@ class LocalHandle(Handle):
     ended: Callable[[], bool]
     poll_seconds: ClassVar[float] = 0.5
 
-    def state(self) -> State:
+    def _look(self) -> State:
         failure = self._told_by_a_rank()
         if not self.ended():
             if failure:

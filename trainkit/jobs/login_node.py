@@ -4,8 +4,12 @@ Only the standard library is needed.
 """
 
 import json
+import os
 import re
+import shlex
 import shutil
+import stat
+from pathlib import Path
 
 from trainkit import files
 from trainkit.errors import UserError
@@ -48,9 +52,26 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
     told = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
-    there = (REPOSITORY / "slurm" / "site.sh").is_file()
-    what = "slurm/site.sh is valid" if there else "no slurm/site.sh: the defaults hold"
-    return site, [Finding("site", OK, f"{what}{f' ({told})' if told else ''}")]
+    file = REPOSITORY / "slurm" / "site.sh"
+    others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
+    what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults hold"
+    return site, others or [Finding("site", OK, f"{what}{f' ({told})' if told else ''}")]
+
+
+def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
+    """Whether nobody but the user (and root) could change `what` behind the user's back."""
+    status, quoted = path.stat(), shlex.quote(str(path))
+    if status.st_uid not in (os.getuid(), 0):
+        message = f"{path} belongs to user {status.st_uid}, who can change {what}"
+        return [Finding(check, FAULT, message, "put a copy of your own in its place")]
+    if status.st_mode & stat.S_IWOTH:
+        message = f"everybody can write to {path}, and so change {what}"
+        return [Finding(check, FAULT, message, f"chmod o-w {quoted}")]
+    # Many systems give every user a group of their own, with the user's number.
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getuid(), 0):
+        message = f"group {status.st_gid} can write to {path}, and so change {what}"
+        return [Finding(check, WARNING, message, f"chmod g-w {quoted}, if you do not trust all of them")]
+    return []
 
 
 def check_slurm() -> list[Finding]:
@@ -116,6 +137,7 @@ def check_folders(site: Site, several_nodes: bool, in_job_too: bool) -> list[Fin
         except UserError as error:
             found.append(fault_of("folders", str(error)))
             continue
+        found += check_owner(folder, f"the {what}", "folders")
         free = shutil.disk_usage(folder).free / 1e9
         if free < FREE_GB:
             message = f"{free:.2f} GB free in {folder}"

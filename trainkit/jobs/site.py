@@ -1,10 +1,10 @@
 """What slurm/site.sh says, for the programs on the login node; only the standard library is needed."""
 
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.errors import UserError
+from trainkit.jobs import slurm
 from trainkit.jobs.stages import REPOSITORY
 
 
@@ -24,15 +24,12 @@ def read_site() -> Site:
     """Run slurm/site.sh, if there is one, as a job does.
 
     Raises:
-        UserError: if it is not valid shell code, or a command in it fails.
+        UserError: if it cannot be read to its end, as slurm/site_env.sh tells.
     """
     script = 'set -euo pipefail; set -a; source "$1" >&2; env -0'
-    command = ["bash", "-c", script, "site", str(REPOSITORY / "slurm" / "site_env.sh")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = slurm.ask("bash", "-c", script, "site", str(REPOSITORY / "slurm" / "site_env.sh"), seconds=120)
     if done.returncode:
-        problem = done.stderr.strip().rpartition("\n")[2] or f"it ends with exit code {done.returncode}"
-        told = problem.removeprefix("error: ")
-        raise UserError(told if told != problem else f"slurm/site.sh fails, correct it: {problem}")
+        raise UserError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
     return Site(
         {name: value for name, value in variables.items() if name.startswith("SBATCH_")},

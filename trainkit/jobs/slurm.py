@@ -68,7 +68,7 @@ def ask(
             command,
             capture_output=True,
             text=True,
-            errors="replace",
+            errors="surrogateescape",  # as Python does for what is not UTF-8 in paths and variables
             input=input or "",
             timeout=seconds,
             **where,
@@ -114,6 +114,11 @@ def largest_nodes(partition: str | None = None) -> dict[str, int]:
         here = {"GPUs": _gpus(gres), "CPUs": int(cpus), "GB": int(megabytes) // 1024}
         largest = {name: max(most, here[name]) for name, most in largest.items()}
     return largest
+
+
+def printable(text: str) -> str:
+    """Text from logs and other programs, without what would change a terminal's colours or contents."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def told_by_sbatch(text: str) -> str:

@@ -3,6 +3,7 @@
 Only the standard library is needed.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ class Stage:
 
     @property
     def label(self) -> str:
-        """What its runs are called."""
-        return self.script.stem if self.own else self.name
+        """What its runs are called, also in names of jobs and folders, where other signs would do harm."""
+        return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
 
     def with_script(self, text: str) -> "Stage":
         """The stage with the user's own script, a path from the current folder or from the stage's.

@@ -10,6 +10,7 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 import argparse
 import io
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -74,6 +75,8 @@ def submit(request: Request) -> Handle:
     # Made beforehand, since a job without its log's folder fails without a log; and new for every
     # job, since numbers of jobs come again.
     folder = site.jobs_dir / "submitit" / name
+    if to_slurm:
+        _check_for_slurm(site, folder)
     results_dir = opts.results_dir.absolute()
     fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
     check_writable(results_dir / "runs", "results", fix)
@@ -120,7 +123,9 @@ def preview(request: Request) -> str:
     if not _goes_to_slurm(request):
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         return f"no Slurm here: would run as {request.geometry.tasks} local process(es) of {command}"
-    executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
+    folder = site.jobs_dir / "submitit" / "preview"
+    _check_for_slurm(site, folder)
+    executor = _executor(request, folder)._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overruling(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -171,6 +176,25 @@ def _goes_to_slurm(request: Request) -> bool:
             f"{request.geometry.nodes}: leave out --nodes, or submit on a login node."
         )
     return False
+
+
+def _check_for_slurm(site: Site, folder: Path) -> None:
+    """See that the job can be told to sbatch as it is meant.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    if "SBATCH_ARRAY_INX" in site.sbatch:
+        raise UserError(
+            "SBATCH_ARRAY_INX asks for an array of jobs, which would all train the same: unset it. Many runs "
+            "are what slurm/sweep.py is for."
+        )
+    for path in map(str, (REPOSITORY, folder)):
+        if not path.isprintable() or re.search(r"[%\\]", path):
+            raise UserError(
+                f"Slurm cannot use the path {slurm.printable(path)}, as it has %, a backslash, control "
+                "characters or no UTF-8 in it: rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
+            )
 
 
 def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
