@@ -166,6 +166,16 @@ def test_a_network_can_be_cut(cluster: RunningCluster) -> None:
         assert time.monotonic() < deadline
 
 
+def test_a_node_knows_the_names_of_its_callers(cluster: RunningCluster) -> None:
+    """Also by IPv6, as PyTorch's store asks; without an answer it warns in the log of every job."""
+    if cluster.run(["hostname"]).stdout != "login\n":
+        pytest.skip("the nodes of this cluster are not hosts of their own")
+    addresses = [(f"::ffff:10.10.10.{number}", 1) for number in (1, 100, 101)]
+    ask = f"import socket; print(*(socket.getnameinfo(address, 0)[0] for address in {addresses}))"
+    done = cluster.run(["srun", sys.executable, "-c", ask])
+    assert done.stdout == "login.mapped n1.mapped n2.mapped\n", done.stderr
+
+
 def test_it_is_up_once_and_not_left_from_within(cluster: RunningCluster) -> None:
     again = run_program("up", "--name", cluster.name)
     assert (again.returncode, again.stdout) == (1, "")

@@ -77,9 +77,11 @@ def _short(cluster: Cluster, path: Path) -> str:
 
 
 def _hosts(cluster: Cluster) -> str:
-    names = [(cluster.node_address(node), node) for node in cluster.node_names]
-    names = [("127.0.0.1", "localhost"), ("::1", "localhost"), (cluster.login_address, "login"), *names]
-    return "".join(f"{address} {name}\n" for address, name in names)
+    names = [("127.0.0.1", "localhost"), (cluster.login_address, "login")]
+    names += [(cluster.node_address(node), node) for node in cluster.node_names]
+    # PyTorch's store listens by IPv6, where a caller by IPv4 has such an address, and asks for its name.
+    mapped = [(f"::ffff:{address}", f"{name}.mapped") for address, name in names]
+    return "".join(f"{address} {name}\n" for address, name in [*names, ("::1", "localhost"), *mapped])
 
 
 def _slurm_conf(cluster: Cluster) -> str:
