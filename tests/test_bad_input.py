@@ -1,22 +1,49 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
+import json
+import os
 import signal
 import socket
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, free_port, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, STAGES, free_port, rows_of, run_stage, stage_command
 
-from trainkit import records, world
+from trainkit import records, staging, world
 from trainkit.errors import UserError
+
+Script = Callable[..., subprocess.CompletedProcess]
+# Runs scripts as `python script` does, but PyTorch is imported once for all of them.
+FORKING = """
+import json, os, runpy, signal, sys
+import trainkit.run
+for line in sys.stdin:
+    argv, environment, *outputs = json.loads(line)
+    process = os.fork()
+    if not process:
+        signal.alarm(120)  # what hangs ends
+        for stream, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+        os.environ.update(environment)
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
     (["--epochs", "0"], "0 is too small"),
     (["--epochs", "two"], "'two' is not a whole number"),
     (["--lr", "-1"], "must be more than 0"),
+    (["--lr", "1e308"], "must be more than 0 and at most 1e+38"),
+    (["--gamma", "1e308"], "must be more than 0 and at most 1e+38"),
+    (["--lr", "nan"], "must be more than 0"),
+    (["--loader", "workers", "--num-workers", "100000"], "four for each of this machine's cores: lower it"),
     (["--dataset", "cifar"], "--dataset: invalid choice: 'cifar' (choose from"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--batch-size", "70000"], "more than the 60000 training images"),
@@ -29,11 +56,63 @@ ALONE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """Runs a stage's script on the CPU in a process of its own, much sooner than `run_stage`."""
+    outputs = [str(tmp_path_factory.mktemp("output") / name) for name in ("stdout", "stderr")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def run(stage: str, *arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
+        for path in outputs:
+            Path(path).unlink(missing_ok=True)
+        argv = [str(STAGES[stage]), "--no-cuda", *map(str, arguments)]
+        print(json.dumps([argv, env or {}, *outputs]), file=parent.stdin, flush=True)
+        code = int(parent.stdout.readline())
+        return subprocess.CompletedProcess(argv, code, *(Path(path).read_text() for path in outputs))
+
+    with subprocess.Popen([sys.executable, "-c", FORKING], env=ENVIRONMENT, **pipes) as parent:
+        yield run
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), ALONE, ids=lambda value: " ".join(value)[:24])
-def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    done = run_stage("single", "--results-dir", tmp_path, *arguments)
-    _is_one_sentence(done, sentence)
+def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script: Script) -> None:
+    _is_one_sentence(script("single", "--results-dir", tmp_path, *arguments), sentence)
     assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sentence"),
+    [
+        ("train-images-idx3-ubyte", "pipe", "train-images-idx3-ubyte is not a regular file"),
+        ("t10k-labels-idx1-ubyte", "/dev/zero", "t10k-labels-idx1-ubyte is not a regular file"),
+        ("train-labels-idx1-ubyte", "label 10", "train-labels-idx1-ubyte has the label 10"),
+    ],
+)
+def test_data_that_is_not_mnist(
+    name: str, kind: str, sentence: str, mnist_dir: Path, tmp_path: Path, script: Script
+) -> None:
+    raw = staging.raw_dir(tmp_path / "data")
+    raw.mkdir(parents=True)
+    for other in staging.FILES.keys() - {name}:
+        (raw / other).symlink_to(staging.raw_dir(mnist_dir) / other)
+    if kind == "pipe":
+        os.mkfifo(raw / name)
+    elif kind == "/dev/zero":
+        (raw / name).symlink_to(kind)
+    else:
+        (raw / name).write_bytes((staging.raw_dir(mnist_dir) / name).read_bytes()[:-1] + b"\n")
+    done = script("single", "--results-dir", tmp_path, "--data-dir", tmp_path / "data")
+    _is_one_sentence(done, f"no usable MNIST in {tmp_path / 'data'} ({sentence}): get it once")
+
+
+def test_a_learning_rate_grows_to_what_can_be_computed_with(tmp_path: Path, script: Script) -> None:
+    """Where no unit of the network is active any more, the loss stays a number."""
+    sizes = ("--train-size", 64, "--batch-size", 64, "--test-size", 64, "--precision", "fp32")
+    done = script("single", "--results-dir", tmp_path, *sizes, "--epochs", 16, "--gamma", "1000")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 or "lower --lr" in done.stderr
+    rows = rows_of(tmp_path)
+    assert rows and max(row["learning_rate"] for row in rows) <= 1e38
 
 
 @pytest.mark.parametrize(
@@ -45,8 +124,10 @@ def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> No
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR and MASTER_PORT are not both set"),
     ],
 )
-def test_an_environment_that_contradicts_itself(environment: dict, sentence: str, tmp_path: Path) -> None:
-    _is_one_sentence(run_stage("ddp", "--results-dir", tmp_path, env=environment), sentence)
+def test_an_environment_that_contradicts_itself(
+    environment: dict, sentence: str, tmp_path: Path, script: Script
+) -> None:
+    _is_one_sentence(script("ddp", "--results-dir", tmp_path, env=environment), sentence)
 
 
 @pytest.mark.parametrize("stage", ["single", "dp"])
@@ -58,8 +139,10 @@ def test_an_environment_that_contradicts_itself(environment: dict, sentence: str
     ],
     ids=["two nodes", "two processes"],
 )
-def test_one_process_stages_refuse_more(stage: str, environment: dict, tmp_path: Path) -> None:
-    done = run_stage(stage, "--results-dir", tmp_path, env=environment)
+def test_one_process_stages_refuse_more(
+    stage: str, environment: dict, tmp_path: Path, script: Script
+) -> None:
+    done = script(stage, "--results-dir", tmp_path, env=environment)
     _is_one_sentence(done, "use stage 03, 03_multigpu_ddp/mnist_ddp.py")
 
 
@@ -138,10 +221,46 @@ def test_a_loss_that_is_not_a_number_names_the_step(processes: int | None, tmp_p
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
 
 
-def test_results_path_that_is_a_file(tmp_path: Path) -> None:
+@pytest.fixture
+def with_loaders(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """A run in its second epoch, and its loader processes: two for training, two for the test set."""
+    sizes = ("--train-size", 1280, "--test-size", 64, "--epochs", 999, "--precision", "fp32", "--no-cuda")
+    loaders = ("--loader", "workers", "--num-workers", 2)
+    command = stage_command("single", *sizes, *loaders, "--results-dir", tmp_path)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
+        next(line for line in process.stdout if line.startswith("epoch 1/"))
+        yield process, psutil.Process(process.pid).children()
+        process.kill()
+
+
+def test_loader_processes_leave_signals_to_the_one_that_trains(with_loaders: tuple) -> None:
+    """Slurm signals all of them. A killed one is a sentence, and takes the others with it."""
+    process, loaders = with_loaders
+    for loader in loaders:
+        loader.send_signal(signal.SIGTERM)
+        loader.send_signal(signal.SIGUSR2)
+    for _ in range(2):
+        next(line for line in process.stdout if line.startswith("epoch "))
+    assert all(loader.is_running() for loader in loaders)
+    loaders[0].kill()
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "a loader process was killed" in complaint and "--num-workers" in complaint
+    assert "Traceback" not in complaint
+    assert not psutil.wait_procs(loaders, timeout=120)[1]
+
+
+def test_loader_processes_end_with_the_one_that_trains(with_loaders: tuple) -> None:
+    process, loaders = with_loaders
+    process.kill()
+    assert not psutil.wait_procs(loaders, timeout=120)[1]
+
+
+def test_results_path_that_is_a_file(tmp_path: Path, script: Script) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
-    _is_one_sentence(run_stage("single", "--results-dir", path), "give another --results-dir")
+    _is_one_sentence(script("single", "--results-dir", path), "give another --results-dir")
     assert path.read_text() == "precious"
 
 

@@ -5,14 +5,17 @@ Step k takes the k-th run of `batch_size` indices of it, and each rank a contigu
 So N ranks together see exactly the batches that one process sees.
 """
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit.checkpoint import STOP_SIGNALS
 from trainkit.data import Split
-from trainkit.errors import UserError
+from trainkit.errors import UserError, first_line
 from trainkit.options import Options, check_sizes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -24,9 +27,16 @@ def training(
     """The training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
     Raises:
-        UserError: if the global batch does not divide among the ranks or exceeds the data set.
+        UserError: if the global batch does not divide among the ranks or exceeds the data set, or if
+            --num-workers is far more than the machine has cores.
     """
     check_sizes(options, len(split), world_size)
+    most = 4 * (os.cpu_count() or 1)  # far beyond that, starting them stops the machine
+    if options.num_workers > most:
+        raise UserError(
+            f"--num-workers {options.num_workers} is more than four for each of this machine's cores: "
+            f"lower it, to {most} at most."
+        )
     size = options.batch_size if options.dry_run else options.train_size or len(split)
     order = GlobalOrder(size, options.batch_size, options.seed, rank, world_size)
     return _make(split.first(size), order, options, device)
@@ -153,7 +163,10 @@ class ResidentBatches(Batches):
 
 
 class WorkerBatches(Batches):
-    """The classic way: a DataLoader whose processes prepare one sample at a time."""
+    """The classic way: a DataLoader whose processes prepare one sample at a time.
+
+    Its loop raises a UserError if one of these processes has died.
+    """
 
     def __init__(
         self, split: Split, order: RankOrder, device: torch.device, shift: bool, num_workers: int
@@ -164,17 +177,32 @@ class WorkerBatches(Batches):
             batch_sampler=order,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_ignore_the_stop_signal,
+            worker_init_fn=_obey_the_parent,
             generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
             pin_memory=device.type == "cuda",
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        for (inputs, targets), offset in zip(self.loader, self._offsets(), strict=True):
-            # Only images have a channels_last layout.
-            layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
-            inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
-            yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
+        # Slurm signals every process of a job, and the one that trains decides when to stop. The workers
+        # inherit that these signals wait, for ever.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            samples = iter(self.loader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            # PyTorch would raise a worker's death wherever the training stands just then, not in this loop.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for (inputs, targets), offset in zip(samples, self._offsets(), strict=True):
+                # Only images have a channels_last layout.
+                layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
+                inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
+                yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                raise
+            raise UserError(
+                f"a loader process was killed ({first_line(error)}): perhaps the memory was full, then "
+                "lower --num-workers, or ask Slurm for more with --mem."
+            ) from None
 
 
 class OneByOne(Dataset):
@@ -190,9 +218,15 @@ class OneByOne(Dataset):
         return self.split.one(index), self.split.targets[index]
 
 
-def _ignore_the_stop_signal(worker: int) -> None:
-    """Slurm signals every process of a job, and the one that trains decides when to stop."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+def _obey_the_parent(worker: int) -> None:
+    """In a loader process: end on the parent's SIGTERM, though signals wait. PyTorch sends it at the end."""
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:

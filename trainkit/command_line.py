@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from trainkit.errors import UserError
 
+LARGEST = 1e38  # of a float32, nearly
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser. Its mistakes are `UserError`s, and a half-written option is one."""
@@ -36,13 +38,13 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a number above 0."""
+    """An argparse type: a number above 0, no larger than a float32 holds."""
     try:
         number = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+    if not 0 < number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0 and at most {LARGEST:g}")
     return number
 
 

@@ -20,6 +20,7 @@ from trainkit.files import check_writable, replacing
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
 ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
+FLOAT32 = 3.5e38  # the largest one, rounded up
 
 
 def _text(longest: int = 200) -> Callable[[str], str]:
@@ -80,10 +81,10 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "images_per_s": _number(float, ABOVE_0),
     "test_images": _number(int, 1),
     "eval_seconds": _number(float, ABOVE_0),
-    "train_loss": _number(float, -MOST),
-    "test_loss": _number(float, -MOST),
+    "train_loss": _number(float, -FLOAT32, FLOAT32),
+    "test_loss": _number(float, -FLOAT32, FLOAT32),
     "test_accuracy": _accuracy,
-    "learning_rate": _number(float, 0),
+    "learning_rate": _number(float, 0, FLOAT32),
     "peak_memory_mb": _number(float, 0),
     "elapsed_s": _number(float, 0),
     "seed": _number(int, 0),
@@ -220,7 +221,8 @@ def _row(line: dict[str, str], where: str) -> dict[str, object]:
     if version != str(SCHEMA_VERSION):
         age = "newer" if version.isdecimal() and float(version) > SCHEMA_VERSION else "older or unknown"
         raise ValueError(
-            f"its schema version {version[:30]!r} is {age} (this program reads version {SCHEMA_VERSION})"
+            f"its schema version {version[:30] or '(none)'} is {age} "
+            f"(this program reads version {SCHEMA_VERSION})"
         )
     cells = ADDED | line
     missing = [name for name in COLUMNS if name not in cells]

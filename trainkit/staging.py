@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -54,12 +55,17 @@ def check(dataset: str, data_dir: Path) -> None:
     with disk_errors("read from", data_dir):
         # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
         for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
-            # The whole path: the job that fails may run elsewhere than the shell that mends it.
-            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
-            raise UserError(
-                f"no usable MNIST in {data_dir} ({name} is {fault}): "
-                f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
-            )
+            raise unusable(data_dir, f"{name} is {fault}")
+
+
+def unusable(data_dir: Path, fault: str) -> UserError:
+    """What to say of a `data_dir` without a sound MNIST."""
+    # The whole path: the job that fails may run elsewhere than the shell that mends it.
+    option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
+    return UserError(
+        f"no usable MNIST in {data_dir} ({fault}): "
+        f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
+    )
 
 
 def put_in_place(data_dir: Path) -> str:
@@ -145,6 +151,10 @@ def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
     faults = {}
     for name, (size, md5) in FILES.items():
         try:
+            # To open a pipe would be to wait for it.
+            if not stat.S_ISREG((folder / name).stat().st_mode):
+                faults[name] = "not a regular file"
+                continue
             with (folder / name).open("rb") as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != size:
