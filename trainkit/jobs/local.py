@@ -123,6 +123,16 @@ def started_before(job_id: str, tasks: int, log: Path, folder: Path, results: Pa
     return LocalHandle(job_id, tasks, log, folder, results, ended)
 
 
+def process_with(folder: Path, program: str) -> str | None:
+    """The number of a process that runs `program` for the job in `folder`; None if there is none."""
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            text = words.read_bytes()
+            if os.fsencode(folder) in text and os.fsencode(program) in text:
+                return words.parent.name
+    return None
+
+
 def gpus_here() -> int:
     """How many GPUs of this machine can be used; without PyTorch, which is slow to load, if it has none."""
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):

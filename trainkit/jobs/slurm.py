@@ -6,6 +6,9 @@ Only the standard library is needed: the doctor asks Slurm before any environmen
 import re
 import shutil
 import subprocess
+from pathlib import Path
+
+from trainkit.errors import UserError
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 
@@ -92,6 +95,20 @@ def job_facts(job_id: str) -> dict[str, str]:
         return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
     ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
     return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
+
+
+def job_with_log_in(folder: Path) -> str | None:
+    """The number of the job whose log goes into `folder`; None if Slurm knows of none.
+
+    Raises:
+        UserError: if Slurm does not answer.
+    """
+    shown = ask("scontrol", "show", "jobs", "--oneliner")
+    if shown.returncode:
+        why = shown.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"Slurm does not tell whether a job was submitted ({why}): try again later.")
+    lines = [line for line in shown.stdout.splitlines() if f" StdOut={folder}/" in line]
+    return re.match(r"JobId=(\d+)", lines[0])[1] if lines else None
 
 
 def default_partition() -> str | None:

@@ -15,6 +15,7 @@ import secrets
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Request:
 
     `arguments` are options of the stage script. `minutes` is the time limit; it and `partition`
     overrule the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
-    the processes of this machine have so many `threads` (`local.start`).
+    the processes of this machine have so many `threads` (`local.start`). `folder` is a `new_folder`
+    for the logs, for whoever wants to know it before the job is submitted.
     """
 
     stage: Stage
@@ -54,6 +56,7 @@ class Request:
     partition: str | None = None
     here: bool = False
     threads: int | None = None
+    folder: Path | None = None
 
     @property
     def job_name(self) -> str:
@@ -71,16 +74,13 @@ def submit(request: Request) -> Handle:
     site = read_site()
     opts = check(request, site)
     to_slurm = _goes_to_slurm(request)
-    name = f"{request.job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    # Made beforehand, since a job without its log's folder fails without a log; and new for every
-    # job, since numbers of jobs come again.
-    folder = site.jobs_dir / "submitit" / name
+    folder = request.folder or new_folder(request, site)
     if to_slurm:
         _check_for_slurm(site, folder)
     results_dir = opts.results_dir.absolute()
     fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
     check_writable(results_dir / "runs", "results", fix)
-    check_writable(folder, "the job's logs", fix)
+    check_writable(folder, "the job's logs", fix)  # a job without its log's folder fails without a log
     if not to_slurm:
         return local.start(
             request.stage.script,
@@ -110,6 +110,44 @@ def submit(request: Request) -> Handle:
             f"Slurm would never start the job ({reason}), so it was cancelled: {slurm.advice(reason)}."
         )
     return handle
+
+
+def new_folder(request: Request, site: Site) -> Path:
+    """A folder that no other job has had, as numbers of jobs come again; it is not made."""
+    name = f"{request.job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    return site.jobs_dir / "submitit" / name
+
+
+def find(folder: Path, tasks: int, results: Path, in_slurm: bool) -> Handle | None:
+    """The job that was submitted with this `folder`, also if its submitter was killed; None if there is none.
+
+    Raises:
+        UserError: if Slurm does not answer.
+    """
+    submitted = next(folder.glob("[0-9]*_submitted.pkl"), None)
+    if submitted:
+        job_id = submitted.name.removesuffix("_submitted.pkl")
+    elif in_slurm:
+        job_id = _wait_for_sbatch(folder)
+    else:
+        job_id = local.process_with(folder, "submitit.local._local")
+    if job_id is None:
+        return None
+    if not submitted:
+        for pickle in folder.glob("*.pkl"):  # the job waits a minute for submitit to name it after its number
+            pickle.rename(folder / f"{job_id}_submitted.pkl")
+    log = folder / f"{job_id}_0_log.out"
+    if in_slurm:
+        return SlurmHandle(job_id, tasks, log, read_site().jobs_dir / job_id, results)
+    return local.started_before(job_id, tasks, log, folder, results)
+
+
+def _wait_for_sbatch(folder: Path) -> str | None:
+    """The job with its log in `folder`, by Slurm's word; an sbatch outlives the program that called it."""
+    until = time.monotonic() + slurm.ANSWER_SECONDS
+    while local.process_with(folder, "sbatch") and time.monotonic() < until:
+        time.sleep(0.1)
+    return slurm.job_with_log_in(folder)
 
 
 def preview(request: Request) -> str:

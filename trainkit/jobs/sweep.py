@@ -4,9 +4,11 @@ slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, s
 cells are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
 """
 
+import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,13 +26,15 @@ from filelock import FileLock, Timeout
 from trainkit import records
 from trainkit.errors import UserError
 from trainkit.files import check_writable, replacing
-from trainkit.jobs import local, submission
-from trainkit.jobs.following import Handle, LocalHandle, Patience, SlurmHandle, State
+from trainkit.jobs import slurm, submission
+from trainkit.jobs.following import Handle, LocalHandle, Patience, State
+from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
 from trainkit.jobs.submission import Request
 from trainkit.options import Options
 
 PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
+MOST_CELLS = 10_000
 EPOCHS = 3  # one to warm up, two to measure
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
 
@@ -131,6 +135,11 @@ class Sweep:
         cells, left_out = {}, Counter()
         repeats = range(1, lists.repeats + 1)
         axes = repeats, sorted(lists.gpus), lists.stages, lists.batch_sizes, lists.num_workers
+        combinations = math.prod(map(len, (*axes, lists.train_sizes)))
+        if combinations > MOST_CELLS:
+            raise UserError(
+                f"{combinations:,} runs are more than the {MOST_CELLS:,} of a sweep: shorten the lists."
+            )
         for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, lists.train_sizes):
             nodes = math.ceil(gpus / lists.gpus_per_node) if lists.gpus_per_node else 1
             for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[lists.scaling]:
@@ -167,22 +176,23 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        if any(self.folder.iterdir()) and not known.exists():
+        others = {path.name for path in self.folder.iterdir()} - {".lock", "options.txt.tmp"}
+        if others and not known.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
-        except Timeout:
+        except (Timeout, OSError):
             raise UserError(
                 f"another sweep.py is at work in {self.folder}: wait, or stop that one."
             ) from None
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)
-        elif known.read_text() != mine:
+        elif (was := _text(known)) != mine:
             raise UserError(
-                f"{self.folder} is of a sweep with the options {known.read_text()}, not {mine}: its rows "
-                "could not be compared with these. Give another --out."
+                f"{self.folder} is of a sweep with the options {slurm.printable(was[:1000])}, not {mine}: "
+                "its rows could not be compared with these. Give another --out."
             )
         return lock
 
@@ -192,36 +202,54 @@ class Sweep:
         Raises:
             UserError: if it was refused.
         """
-        folder = self.folder / cell.name
+        place = self.folder / cell.name
         arguments = [*self.arguments, *cell.arguments(), "--precision", precision]
-        arguments += ["--seed", str(self.opts.seed + cell.repeat - 1), "--results-dir", str(folder)]
+        arguments += ["--seed", str(self.opts.seed + cell.repeat - 1), "--results-dir", str(place)]
         threads = 1 if self.here else None  # or runs with fewer workers would have more threads each
-        handle = submission.submit(
-            Request(
-                cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
-            )
+        request = Request(
+            cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
-        in_slurm = isinstance(handle, SlurmHandle)
-        job = {"id": handle.job_id, "slurm": in_slurm, "log": str(handle.log), "folder": str(handle.folder)}
+        folder = submission.new_folder(request, read_site())
+        note, in_slurm = place / "job.json", not self.here
         try:
-            with replacing(folder / "job.json") as file:
-                json.dump(job, file, indent=2)
-            (folder / "log").unlink(missing_ok=True)
-            (folder / "log").symlink_to(handle.log)
+            place.mkdir(parents=True, exist_ok=True)
+            with replacing(note) as file:  # before the job is there, which `attach` then finds in any case
+                json.dump({"folder": str(folder), "slurm": in_slurm}, file, indent=2)
         except OSError as error:
-            handle.cancel()  # the next call would not know of it
-            raise UserError(f"{folder} cannot be written to ({error.strerror}): free the space.") from None
+            raise UserError(f"{place} cannot be written to ({error.strerror}): free the space.") from None
+        try:
+            handle = submission.submit(replace(request, folder=folder))
+        except UserError:
+            note.unlink(missing_ok=True)
+            raise
+        self._link(cell, handle)
         return handle
 
     def attach(self, cell: Cell) -> Handle | None:
-        """The latest job of `cell`, of an earlier call too, or None if there is none."""
-        note = self.folder / cell.name / "job.json"
-        if not note.exists():
+        """The latest job of `cell`, of an earlier call too, or None if there is none.
+
+        Raises:
+            UserError: if Slurm does not answer.
+        """
+        place = self.folder / cell.name
+        try:
+            note = json.loads(_text(place / "job.json"))
+            folder, in_slurm = note["folder"], note["slurm"]
+            if not re.fullmatch(r"/[^\0]*/submitit/[^\0/]+", folder):
+                return None
+        except (ValueError, TypeError, KeyError, RecursionError):  # none, or junk
             return None
-        job = json.loads(note.read_text())
-        places = Path(job["log"]), Path(job["folder"]), self.folder / cell.name / "runs"
-        kind = SlurmHandle if job["slurm"] else local.started_before
-        return kind(job["id"], cell.shape.tasks, *places)
+        handle = submission.find(Path(folder), cell.shape.tasks, place / "runs", in_slurm)
+        if handle:
+            self._link(cell, handle)
+        return handle
+
+    def _link(self, cell: Cell, handle: Handle) -> None:
+        """The log, for people."""
+        with suppress(OSError):
+            link = self.folder / cell.name / "log"
+            link.unlink(missing_ok=True)
+            link.symlink_to(handle.log)
 
     def finished(self, name: str = "*") -> list[Path]:
         """The CSVs that have all epochs, of the cell called `name` or of all cells."""
@@ -236,6 +264,15 @@ class Sweep:
         for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
             with suppress(records.RecordError):
                 yield csv, records.read(csv)
+
+
+def _text(path: Path) -> str:
+    """What is in a small file; nothing if it is none, such as a pipe, in which nobody may ever write."""
+    try:
+        with path.open(errors="replace") if path.is_file() else io.StringIO() as file:
+            return file.read(100_000)
+    except OSError:
+        return ""
 
 
 def run(sweep: Sweep, cells: list[Cell], max_jobs: int) -> int:
