@@ -174,7 +174,7 @@ def _wait_for(job_id: str, options: argparse.Namespace) -> tuple[str, str, list[
             print(f"job {job_id}: {state.lower()}{f' ({reason})' if waits else ''}", file=sys.stderr)
         if state == "COMPLETING":  # the script has ended, some nodes still clean up
             state = "COMPLETED" if job["ExitCode"] == "0:0" else "FAILED"
-        if not waits and state not in ("UNKNOWN", "RUNNING", "SUSPENDED", "STOPPED"):
+        if not waits and state not in ("UNKNOWN", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"):
             return state, nodes, []
         message = ""
         if waits and now - begin > options.wait:
