@@ -8,8 +8,8 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import rows_of, run_stage
 
-TRAINING = ("--epochs", 2, "--train-size", 800, "--test-size", 100, "--batch-size", 40, "--precision", "fp32")
-TRAINING += ("--save-model", "--lr", 0.1)
+SMALL = ("--test-size", 100, "--precision", "fp32")
+TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--save-model", "--lr", 0.1)
 # Each rank sends the signals to itself, so that they come at that very moment.
 HERE = "os.kill(os.getpid(), signal.{})"
 START, ONE = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'", "os.environ['{}'] == '1'"
@@ -105,6 +105,28 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(checkout: Checkout) -> N
     assert "resumed from" in log
     assert checkout.cluster.wait(urgent)["JobState"] == "COMPLETED"
     assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1, 2]
+
+
+def test_the_time_limit_requeues_the_job(tmp_path: Path, cluster: RunningCluster) -> None:
+    """Both by USR2 before the limit and, where that was missed, by SIGTERM at the limit.
+
+    Slurm looks every 30 s and sends USR2 up to 30 s early (PERIODIC_TIMEOUT in its sources): with @30 it
+    comes 60 to 90 s after the start, when Python has long started and the steps are not done.
+    """
+    places = {sent: Checkout(tmp_path / sent, cluster) for sent in ("USR2@30", "CONT@30")}
+    training = (*SMALL, "--epochs", 1, "--train-size", 3000, "--batch-size", 10)
+    jobs = {}
+    for sent, place in places.items():
+        insert(place.script("single"), when(0, "time.sleep(1)"), before="optimizer.zero_grad()")
+        minutes = 2 if sent == "USR2@30" else 1
+        jobs[sent] = place.submit("single", *training, sbatch=(f"--time={minutes}", f"--signal={sent}"))
+    for sent, place in places.items():
+        state = cluster.wait(jobs[sent], timeout=400)
+        log = place.log(jobs[sent])
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+        (row,) = rows_of(place.folder / "results")
+        assert row["steps"] == 300
+        assert row["train_seconds"] > 20  # all of its steps, before and after
 
 
 def test_scancel_saves_and_the_job_stays_away(checkout: Checkout) -> None:
