@@ -106,7 +106,7 @@ class Options:
 
     checkpoint_dir: Path | None = _option(
         "stop and go on", None, Path, "DIR",
-        "save the state of the training here after every epoch, and on the signal USR2",
+        "save the state of the training here after every epoch, and on USR2 or SIGTERM",
     )
     checkpoint_minutes: float = _option(
         "stop and go on", 10, positive, "X", "minutes between two checkpoints within an epoch"
