@@ -140,10 +140,13 @@ def network(arguments: argparse.Namespace) -> int:
     if not cluster.hosts:
         raise ClusterError("all nodes are on this host, so that none has a network of its own to cut.")
     cable = on_login_host(cluster, ["ip", "link", "set", arguments.node, arguments.state])
-    subprocess.run(cable, env=user_environment(cluster), check=True)
-    if arguments.state == "up":
-        # On this signal slurmd reports to slurmctld, which asks a node that is down every few minutes only.
-        os.kill(int((cluster.folder / f"slurmd-{arguments.node}.pid").read_text()), signal.SIGHUP)
+    try:
+        subprocess.run(cable, env=user_environment(cluster), check=True)
+        if arguments.state == "up":
+            # On this signal slurmd reports to slurmctld, which asks a node that is down rarely by itself.
+            os.kill(int((cluster.folder / f"slurmd-{arguments.node}.pid").read_text()), signal.SIGHUP)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        raise ClusterError(f"{arguments.node} has crashed: take {cluster.name} down and up again.") from error
     return 0
 
 
