@@ -18,6 +18,7 @@ from trainkit.jobs import stages
 
 if TYPE_CHECKING:
     from cluster import RunningCluster
+    from forking import Forking
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
@@ -118,3 +119,12 @@ def cluster() -> Iterator["RunningCluster"]:
 
     with running_cluster(nodes=2, gpus=2, accounting=True) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
+    """Runs Python programs much sooner than they start by themselves: one for all tests of this process."""
+    from forking import forking
+
+    with forking(tmp_path_factory.mktemp("forking"), ENVIRONMENT) as started:
+        yield started

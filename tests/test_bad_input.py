@@ -1,11 +1,9 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,28 +11,12 @@ import psutil
 import pytest
 import torch
 from conftest import ENVIRONMENT, STAGES, free_port, rows_of, run_stage, stage_command
+from forking import Forking
 
 from trainkit import records, staging, world
 from trainkit.errors import UserError
 
 Script = Callable[..., subprocess.CompletedProcess]
-# Runs scripts as `python script` does, but PyTorch is imported once for all of them.
-FORKING = """
-import json, os, runpy, signal, sys
-import trainkit.run
-for line in sys.stdin:
-    argv, environment, *outputs = json.loads(line)
-    process = os.fork()
-    if not process:
-        signal.alarm(120)  # what hangs ends
-        for stream, path in enumerate(outputs, start=1):
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
-        os.environ.update(environment)
-        sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
-
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
     (["--epochs", "0"], "0 is too small"),
@@ -56,22 +38,14 @@ ALONE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """Runs a stage's script on the CPU in a process of its own, much sooner than `run_stage`."""
-    outputs = [str(tmp_path_factory.mktemp("output") / name) for name in ("stdout", "stderr")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+@pytest.fixture
+def script(forking: Forking) -> Script:
+    """Runs a stage's script on the CPU."""
 
     def run(stage: str, *arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
-        for path in outputs:
-            Path(path).unlink(missing_ok=True)
-        argv = [str(STAGES[stage]), "--no-cuda", *map(str, arguments)]
-        print(json.dumps([argv, env or {}, *outputs]), file=parent.stdin, flush=True)
-        code = int(parent.stdout.readline())
-        return subprocess.CompletedProcess(argv, code, *(Path(path).read_text() for path in outputs))
+        return forking.run(STAGES[stage], *arguments, "--no-cuda", env=ENVIRONMENT | (env or {}))
 
-    with subprocess.Popen([sys.executable, "-c", FORKING], env=ENVIRONMENT, **pipes) as parent:
-        yield run
+    return run
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), ALONE, ids=lambda value: " ".join(value)[:24])
@@ -147,9 +121,9 @@ def test_one_process_stages_refuse_more(
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest(tmp_path: Path) -> None:
-    done = run_stage("ddp", "--batch-size", 64, "--results-dir", tmp_path, processes=3)
+    done = run_stage("ddp", "--batch-size", 65, "--results-dir", tmp_path, processes=2)
     assert done.returncode != 0
-    assert "--batch-size 64 does not divide among 3 processes: the nearest is 63 or 66." in done.stderr
+    assert "--batch-size 65 does not divide among 2 processes: the nearest is 64 or 66." in done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
