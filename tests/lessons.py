@@ -12,7 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_SLURM = re.compile(
-    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|cluster)\b"
+    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b"
 )
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 

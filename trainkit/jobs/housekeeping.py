@@ -1,0 +1,128 @@
+"""What the folder of all jobs holds, and the removal of what is no longer needed: slurm/jobs.py."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from trainkit.jobs import local, slurm
+
+# job_env.sh's folders: of a job, and of an older one whose number came again; and those of submit.py.
+NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
+SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
+NOTE = re.compile(r"rank-\d+\.(started|finished|failed|lost)")
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A folder of a job: its notes and checkpoints, or what submit.py keeps, or both where there is no Slurm.
+
+    `state` is Slurm's word, or RUNNING, ended or unknown. `newest` is the checkpoint to go on from, if
+    the job did not finish.
+    """
+
+    path: Path
+    state: str
+    newest: Path | None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("COMPLETED", "ended", *slurm.FAILED)
+
+    def row(self, jobs_dir: Path) -> tuple[str, ...]:
+        """What people want to know."""
+        when = datetime.fromtimestamp(self.path.stat().st_mtime)
+        on_from = f"to go on from: {self.newest.name}" if self.newest else ""
+        name = slurm.printable(str(self.path.relative_to(jobs_dir)))
+        return name, f"{when:%Y-%m-%d %H:%M}", f"{size(self.path) / 1e6:,.1f} MB", self.state, on_from
+
+
+def look(jobs_dir: Path) -> list[JobFolder]:
+    """The folders of the user's jobs, the oldest first."""
+    found = [_judge(path, jobs_dir) for path in _folders(jobs_dir)]
+    return sorted(found, key=lambda folder: folder.path.stat().st_mtime)
+
+
+def remove(folder: JobFolder) -> str | None:
+    """Remove the folder of a job that has ended; returns why it could not be, if so."""
+    lock = folder.path / "checkpoints" / ".lock"
+    try:
+        if lock.exists():  # a later job may have been sent here, by --checkpoint-dir
+            with FileLock(lock, timeout=0):
+                shutil.rmtree(folder.path)
+        else:
+            shutil.rmtree(folder.path)
+    except Timeout:
+        return "a run is at work with its checkpoints"
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
+def size(folder: Path) -> int:
+    """Bytes in its files; of a link, its own."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # of a job that runs
+                total += Path(place, name).lstat().st_size
+    return total
+
+
+def _folders(jobs_dir: Path) -> Iterator[Path]:
+    """By name, owner and content: a folder called 2024 may also be the user's photographs."""
+    for place, name in ((jobs_dir, NUMBERED), (jobs_dir / "submitit", SUBMITTED)):
+        if place.is_symlink() and place != jobs_dir or not place.is_dir():
+            continue
+        for path in place.iterdir():
+            if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                continue
+            names = [entry.name for entry in path.iterdir()] if path.stat().st_uid == os.getuid() else ["?"]
+            marks = NOTE if name is NUMBERED else re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
+            if not names or any(marks.fullmatch(entry) for entry in names):
+                yield path
+
+
+def _judge(path: Path, jobs_dir: Path) -> JobFolder:
+    numbered = NUMBERED.fullmatch(path.name)
+    if numbered and path.parent == jobs_dir:
+        state = "ended" if numbered[2] else _state_in_slurm(numbered[1])
+        return JobFolder(path, state, _newest(path))
+    submitted = next(path.glob("[0-9]*_submitted.pkl"), None)
+    if not submitted:  # it may be on its way to Slurm
+        return JobFolder(path, UNKNOWN, _newest(path))
+    job_id = submitted.name.removesuffix("_submitted.pkl")
+    if next(path.glob("*_submission.sh"), None):
+        return JobFolder(path, _state_in_slurm(job_id), _newest(jobs_dir / job_id))
+    return JobFolder(path, _state_here(path), _newest(path))
+
+
+def _state_in_slurm(job_id: str) -> str:
+    state = slurm.job_facts(job_id)["JobState"] if slurm.is_here() else UNKNOWN
+    return UNKNOWN if state == "UNKNOWN" else state
+
+
+def _state_here(path: Path) -> str:
+    """Of processes of this machine, or of another one with the same folders."""
+    if local.process_with(path, "submitit.local._local"):
+        return "RUNNING"
+    nodes = {note.read_text().strip() for note in path.glob("rank-*.started")}
+    return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a job that did not finish."""
+    notes = {entry.suffix for entry in folder.glob("rank-*.*")}
+    if notes == {".finished"} and not (folder / "stopped").exists():
+        return None
+    checkpoints = (folder / "checkpoints").glob("epoch-*-step-*.pt")
+    return max(
+        checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], default=None
+    )
