@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import torch
 from conftest import ENVIRONMENT, STAGES, free_port, rows_of, run_stage, stage_command
 from forking import Forking
 
-from trainkit import records, staging, world
+from trainkit import batches, records, staging, world
+from trainkit.data import Split
 from trainkit.errors import UserError
+from trainkit.options import Options
 
 Script = Callable[..., subprocess.CompletedProcess]
 ALONE = [
@@ -229,6 +232,23 @@ def test_loader_processes_end_with_the_one_that_trains(with_loaders: tuple) -> N
     process, loaders = with_loaders
     process.kill()
     assert not psutil.wait_procs(loaders, timeout=120)[1]
+
+
+def slowly(sample: torch.Tensor) -> torch.Tensor:
+    time.sleep(sample.item())
+    return sample
+
+
+def test_a_stuck_loader_process_ends_with_the_run() -> None:
+    """Though it is deaf to Slurm's signals, it hears the one that PyTorch sends."""
+    split = Split("slow", torch.tensor([[0.0], [200.0]]), torch.zeros(2), prepare_one=slowly)
+    settings = Options(loader="workers", num_workers=1, test_batch_size=1)
+    before = psutil.Process().children()
+    loop = iter(batches.testing(split, settings, torch.device("cpu")))
+    next(loop)
+    (loader,) = set(psutil.Process().children()) - set(before)
+    del loop
+    assert not psutil.wait_procs([loader], timeout=120)[1]
 
 
 def test_results_path_that_is_a_file(tmp_path: Path, script: Script) -> None:
