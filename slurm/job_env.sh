@@ -125,7 +125,7 @@ tell_who_failed() {
         echo "why     ${reasons[0]}"
         reasons=("${reasons[@]:1:8}")
         # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
-        ((${#reasons[@]} == 0)) || printf 'also    %s\n' "${reasons[@]%% (*}"
+        ((${#reasons[@]} == 0)) || printf 'then    %s\n' "${reasons[@]%% (*}"
     elif noted '*.started'; then
         echo "why     $(grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /' | paste -sd ',') \
 ended without a word: killed (by hand, or for want of memory: --mem)?"

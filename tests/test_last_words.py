@@ -46,8 +46,8 @@ def plant(checkout: Checkout, *fates: str) -> None:
 
 
 def verdict(log: str) -> list[str]:
-    """What the end of the job's log tells, without `why` and `also`."""
-    return [line[8:] for line in log.splitlines() if line.startswith(("why     ", "also    "))]
+    """What the end of the job's log tells, without `why` and `then`."""
+    return [line[8:] for line in log.splitlines() if line.startswith(("why     ", "then    "))]
 
 
 @pytest.fixture
@@ -79,11 +79,12 @@ def test_without_the_lines_of_srun_the_notes_tell(checkout: Checkout) -> None:
     ], log
 
 
-def test_torchrun_of_one_rank_and_of_itself(checkout: Checkout) -> None:
+def test_torchrun_of_several_dead_and_of_itself(checkout: Checkout) -> None:
     """A torchrun that was killed is no rank, though srun counts it as its task."""
-    plant(checkout, WAIT, "os.abort()")
+    plant(checkout, WAIT, "kill('pid-0'); os.abort()")
     log = checkout.fail("torchrun", "fates.py")
-    assert verdict(log) == ["rank 1 on n1 aborted (as NCCL does after --timeout)"], log
+    dead = sorted(line.partition(" (")[0] for line in verdict(log))
+    assert dead == ["rank 0 on n1 was killed", "rank 1 on n1 aborted"], log
     plant(checkout, "os.kill(os.getppid(), signal.SIGKILL); " + WAIT, WAIT)
     log = checkout.fail("torchrun", "fates.py")
     assert verdict(log) == [f"torchrun 0 on n1 {KILLED}"], log
