@@ -80,9 +80,12 @@ def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
     done = checkout.submit_py("single", WEIRD="\udcff")
-    assert done.stderr.startswith("error: Slurm cannot use the path"), done.stderr
+    refused = "error: Slurm cannot write logs to "
+    assert done.stderr.startswith(refused), done.stderr
     (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text.replace("sultats", "s\nultats")))
-    assert checkout.submit_py("single", "--dry-run").stderr.startswith("error: Slurm cannot use the path")
+    assert checkout.submit_py("single", "--dry-run").stderr.startswith(refused)
+    found = login_node.check_folders(site.read_site(), several_nodes=False, in_job_too=False)
+    assert any(f.message.startswith(refused.removeprefix("error: ")) for f in found if f.level == FAULT)
 
 
 def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:

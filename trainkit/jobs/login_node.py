@@ -134,6 +134,7 @@ def check_folders(site: Site, several_nodes: bool, in_job_too: bool) -> list[Fin
     for folder, (what, fix) in folders.items():
         try:
             files.check_writable(folder, what, fix)
+            slurm.check_path(folder)
         except UserError as error:
             found.append(fault_of("folders", str(error)))
             continue

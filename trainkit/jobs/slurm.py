@@ -133,6 +133,19 @@ def largest_nodes(partition: str | None = None) -> dict[str, int]:
     return largest
 
 
+def check_path(path: Path) -> None:
+    """See that Slurm takes the path of a log as it is.
+
+    Raises:
+        UserError: if not.
+    """
+    if not str(path).isprintable() or re.search(r"[%\\]", str(path)):
+        raise UserError(
+            f"Slurm cannot write logs to {printable(str(path))} (it has %, a backslash, control characters "
+            "or no UTF-8 in its name): rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
+        )
+
+
 def printable(text: str) -> str:
     """Text from logs and other programs, without what would change a terminal's colours or contents."""
     return "".join(char if char.isprintable() else "?" for char in text)

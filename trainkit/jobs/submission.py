@@ -10,7 +10,6 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 import argparse
 import io
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -227,12 +226,8 @@ def _check_for_slurm(site: Site, folder: Path) -> None:
             "SBATCH_ARRAY_INX asks for an array of jobs, which would all train the same: unset it. Many runs "
             "are what slurm/sweep.py is for."
         )
-    for path in map(str, (REPOSITORY, folder)):
-        if not path.isprintable() or re.search(r"[%\\]", path):
-            raise UserError(
-                f"Slurm cannot use the path {slurm.printable(path)}, as it has %, a backslash, control "
-                "characters or no UTF-8 in it: rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
-            )
+    for path in (REPOSITORY, folder):
+        slurm.check_path(path)
 
 
 def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
