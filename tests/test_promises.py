@@ -1,0 +1,212 @@
+"""Promises that no other test would see broken. CONTRIBUTING.md lists the twenty that matter most."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkout import FOLDERS, SCRIPTS, Checkout
+from cluster import RunningCluster
+from conftest import rows_of
+from test_checkpoint import start
+
+from trainkit import clock
+from trainkit.model import Dropout
+
+TESTS = Path(__file__).parent
+SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--precision", "fp32")
+
+
+def test_the_list_of_promises_is_up_to_date() -> None:
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text()
+    table = text.partition("## The promises")[2].partition("\n## ")[0]
+    promises = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(promises) == 20
+    for promise in promises:
+        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", promise)
+        assert held_by, promise
+        for file, names in held_by:
+            for name in re.findall(r"\w+", names):
+                assert f"\ndef {name}(" in (TESTS / file).read_text(), name
+
+
+# --- what N ranks record ----------------------------------------------------------------------------
+
+# Every look at a rank's clock finds it so many seconds later than the look before.
+SECONDS, MEMORY = (10, 32), (500, 700)
+PLANTED = f"""
+import itertools, types
+from trainkit import clock, machine
+
+def measure(rank):
+    ticks = itertools.count(0, {SECONDS}[rank])
+    clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+    machine.peak_memory_mb = lambda device: {MEMORY}[rank]
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of two ranks, the second of them slower and fuller, and at the end of the epoch of each its
+    weights and what its dropout makes of ones."""
+    place = Checkout(tmp_path_factory.mktemp("two-ranks") / "a checkout")
+    place.script("ddp").with_name("planted.py").write_text(PLANTED)
+    place.insert("ddp", "import planted; planted.measure(here.rank)", before="    torch.manual_seed(")
+    state = "(model.module.state_dict(), model.module.dropout1(torch.ones(1000)))"
+    save = f"torch.save({state}, opts.results_dir / f'rank-{{here.rank}}.pt')"
+    place.insert("ddp", save, before="        run.end_of_epoch(")
+    ranks = start(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2)
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return place.folder
+
+
+def test_times_and_memory_are_those_of_the_slowest_and_the_fullest_rank(two_ranks: Path) -> None:
+    (row,) = rows_of(two_ranks)
+    assert (row["train_seconds"], row["eval_seconds"], row["peak_memory_mb"]) == (32, 32, 700)
+    assert row["images_per_s"] == row["images"] / 32 == 4
+
+
+def test_ranks_drop_other_neurons_and_keep_equal_weights(two_ranks: Path) -> None:
+    (weights, dropped), (other_weights, other_dropped) = (
+        torch.load(two_ranks / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)
+    )
+    assert not torch.equal(dropped, other_dropped)
+    for name, values in weights.items():
+        assert torch.equal(values, other_weights[name]), name
+
+
+def test_a_gpus_queue_is_empty_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU: the work is done, and not merely queued, at both ends."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    look = SimpleNamespace(perf_counter=lambda: seen.append("looked") or len(seen))
+    monkeypatch.setattr(clock, "time", look)
+    device = torch.device("cuda", 0)
+    assert clock.stop(device, clock.start(device)) == 2
+    assert seen == ["waited", "looked"] * 2
+
+
+def test_the_rank_is_not_that_within_the_node(
+    run_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what srun tells the first task of a node that should not be there; another test has torchrun's."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    for name, value in (step | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    _, _, errors = run_here("--no-cuda", "--results-dir", tmp_path, stage="ddp")
+    assert errors.startswith("error on rank 2: rank 2 does not fit a world of 2"), errors
+
+
+# --- what a process computes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_dropout_keeps_the_mean(p: float, layout: torch.memory_format) -> None:
+    """A share p of the elements is dropped, and the others grow by 1 / (1 - p): as nn.Dropout does."""
+    torch.manual_seed(1)
+    dropout, ones = Dropout(p), torch.ones(100, 64, 12, 12).to(memory_format=layout)
+    once, again = dropout(ones), dropout(ones)
+    assert once.unique().tolist() == pytest.approx([0, 1 / (1 - p)])
+    assert (once == 0).float().mean().item() == pytest.approx(p, abs=0.002)  # four standard deviations
+    assert once.mean().item() == pytest.approx(1, abs=0.005)
+    assert not torch.equal(once, again)
+    assert torch.equal(dropout.eval()(ones), ones)
+
+
+@pytest.mark.parametrize("stage", sorted(FOLDERS))
+def test_the_seed_decides_on_the_weights(stage: str, run_here: Callable, tmp_path: Path) -> None:
+    """They hardly move at this learning rate, so that the order of the images does not matter."""
+    weights = []
+    for number, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(number)
+        arguments = (*SMALL, "--epochs", 1, "--lr", 1e-30, "--seed", seed, "--no-cuda", "--save-model")
+        code, output, errors = run_here(*arguments, "--results-dir", folder, stage=stage)
+        assert code == 0, output + errors
+        (path,) = folder.glob("models/*.pt")
+        weights.append(torch.load(path, weights_only=True)["conv1.weight"])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(run_here: Callable, tmp_path: Path) -> None:
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    assert run_here(*SMALL, *folders, "--epochs", 1, "--no-cuda")[0] == 0
+    (path,) = (tmp_path / "checkpoints").glob("*.pt")
+    state = torch.load(path, weights_only=True)
+    assert state["run"]["elapsed_s"] > 0
+    state["run"]["elapsed_s"] = 1e6
+    torch.save(state, path)
+    assert run_here(*SMALL, *folders, "--epochs", 3, "--no-cuda")[0] == 0
+    rows = rows_of(tmp_path)
+    assert [row["warmup"] for row in rows] == [True, True, False]
+    assert rows[0]["elapsed_s"] < 1e6 <= rows[1]["elapsed_s"] <= rows[2]["elapsed_s"]
+
+
+# --- what the job scripts tell Slurm ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", SCRIPTS)
+def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, tmp_path: Path) -> None:
+    """Read, and run twice by bash on the first node of two, with an srun that starts nothing."""
+    checkout = Checkout(tmp_path / "a checkout")
+    script = checkout.folder / SCRIPTS[launcher]
+    asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
+    assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)
+
+    checkout.fake(
+        "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
+    )  # show hostnames; as addresses they resolve
+    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
+    told = []
+    for job in ("41", "42"):
+        done = checkout.run(
+            "bash", script, cwd=script.parent, PATH=f"{checkout.commands}:{os.environ['PATH']}",
+            SLURM_SUBMIT_DIR=str(script.parent), SLURM_JOB_ID=job, SLURM_JOB_NODELIST="n[1-2]",
+            SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="3", SLURM_GPUS_ON_NODE="2",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append((script.parent / "told").read_text().splitlines())
+    (address, port, *arguments), (_, other_port, *_) = told
+    assert address == "127.0.0.2"
+    assert 1024 < int(port) < 32768 and port != other_port
+    to_srun = arguments[: arguments.index("python")]
+    # Without the first, every rank has one core, whatever sbatch was told.
+    assert {"--cpus-per-task=3", "--kill-on-bad-exit=1"} <= set(to_srun)
+    assert ("--wait=60" in to_srun) == (launcher in ("srun", "torchrun"))  # one task has nobody to wait for
+    after_python = " ".join(arguments[len(to_srun) :])
+    if launcher == "torchrun":
+        assert f"--rdzv-endpoint={address}:{port}" in after_python
+        assert "--nnodes=2 --nproc-per-node=2" in after_python
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fate", "wait"),
+    [
+        ("srun", "os._exit(3)", 0),
+        ("srun", "os._exit(0)", 1),
+        ("torchrun", "os.kill(os.getppid(), signal.SIGKILL)", 0),
+    ],
+    ids=["dies", "leaves early", "torchrun dies"],
+)
+def test_ranks_that_do_not_talk_are_ended_with_the_one_that_goes(
+    launcher: str, fate: str, wait: int, tmp_path: Path, cluster: RunningCluster
+) -> None:
+    """The rank of the first node sleeps: nothing but srun ends it.
+
+    srun is told to wait for ever in place of 60 s, so that only --kill-on-bad-exit can end it, or for one
+    second, and then only --wait can.
+    """
+    checkout = Checkout(tmp_path / "a checkout", cluster)
+    checkout.site(f'srun() {{ command srun "${{@/#--wait=60/--wait={wait}}}"; }}\n')
+    second_node = "os.environ['SLURM_NODEID'] == '1'"
+    ends = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])"  # by srun, at once
+    script = checkout.folder / "03_multigpu_ddp" / "sleeping.py"
+    script.write_text(f"import os, signal, time\n{ends}\nif {second_node}: {fate}\ntime.sleep(600)\n")
+    nodes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
+    log = checkout.fail(launcher, "sleeping.py", sbatch=nodes)
+    assert "First task exited 60s ago" not in log
