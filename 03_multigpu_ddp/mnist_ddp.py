@@ -3,16 +3,16 @@
 Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
 """
 
-import torch
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-
 from trainkit import batches, data, errors, options, world
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
 from trainkit.precision import choose_precision
 from trainkit.recipes import optimizer_and_schedule
 from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:

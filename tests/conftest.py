@@ -1,7 +1,6 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from trainkit import records, staging
 from trainkit.jobs import stages
@@ -92,26 +90,6 @@ def trained(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
     return run
 
 
-@pytest.fixture
-def run_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Runs a stage of one process inside this one, which has PyTorch loaded: exit code, stdout, stderr."""
-    torch.set_num_threads(1)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
-
-    def run(*arguments: object, stage: str | Path = "single") -> tuple[int, str, str]:
-        script = STAGES.get(stage, stage)
-        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(script), run_name="__main__")
-        code, (out, err) = ended.value.code, capsys.readouterr()
-        # Python itself prints the text that it is to exit with.
-        return (1, out, f"{err}{code}\n") if isinstance(code, str) else (code or 0, out, err)
-
-    yield run
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="session")
 def cluster() -> Iterator["RunningCluster"]:
     """A practice cluster of two nodes with two virtual GPUs each: one for all tests of this process."""
@@ -128,3 +106,13 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
 
     with forking(tmp_path_factory.mktemp("forking"), ENVIRONMENT) as started:
         yield started
+
+
+@pytest.fixture
+def script(forking: "Forking") -> Callable[..., subprocess.CompletedProcess]:
+    """Runs a stage's script, or a changed copy of it, on the CPU; much sooner than `run_stage`."""
+
+    def run(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
+        return forking.run(STAGES.get(stage, stage), *arguments, "--no-cuda", env=ENVIRONMENT | (env or {}))
+
+    return run

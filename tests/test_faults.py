@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,53 +13,54 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, REPOSITORY, rows_of, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command
+from forking import Forking
 from test_checkpoint import start
 
 from trainkit import records
 
-SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32", "--no-cuda")
+SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
+Script = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_epochs(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints after epochs 1 and 2, made by two processes, so that it was resumed once."""
     folder = tmp_path_factory.mktemp("two-epochs")
+    folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
     for epochs in (1, 2):
-        command = stage_command(
-            "single", *SMALL, "--epochs", epochs, "--results-dir", folder,
-            "--checkpoint-dir", folder / "checkpoints", "--resume", "auto",
-        )  # fmt: skip
-        subprocess.run(command, env=ENVIRONMENT, check=True, timeout=300)
+        done = forking.run(
+            STAGES["single"], *SMALL, "--no-cuda", "--epochs", epochs, *folders, env=ENVIRONMENT
+        )
+        assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture
-def resume(run_here: Callable, two_epochs: Path, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+def resume(script: Script, two_epochs: Path, tmp_path: Path) -> Script:
     """Go on to epoch 3 from a copy of the checkpoints, in tmp_path, which may have been changed before."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
-    return lambda *arguments: run_here(*SMALL, "--epochs", 3, "--resume", "auto", *folders, *arguments)
+    return lambda: script("single", *SMALL, "--epochs", 3, "--resume", "auto", *folders)
 
 
-def one_error(outcome: tuple[int, str, str]) -> str:
-    code, _, errors = outcome
-    assert code == 1, outcome
-    assert "Traceback" not in errors
-    (line,) = [line for line in errors.splitlines() if line.startswith("error")]
+def one_error(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     return line
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_went_on_twice_is_still_one_run(resume: Callable, tmp_path: Path) -> None:
-    code, _, errors = resume()
-    assert code == 0, errors
+def test_a_run_that_went_on_twice_is_still_one_run(resume: Script, tmp_path: Path) -> None:
+    done = resume()
+    assert done.returncode == 0, done.stderr
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
 
 
-def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, run_here: Callable) -> None:
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: Script) -> None:
     place = Checkout(tmp_path / "a checkout")
     place.insert("single", "time.sleep(0.05)", before="            optimizer.zero_grad()")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
@@ -66,14 +68,14 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, run_here:
     (first,) = start(place.script("single"), *training)
     while not list(tmp_path.glob("checkpoints/*.pt")):
         assert first.poll() is None, first.communicate()
-    told = one_error(run_here(*training, "--resume", "auto"))
+    told = one_error(script("single", *training, "--resume", "auto"))
     assert "another run saves its checkpoints in" in told
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
 
 
-def test_files_beside_the_checkpoints_stay(resume: Callable, tmp_path: Path) -> None:
+def test_files_beside_the_checkpoints_stay(resume: Script, tmp_path: Path) -> None:
     """Only names that are exactly a checkpoint's count; what is no checkpoint is named, and not used."""
     folder = tmp_path / "checkpoints"
     good = torch.load(folder / "epoch-3-step-0.pt", weights_only=True)
@@ -84,10 +86,10 @@ def test_files_beside_the_checkpoints_stay(resume: Callable, tmp_path: Path) -> 
     torch.save({"version": 2, "epoch": 5}, folder / "epoch-8-step-0.pt")
     os.mkfifo(folder / "epoch-9-step-0.pt")
     (folder / "epoch-10-step-0.pt").symlink_to("/dev/zero")
-    code, output, errors = resume()
-    assert code == 0, errors
-    assert "resumed from" in output
-    assert errors.count("warning: the checkpoint") == 4
+    done = resume()
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    assert done.stderr.count("warning: the checkpoint") == 4
     assert all(path.read_bytes() == b"mine" for path in mine)
     assert good["epoch"] == 3
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
@@ -119,7 +121,7 @@ def _no_rows(state: dict) -> None:
     ],
 )
 def test_a_checkpoint_that_cannot_be_gone_on_from(
-    change: Callable[[dict], None], sentence: str, resume: Callable, tmp_path: Path
+    change: Callable[[dict], None], sentence: str, resume: Script, tmp_path: Path
 ) -> None:
     newest = tmp_path / "checkpoints" / "epoch-3-step-0.pt"
     state = torch.load(newest, weights_only=True)
@@ -151,8 +153,17 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(tmp_path: Path
         assert torch.load(path, weights_only=True)["part"]["losses"].isfinite().all()
 
 
+def test_a_loss_that_is_no_number_keeps_the_epochs_before(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    broken = "if epoch == 2: loss = loss * float('nan')"
+    place.insert("single", broken, before="            run.add(loss)")
+    done = script(place.script("single"), *SMALL, "--epochs", 3, "--results-dir", tmp_path)
+    assert "the loss is nan at step 1 of epoch 2: lower --lr" in one_error(done)
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
 def test_weights_that_are_no_numbers_replace_no_checkpoint(
-    run_here: Callable, two_epochs: Path, tmp_path: Path
+    script: Script, two_epochs: Path, tmp_path: Path
 ) -> None:
     """The losses were still numbers, and the last step of all broke the weights."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
@@ -161,38 +172,31 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
     training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
-    told = one_error(run_here(*training, stage=place.script("single")))
+    told = one_error(script(place.script("single"), *training))
     assert "are no longer numbers after step 1 of epoch 3: lower --lr, in a new run" in told
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")} == before
 
 
 # --- the folder of results --------------------------------------------------------------------------
 
-FOLDERS = {
-    "removed": ("shutil.rmtree({0!r})", True),
-    "a file": ("shutil.rmtree({0!r} + '/runs'); open({0!r} + '/runs', 'w')", False),
-}
 
-
-@pytest.mark.parametrize("fault", FOLDERS)
-def test_results_outlive_their_folder(
-    fault: str, run_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line, mended = FOLDERS[fault]
+@pytest.mark.parametrize("fault", ["removed", "a file"])
+def test_results_outlive_their_folder(fault: str, script: Script, tmp_path: Path) -> None:
     results, here = tmp_path / "results", tmp_path / "here"
     here.mkdir()
-    monkeypatch.chdir(here)
     place = Checkout(tmp_path / "a checkout")
-    line = f"import shutil; epoch == 2 and exec({line.format(str(results))!r})"
-    place.insert("single", line, before="        run.end_of_epoch")
-    outcome = run_here(*SMALL, "--epochs", 2, "--results-dir", results, stage=place.script("single"))
-    if mended:
-        assert outcome[0] == 0, outcome
+    lines = [f"os.chdir({str(here)!r})", f"shutil.rmtree({str(results)!r})"]
+    if fault == "a file":
+        lines += [f"os.mkdir({str(results)!r})", f"open({str(results / 'runs')!r}, 'w')"]
+    break_it = f"import shutil; epoch == 2 and [{', '.join(lines)}]"
+    place.insert("single", break_it, before="        run.end_of_epoch")
+    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
+    if fault == "removed":  # it is made again
+        assert done.returncode == 0, done
         rows = rows_of(results)
     else:
-        told = one_error(outcome)
         (path,) = here.glob("*.csv")
-        assert f"The 2 epoch(s) so far are in {path} on" in told
+        assert f"The 2 epoch(s) so far are in {path} on" in one_error(done)
         rows = records.read(path)
     assert [row["epoch"] for row in rows] == [1, 2]
 
@@ -239,7 +243,7 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(tmp_path: Path) -> Non
     place = Checkout(tmp_path / "a checkout")
     hang = "fsync = os.fsync; epoch == 2 and setattr(os, 'fsync', lambda file: time.sleep(15) or fsync(file))"
     place.insert("ddp", hang, before="        run.end_of_epoch")
-    training = (*SMALL[:-1], "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
+    training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
     ranks = start(place.script("ddp"), *training, ranks=2)
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
@@ -263,12 +267,23 @@ def test_nobody_reads_the_output(reader: str, tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
-def test_a_clock_that_is_set_back(
-    run_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.time", lambda: 0.0)
-    code, _, errors = run_here(*SMALL, "--epochs", 2, "--results-dir", tmp_path)
-    assert code == 0, errors
+def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
+    """A module of that name, in which it comes."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        stage_command("single"),
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_clock_that_is_set_back(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("single", "time.time = lambda: 0.0", before="    run = Run(")
+    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
     first, second = (row["elapsed_s"] for row in rows_of(tmp_path))
     assert 0 < first < second
 
@@ -305,13 +320,9 @@ assert not any(os.wait()[1] for _ in range(300))
 @pytest.mark.parametrize(
     ("name", "value"), [("LOCAL_WORLD_SIZE", "0"), ("SLURM_STEP_NUM_NODES", "0"), ("LOCAL_RANK", "-5")]
 )
-def test_a_world_that_cannot_be(
-    name: str, value: str, run_here: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key, good in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(key, good)
-    monkeypatch.setenv(name, value)
-    assert f"{name} is {value}, which is less than" in one_error(run_here("--no-cuda", stage="ddp"))
+def test_a_world_that_cannot_be(name: str, value: str, script: Script) -> None:
+    done = script("ddp", env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: value})
+    assert f"{name} is {value}, which is less than" in one_error(done)
 
 
 def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
     rank = "SLURM_PROCID" if launcher != "torchrun" else "LOCAL_RANK"
     stage, trainkit = checkout.script("ddp"), checkout.folder / "trainkit"
     usr2, term = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
-    insert(stage, when(0, usr2), before="import torch\n")
+    insert(stage, when(0, usr2), before="from trainkit import batches")
     # While the group forms: rank 0 comes later.
     late = f"threading.Timer(0.3, lambda: {term}).start() if {ONE.format(rank)} else time.sleep(1)"
     insert(stage, when(1, late), before="here = world.join")

@@ -11,7 +11,7 @@ from torch import nn
 from trainkit import data
 from trainkit.model import Net
 
-SMALL = ("--train-size", 1280, "--test-size", 100, "--precision", "fp32", "--no-cuda")
+SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 
 
 class Classic(nn.Module):
@@ -46,10 +46,10 @@ def outputs(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def test_saved_weights_mean_the_same_in_the_classic_network(
-    images: torch.Tensor, run_here: Callable, tmp_path: Path
+    images: torch.Tensor, script: Callable, tmp_path: Path
 ) -> None:
-    code, _, errors = run_here(*SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
-    assert code == 0, errors
+    done = script("single", *SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "models").glob("*.pt")
     weights = torch.load(path, weights_only=True)
     classic, ours = Classic(), Net()
@@ -67,14 +67,14 @@ def test_weights_of_the_classic_network_load_here(images: torch.Tensor) -> None:
     torch.testing.assert_close(outputs(ours, images), outputs(classic, images))
 
 
-def test_a_checkpoint_of_version_1_goes_on_the_same(run_here: Callable, tmp_path: Path) -> None:
+def test_a_checkpoint_of_version_1_goes_on_the_same(script: Callable, tmp_path: Path) -> None:
     """Its fc1 had the inputs in the order height, width, channel; and so had what Adadelta keeps of it."""
     ends = {}
     for version in (2, 1):
         folder = tmp_path / str(version)
         folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
-        code, _, errors = run_here(*SMALL, "--epochs", 1, *folders)
-        assert code == 0, errors
+        done = script("single", *SMALL, "--epochs", 1, *folders)
+        assert done.returncode == 0, done.stderr
         if version == 1:
             path = folder / "checkpoints" / "epoch-2-step-0.pt"
             state = torch.load(path, weights_only=True) | {"version": 1}
@@ -83,8 +83,8 @@ def test_a_checkpoint_of_version_1_goes_on_the_same(run_here: Callable, tmp_path
                     if getattr(value, "shape", ()) == (128, 64 * 12 * 12):
                         values[name] = value.view(128, 64, 12, 12).permute(0, 2, 3, 1).flatten(1).clone()
             torch.save(state, path)
-        _, output, errors = run_here(*SMALL, "--epochs", 2, "--save-model", *folders)
-        assert "resumed from" in output, errors
+        done = script("single", *SMALL, "--epochs", 2, "--save-model", *folders)
+        assert "resumed from" in done.stdout, done.stderr
         (path,) = (folder / "models").glob("*.pt")
         ends[version] = torch.load(path, weights_only=True)
     for name, weights in ends[2].items():

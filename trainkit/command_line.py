@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from trainkit.errors import UserError
 
-LARGEST = 1e38  # of a float32, nearly
+LARGEST = 1e38  # about what a float32 holds
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,15 +37,19 @@ def at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
-def positive(text: str) -> float:
-    """An argparse type: a number above 0, no larger than a float32 holds."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0 and at most {LARGEST:g}")
-    return number
+def above_0(most: float = LARGEST) -> Callable[[str], float]:
+    """An argparse type: a number above 0, `most` or less."""
+
+    def positive_number(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not 0 < number <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be more than 0 and at most {most:g}")
+        return number
+
+    return positive_number
 
 
 def time_limit(text: str) -> int:

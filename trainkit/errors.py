@@ -6,7 +6,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
+
+
+def _quiet_on_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _quiet_on_ctrl_c  # from here on, as `run` may be seconds away, behind `import torch`
 
 
 class UserError(Exception):

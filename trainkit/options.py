@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 
-from trainkit.command_line import Parser, at_least, positive
+from trainkit.command_line import Parser, above_0, at_least
 from trainkit.errors import UserError
 from trainkit.staging import DATASETS, DEFAULT_DIR
 
@@ -59,11 +59,11 @@ class Options:
         shapes_training=True, column="recipe",
     )
     lr: float | None = _option(
-        "training", None, positive, "X", "learning rate (default: 1.0 for classic, 0.003 for fast)",
+        "training", None, above_0(), "X", "learning rate (default: 1.0 for classic, 0.003 for fast)",
         shapes_training=True,
     )
     gamma: float = _option(
-        "training", 0.7, positive, "X", "classic recipe: factor on the learning rate per epoch",
+        "training", 0.7, above_0(1), "X", "classic recipe: factor on the learning rate per epoch",
         shapes_training=True,
     )
     seed: int = _option(
@@ -109,7 +109,7 @@ class Options:
         "save the state of the training here after every epoch, and on USR2 or SIGTERM",
     )
     checkpoint_minutes: float = _option(
-        "stop and go on", 10, positive, "X", "minutes between two checkpoints within an epoch"
+        "stop and go on", 10, above_0(), "X", "minutes between two checkpoints within an epoch"
     )
     resume: str = _option(
         "stop and go on", "never", ("never", "auto"), None,

@@ -3,7 +3,6 @@
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from trainkit.command_line import LARGEST
 from trainkit.options import Options
 
 
@@ -14,13 +13,6 @@ def optimizer_and_schedule(
     if options.recipe == "classic":
         # foreach: one kernel for all tensors in place of one for each.
         optimizer = torch.optim.Adadelta(model.parameters(), lr=options.lr, foreach=True)
-        return optimizer, BoundedStepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
+        return optimizer, StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, fused=True)
     return optimizer, OneCycleLR(optimizer, options.lr, total_steps=options.epochs * steps_per_epoch)
-
-
-class BoundedStepLR(StepLR):
-    """StepLR up to what the optimizer can compute with: a --gamma above 1 grows without end."""
-
-    def get_lr(self) -> list[float]:
-        return [min(rate, LARGEST) for rate in super().get_lr()]
