@@ -172,6 +172,8 @@ esac""",
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [path.parent.name for path in on_cluster.sweep.rglob("ran-*")]
     assert sorted(ran) == CELLS
+    lost = ("squeue", "--noheader", "--states=PENDING,RUNNING", "--name=mine")  # jobs that no sweep found
+    assert not on_cluster.cluster.run(lost).stdout
     assert [len(on_cluster.rows(cell)) for cell in CELLS] == [3] * len(CELLS)
 
 
