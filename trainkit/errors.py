@@ -39,15 +39,15 @@ def run(main: Callable[[], int | None]) -> None:
     note("started")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows ASCII only
+    words = ""
     try:
         code = main()
+    except Stopped as stop:
+        code, words = 0, str(stop)
     except PeerError as error:
         _fail(str(error), "lost")
     except UserError as error:
         _fail(str(error))
-    except Stopped as stop:
-        note("finished", str(stop))
-        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as left:
@@ -66,7 +66,7 @@ def run(main: Callable[[], int | None]) -> None:
             )
         note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
-    note("finished")
+    note("finished", words)
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # to be stopped now would make a failure of it
     tell()  # while an error of the output can still be overlooked
