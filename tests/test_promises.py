@@ -13,7 +13,7 @@ from cluster import RunningCluster
 from conftest import rows_of
 from test_checkpoint import start
 
-from trainkit import clock
+from trainkit import clock, world
 from trainkit.model import Dropout
 
 TESTS = Path(__file__).parent
@@ -90,15 +90,28 @@ def test_a_gpus_queue_is_empty_when_its_clock_is_read(monkeypatch: pytest.Monkey
     assert seen == ["waited", "looked"] * 2
 
 
-def test_the_rank_is_not_that_within_the_node(
-    run_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+TWO_NODES = {
+    "srun": {"SLURM_STEP_NUM_TASKS": 4, "SLURM_STEP_NUM_NODES": 2, "SLURM_PROCID": 3, "SLURM_LOCALID": 1},
+    "torchrun": {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2},
+}
+
+
+@pytest.mark.parametrize("launcher", TWO_NODES)
+def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what srun tells the first task of a node that should not be there; another test has torchrun's."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    for name, value in (step | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}).items():
-        monkeypatch.setenv(name, value)
-    _, _, errors = run_here("--no-cuda", "--results-dir", tmp_path, stage="ddp")
-    assert errors.startswith("error on rank 2: rank 2 does not fit a world of 2"), errors
+    """The last of two ranks on each of two nodes, as if it had two GPUs and met the others."""
+    met = []
+    for name, value in (TWO_NODES[launcher] | {"MASTER_ADDR": "n1", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", met.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
+    here = world.join(use_cuda=True, timeout=30)
+    assert (here.rank, here.local_rank, here.size, here.nodes) == (3, 1, 4, 2)
+    assert met == [1, 3]
+    assert here.device == torch.device("cuda", 1)
 
 
 # --- what a process computes ------------------------------------------------------------------------
