@@ -147,7 +147,8 @@ finish() {
         scontrol requeue "$SLURM_JOB_ID" ||
             fail "this job may not be requeued: submit again with --checkpoint-dir $saved"
     elif [[ -n ${ended_from_outside:-} ]]; then
-        echo "ended from outside: by scancel, or at the time limit${saved:+; to go on, submit again with --checkpoint-dir $saved}"
+        echo "ended from outside: by scancel, preemption or the time limit"
+        [[ -z $saved ]] || echo "if it does not come back by itself, submit again with --checkpoint-dir $saved"
     elif ((code)); then
         tell_who_failed
     fi

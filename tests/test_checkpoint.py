@@ -211,7 +211,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, never_stopped) 
         env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"epoch-{EPOCHS + 1}-step-0.pt cannot be written" in done.stderr
+    assert f"epoch-{EPOCHS + 1}-step-0.pt cannot be written (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
     assert [path.name for path in (tmp_path / "checkpoints").glob("*.*pt*")] == [before]

@@ -201,6 +201,19 @@ def test_results_outlive_their_folder(fault: str, script: Script, tmp_path: Path
     assert [row["epoch"] for row in rows] == [1, 2]
 
 
+def on_a_mount(results: Path, then: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    """Run `command` with a small file system at `results`, which only it sees; then a shell command."""
+    results.mkdir()
+    mounted = f'mount -t tmpfs -o size=1m tmpfs {results} || exit; "$@"; code=$?; {then}; exit $code'
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", mounted, "-", *command],
+        env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this user may not mount a file system")
+    return done
+
+
 MOUNTS = {
     "turns read-only": ("mount -o remount,ro {}", "Read-only file system"),
     "fills": ("head -c 99999999 /dev/zero > {}/ballast", "No space left on device"),
@@ -212,22 +225,13 @@ def test_a_file_system_that_breaks_after_the_first_epoch(fault: str, tmp_path: P
     """Both ranks end: rank 0 with the reason, the other one at once."""
     command, why = MOUNTS[fault]
     results, here, kept = (tmp_path / name for name in ("results", "here", "kept"))
-    for folder in (results, here, kept):
-        folder.mkdir()
+    here.mkdir()
     place = Checkout(tmp_path / "a checkout")
     break_it = f"epoch == 2 and here.rank == 0 and os.system({command.format(results)!r})"
     place.insert("ddp", break_it, before="        run.end_of_epoch")
     training = (*SMALL, "--epochs", 3, "--results-dir", results)
-    mounted = (
-        f'mount -t tmpfs -o size=1m tmpfs {results} || exit 77; "$@"; code=$?; cp {results}/runs/* {kept}'
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", f"{mounted}; exit $code", "-"]
-        + stage_command(place.script("ddp"), *training, processes=2),
-        env=ENVIRONMENT, cwd=here, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if "unshare:" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("this user may not mount a file system")
+    command = stage_command(place.script("ddp"), *training, processes=2)
+    done = on_a_mount(results, f"cp -r {results}/runs {kept}", command, here)
     assert done.returncode == 1
     assert f"cannot be written ({why})" in done.stderr
     assert "error on rank 1: rank 0 had to stop, and tells why." in done.stderr
@@ -236,6 +240,18 @@ def test_a_file_system_that_breaks_after_the_first_epoch(fault: str, tmp_path: P
     (path,) = here.glob("*.csv")
     assert f"The 2 epoch(s) so far are in {path} on" in done.stderr
     assert [row["epoch"] for row in records.read(path)] == [1, 2]
+
+
+def test_a_file_system_that_loses_its_mount(tmp_path: Path) -> None:
+    """What is written below it then is the whole of the run."""
+    results = tmp_path / "results"
+    place = Checkout(tmp_path / "a checkout")
+    lose_it = f"epoch == 2 and os.system('umount --lazy {results}')"
+    place.insert("single", lose_it, before="        run.end_of_epoch")
+    training = (*SMALL, "--epochs", 2, "--results-dir", results)
+    done = on_a_mount(results, "true", stage_command(place.script("single"), *training), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["epoch"] for row in rows_of(results)] == [1, 2]
 
 
 def test_a_file_system_that_hangs_longer_than_the_timeout(tmp_path: Path) -> None:

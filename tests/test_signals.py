@@ -67,7 +67,8 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
     else:
         job = checkout.submit(launcher, *training)
     state = checkout.cluster.wait(job, timeout=300)
-    log = "".join(path.read_text() for path in checkout.folder.rglob(f"*{job}*.[ol][uo][tg]"))
+    (path,) = (*checkout.folder.rglob(f"*-{job}.log"), *checkout.folder.rglob(f"{job}_0_log.out"))
+    log = path.read_text()
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "5"), log
     stops = [
         line.partition(" by a signal")[0] for line in log.splitlines() if line.startswith("stopped after")
@@ -137,7 +138,10 @@ def test_scancel_saves_and_the_job_stays_away(checkout: Checkout) -> None:
     state = checkout.cluster.wait(job)
     log = checkout.log(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), log
-    assert f"to go on, submit again with --checkpoint-dir {checkout.checkpoints}" in log
+    assert (
+        f"if it does not come back by itself, submit again with --checkpoint-dir {checkout.checkpoints}"
+        in log
+    )
     done = len(rows_of(checkout.folder / "results"))
     newest = max(checkout.checkpoints.glob("*.pt"), key=lambda path: path.stat().st_mtime)
     assert torch.load(newest, weights_only=True)["epoch"] == done + 1
