@@ -131,30 +131,30 @@ def test_dropout_keeps_the_mean(p: float, layout: torch.memory_format) -> None:
     assert torch.equal(dropout.eval()(ones), ones)
 
 
-@pytest.mark.parametrize("stage", sorted(FOLDERS))
-def test_the_seed_decides_on_the_weights(stage: str, run_here: Callable, tmp_path: Path) -> None:
-    """They hardly move at this learning rate, so that the order of the images does not matter."""
-    weights = []
-    for number, seed in enumerate((1, 1, 2)):
-        folder = tmp_path / str(number)
-        arguments = (*SMALL, "--epochs", 1, "--lr", 1e-30, "--seed", seed, "--no-cuda", "--save-model")
-        code, output, errors = run_here(*arguments, "--results-dir", folder, stage=stage)
-        assert code == 0, output + errors
+def test_the_seed_decides_on_the_weights(script: Callable, tmp_path: Path) -> None:
+    """In every stage the same. They hardly move at this learning rate, whatever the order of the images."""
+    weights = {}
+    for stage, seed in (("single", 7), ("dp", 7), ("ddp", 7), ("single", 8)):
+        folder = tmp_path / f"{stage}-{seed}"
+        arguments = (*SMALL, "--epochs", 1, "--lr", 1e-30, "--seed", seed, "--save-model")
+        done = script(stage, *arguments, "--results-dir", folder)
+        assert done.returncode == 0, done.stderr
         (path,) = folder.glob("models/*.pt")
-        weights.append(torch.load(path, weights_only=True)["conv1.weight"])
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
+        weights[stage, seed] = torch.load(path, weights_only=True)["conv1.weight"]
+    assert torch.equal(weights["single", 7], weights["dp", 7])
+    assert torch.equal(weights["single", 7], weights["ddp", 7])
+    assert not torch.equal(weights["single", 7], weights["single", 8])
 
 
-def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(run_here: Callable, tmp_path: Path) -> None:
+def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(script: Callable, tmp_path: Path) -> None:
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    assert run_here(*SMALL, *folders, "--epochs", 1, "--no-cuda")[0] == 0
+    assert script("single", *SMALL, *folders, "--epochs", 1).returncode == 0
     (path,) = (tmp_path / "checkpoints").glob("*.pt")
     state = torch.load(path, weights_only=True)
     assert state["run"]["elapsed_s"] > 0
     state["run"]["elapsed_s"] = 1e6
     torch.save(state, path)
-    assert run_here(*SMALL, *folders, "--epochs", 3, "--no-cuda")[0] == 0
+    assert script("single", *SMALL, *folders, "--epochs", 3).returncode == 0
     rows = rows_of(tmp_path)
     assert [row["warmup"] for row in rows] == [True, True, False]
     assert rows[0]["elapsed_s"] < 1e6 <= rows[1]["elapsed_s"] <= rows[2]["elapsed_s"]
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_talk_are_ended_with_the_one_that_goes(
     second_node = "os.environ['SLURM_NODEID'] == '1'"
     ends = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])"  # by srun, at once
     script = checkout.folder / "03_multigpu_ddp" / "sleeping.py"
-    script.write_text(f"import os, signal, time\n{ends}\nif {second_node}: {fate}\ntime.sleep(600)\n")
+    script.write_text(f"import os, signal, time\n{ends}\nif {second_node}: {fate}\ntime.sleep(150)\n")
     nodes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     log = checkout.fail(launcher, "sleeping.py", sbatch=nodes)
     assert "First task exited 60s ago" not in log
