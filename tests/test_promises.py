@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import FOLDERS, SCRIPTS, Checkout
+from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 from conftest import rows_of
 from test_checkpoint import start
