@@ -56,8 +56,8 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
     insert(trainkit / "evaluation.py", when(3, term), before="output = network(inputs)")
     insert(trainkit / "checkpoint.py", when(4, usr2), before="torch.save(state, file)")
     # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
-    real = checkout.run("bash", "-c", "type -ap scontrol").stdout.splitlines()[0]
-    checkout.fake("scontrol", f'[[ $1 != requeue ]] || kill -TERM $PPID; exec {real} "$@"')
+    # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
+    checkout.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
 
     training = (*TRAINING, "--checkpoint-minutes", 1e-6)
     if launcher == "submitit":
