@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROGRAM = """
 import json, os, runpy, signal, sys
-import torch
+import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
 for line in sys.stdin:
     arguments, environment, *outputs = json.loads(line)
     process = os.fork()

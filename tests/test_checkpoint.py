@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, stage_command
+from forking import Forking
 
 from trainkit import records
 
@@ -17,6 +18,7 @@ WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
 EPOCHS = 2
 SIZES = ("--train-size", 1920, "--test-size", 200)
 TRAINING = ("--epochs", EPOCHS, *SIZES, "--precision", "fp32", "--save-model")
+Finish = Callable[..., str]
 
 
 def options(folder: Path) -> tuple:
@@ -64,11 +66,16 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)
 
 
-def finish(stage: str | Path, folder: Path, *arguments: object, ranks: int = 1) -> str:
-    """Go on until the end; returns all that the ranks printed."""
-    outputs = [p.communicate(timeout=300)[0] for p in start(stage, *options(folder), *arguments, ranks=ranks)]
-    assert len(rows_of(folder)) == EPOCHS, outputs
-    return "".join(outputs)
+@pytest.fixture(scope="module")
+def finish(forking: Forking) -> Finish:
+    """Has stage 01 go on until the end; returns all that it printed."""
+
+    def run(folder: Path, *arguments: object) -> str:
+        done = forking.run(STAGES["single"], *options(folder), *arguments, "--no-cuda", env=ENVIRONMENT)
+        assert len(rows_of(folder)) == EPOCHS, done
+        return done.stdout + done.stderr
+
+    return run
 
 
 def check_one_run(folder: Path) -> None:
@@ -81,16 +88,15 @@ def check_one_run(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory) -> Callable[..., Path]:
+def never_stopped(finish: Finish, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The results of the same training in one go."""
     done = {}
 
-    def run(stage: str, *arguments: object, ranks: int = 1) -> Path:
-        key = (stage, arguments, ranks)
-        if key not in done:
-            done[key] = tmp_path_factory.mktemp("never-stopped")
-            finish(stage, done[key], *arguments, ranks=ranks)
-        return done[key]
+    def run(*arguments: object) -> Path:
+        if arguments not in done:
+            done[arguments] = tmp_path_factory.mktemp("never-stopped")
+            finish(done[arguments], *arguments)
+        return done[arguments]
 
     return run
 
@@ -103,36 +109,27 @@ def assert_same_end(folder: Path, reference: Path) -> None:
         torch.testing.assert_close(weights, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "arguments"),
-    [
-        ("single", 1, ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")),
-        ("ddp", 2, ()),
-    ],
-)
-def test_a_signal_stops_every_rank_and_resuming_ends_the_same(
-    stage: str, ranks: int, arguments: tuple, tmp_path: Path, never_stopped
-) -> None:
+def test_a_signal_stops_the_run_and_resuming_ends_the_same(tmp_path: Path, finish, never_stopped) -> None:
+    """With all that can be in the middle of an epoch; several ranks are stopped in test_signals.py."""
     job = tmp_path / "job"
     job.mkdir()
-    often = ("--checkpoint-minutes", 1e-6, *arguments)
+    arguments = ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")
     env = {"TRAINKIT_JOB_DIR": str(job)}
-    processes = start(stage, *options(tmp_path), *often, ranks=ranks, env=env)
-    wait_for(lambda: list((tmp_path / "checkpoints").glob("epoch-1-step-*.pt")), processes[0])
-    processes[-1].send_signal(signal.SIGUSR2)  # to one rank only: all have to stop at the same step
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, outputs
-    assert "stopped after step" in outputs[0]
+    (process,) = start("single", *options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments, env=env)
+    wait_for(lambda: list((tmp_path / "checkpoints").glob("epoch-1-step-*.pt")), process)
+    process.send_signal(signal.SIGUSR2)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "stopped after step" in output
     assert (job / "stopped").read_text() == f"{tmp_path / 'checkpoints'}\n"
     assert epochs_recorded(tmp_path) == 0
 
-    output = finish(stage, tmp_path, *arguments, ranks=ranks)
-    assert "resumed from" in output
+    assert "resumed from" in finish(tmp_path, *arguments)
     check_one_run(tmp_path)
-    assert_same_end(tmp_path, never_stopped(stage, *arguments, ranks=ranks))
+    assert_same_end(tmp_path, never_stopped(*arguments))
 
 
-def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, never_stopped) -> None:
+def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, finish, never_stopped) -> None:
     """Checkpoints within the epoch, as often as possible; the process is killed while it writes one."""
     (process,) = start("single", "--checkpoint-minutes", 1e-6, *options(tmp_path))
     within = tmp_path / "checkpoints"
@@ -140,17 +137,17 @@ def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, never_stopped) ->
     wait_for(lambda: list(within.glob("*.pt.tmp")), process)
     process.kill()
     process.wait()
-    output = finish("single", tmp_path)
+    output = finish(tmp_path)
     assert "resumed from" in output
     check_one_run(tmp_path)
-    assert_same_end(tmp_path, never_stopped("single"))
+    assert_same_end(tmp_path, never_stopped())
 
 
 @pytest.mark.parametrize("damage", ["cut short", "one bit"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    damage: str, tmp_path: Path, never_stopped
+    damage: str, tmp_path: Path, finish, never_stopped
 ) -> None:
-    reference = never_stopped("single")
+    reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
     newest = tmp_path / "checkpoints" / f"epoch-{EPOCHS + 1}-step-0.pt"
     content = bytearray(newest.read_bytes())
@@ -159,17 +156,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     else:
         content[len(content) // 2] ^= 1  # within a weight: the file still opens
     newest.write_bytes(content)
-    output = finish("single", tmp_path)
+    output = finish(tmp_path)
     assert f"warning: the checkpoint {newest} cannot be read" in output
     assert f"resumed from {tmp_path / 'checkpoints' / f'epoch-{EPOCHS}-step-0.pt'}" in output
     check_one_run(tmp_path)
     assert_same_end(tmp_path, reference)
 
 
-def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
+def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path, script) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "epoch-2-step-0.pt").write_text("not a checkpoint")
-    done = run_stage("single", *options(tmp_path))
+    done = script("single", *options(tmp_path))
     assert done.returncode == 1
     assert "no checkpoint in" in done.stderr
     assert "Traceback" not in done.stderr
@@ -193,18 +190,18 @@ def test_resuming_at_another_world_size(tmp_path: Path) -> None:
     )
 
 
-def test_a_finished_run_stays_as_it_is(tmp_path: Path, never_stopped) -> None:
-    reference = never_stopped("single")
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) -> None:
+    reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
-    finish("single", tmp_path)
+    finish(tmp_path)
     assert rows_of(tmp_path) == rows_of(reference)
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, never_stopped) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_stopped) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
     before = f"epoch-{EPOCHS}-step-0.pt"
     (tmp_path / "checkpoints").mkdir()
-    shutil.copy(never_stopped("single") / "checkpoints" / before, tmp_path / "checkpoints")
+    shutil.copy(never_stopped() / "checkpoints" / before, tmp_path / "checkpoints")
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "-"]
         + stage_command("single", *options(tmp_path), "--no-cuda", "--save-model"),
@@ -215,30 +212,32 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, never_stopped) 
     assert "Traceback" not in done.stderr
     assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
     assert [path.name for path in (tmp_path / "checkpoints").glob("*.*pt*")] == [before]
-    finish("single", tmp_path)
+    finish(tmp_path)
 
 
-def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, never_stopped) -> None:
+def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, never_stopped) -> None:
     """One from before the model was named in it, and before records had these columns."""
-    reference, name = never_stopped("single"), f"epoch-{EPOCHS}-step-0.pt"
+    reference, name = never_stopped(), f"epoch-{EPOCHS}-step-0.pt"
     state = torch.load(reference / "checkpoints" / name, weights_only=True)
     del state["options"]["model"]
     for row in state["run"]["rows"]:
         del row["model"], row["test_images"]
     (tmp_path / "checkpoints").mkdir()
     torch.save(state, tmp_path / "checkpoints" / name)
-    assert "resumed from" in finish("single", tmp_path)
+    assert "resumed from" in finish(tmp_path)
     check_one_run(tmp_path)
     assert {row["model"] for row in rows_of(tmp_path)} == {"Net"}
     assert_same_end(tmp_path, reference)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_precision_that_was_chosen_holds_for_the_whole_run(precision: str, tmp_path: Path) -> None:
+def test_the_precision_that_was_chosen_holds_for_the_whole_run(
+    precision: str, tmp_path: Path, script
+) -> None:
     """Whatever --precision auto would choose now, which is one of the two."""
     given = (*options(tmp_path), "--train-size", 128, "--test-size", 50)
     for epochs, wanted in ((1, precision), (2, "auto")):
-        done = run_stage("single", *given, "--epochs", epochs, "--precision", wanted)
+        done = script("single", *given, "--epochs", epochs, "--precision", wanted)
         assert done.returncode == 0, done.stderr
     assert [row["precision"] for row in rows_of(tmp_path)] == [precision] * 2
 
@@ -256,10 +255,10 @@ def test_the_precision_that_was_chosen_holds_for_the_whole_run(precision: str, t
         ),
     ],
 )
-def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, never_stopped) -> None:
-    earlier = never_stopped("single") / "checkpoints"
+def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script, never_stopped) -> None:
+    earlier = never_stopped() / "checkpoints"
     before = {path: path.stat().st_mtime_ns for path in earlier.iterdir()}
-    done = run_stage("single", *TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))
+    done = script("single", *TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert sentence in done.stderr

@@ -15,7 +15,7 @@ import torch
 from checkout import Checkout
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command
 from forking import Forking
-from test_checkpoint import start
+from test_checkpoint import start, wait_for
 
 from trainkit import records
 
@@ -61,14 +61,16 @@ def test_a_run_that_went_on_twice_is_still_one_run(resume: Script, tmp_path: Pat
 
 
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: Script) -> None:
+    """The first one waits at its second step until the other one has been refused."""
     place = Checkout(tmp_path / "a checkout")
-    place.insert("single", "time.sleep(0.05)", before="            optimizer.zero_grad()")
+    go_on = f"while run._added == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
+    place.insert("single", go_on, before="            optimizer.zero_grad()")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
     (first,) = start(place.script("single"), *training)
-    while not list(tmp_path.glob("checkpoints/*.pt")):
-        assert first.poll() is None, first.communicate()
+    wait_for(lambda: list(tmp_path.glob("checkpoints/*.pt")), first)
     told = one_error(script("single", *training, "--resume", "auto"))
+    (tmp_path / "go").touch()
     assert "another run saves its checkpoints in" in told
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output

@@ -1,5 +1,7 @@
 """A copy of stage 03 with another network, data set and name trains, goes on, is sent, swept and compared."""
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +28,7 @@ def main() -> None:"""
 CLASSIFY = ("F.cross_entropy", "3", "(inputs[:, :2].sum(1, keepdim=True) > torch.tensor([-1.0, 1.0])).sum(1)")
 REGRESS = ("F.mse_loss", "1", "inputs[:, :2].sum(1, keepdim=True)")
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
+Script = Callable[..., subprocess.CompletedProcess]
 
 
 def own_training(task: tuple[str, str, str]) -> str:
@@ -71,10 +74,10 @@ def test_it_trains_goes_on_and_is_recorded_as_what_it_is(loader: tuple, tmp_path
     assert rows[-1]["test_accuracy"] > 80  # chance is below 50
 
 
-def test_a_regression_has_no_accuracy(tmp_path: Path) -> None:
-    script = tmp_path / "tables.py"
-    script.write_text(own_training(REGRESS))
-    done = run_stage(script, *SMALL, "--results-dir", tmp_path)
+def test_a_regression_has_no_accuracy(script: Script, tmp_path: Path) -> None:
+    own = tmp_path / "tables.py"
+    own.write_text(own_training(REGRESS))
+    done = script(own, *SMALL, "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "accuracy" not in done.stdout
     rows = rows_of(tmp_path)
@@ -91,22 +94,35 @@ def test_a_regression_has_no_accuracy(tmp_path: Path) -> None:
     ],
     ids=["precision", "loss not told", "loop left"],
 )
-def test_a_mistake_is_one_sentence(change: tuple, arguments: tuple, sentence: str, tmp_path: Path) -> None:
-    script = tmp_path / "tables.py"
-    script.write_text(own_training(CLASSIFY).replace(*change))
-    done = run_stage(script, *SMALL, *arguments, "--results-dir", tmp_path)
+def test_a_mistake_is_one_sentence(
+    change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "tables.py"
+    own.write_text(own_training(CLASSIFY).replace(*change))
+    done = script(own, *SMALL, *arguments, "--results-dir", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}")
     assert "Traceback" not in done.stderr
 
 
-def test_checkpoints_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_another_model_are_refused(script: Script, tmp_path: Path) -> None:
     places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    small = (*SMALL[2:], "--epochs", 1, "--train-size", 500, "--test-size", 100, *places)
-    assert run_stage("single", *small).returncode == 0
-    script = tmp_path / "tables.py"
-    script.write_text(own_training(CLASSIFY))
-    done = run_stage(script, *small)
+    small = (
+        *SMALL[2:],
+        "--precision",
+        "fp32",
+        "--epochs",
+        1,
+        "--train-size",
+        500,
+        "--test-size",
+        100,
+        *places,
+    )
+    assert script("single", *small).returncode == 0
+    own = tmp_path / "tables.py"
+    own.write_text(own_training(CLASSIFY))
+    done = script(own, *small)
     assert done.returncode == 1
     assert "was made with the dataset mnist, the model Net" in done.stderr
 

@@ -61,9 +61,10 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
 
     training = (*TRAINING, "--checkpoint-minutes", 1e-6)
     if launcher == "submitit":
-        submitted = checkout.submit_py("ddp", *training)
-        assert submitted.returncode == 0, submitted.stderr
-        job = int(submitted.stdout.split()[1])
+        done = checkout.submit_py("ddp", *training, "--wait")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1].startswith("done: results: ")
+        job = int(done.stdout.split()[1])
     else:
         job = checkout.submit(launcher, *training)
     state = checkout.cluster.wait(job, timeout=300)

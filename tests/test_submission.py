@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -286,36 +285,6 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
         assert environment["MASTER_PORT"] == str(10_000 + int(job) % 20_000)
         assert environment["MASTER_ADDR"] not in ("elsewhere", "localhost")
         assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
-
-
-def test_a_stopped_job_goes_back_to_the_queue_and_on(on_cluster: Checkout) -> None:
-    """The signal before the time limit is the stage's own business, whatever submitit would do at it."""
-    with ThreadPoolExecutor() as background:
-        arguments = (
-            "--epochs",
-            4,
-            "--train-size",
-            2000,
-            "--test-size",
-            200,
-            "--precision",
-            "fp32",
-            "--no-cuda",
-        )
-        waiting = background.submit(on_cluster.submit_py, "single", "--wait", *arguments)
-        wait_until(lambda: any("epoch 1/" in log.read_text() for log in on_cluster.folder.rglob("*_log.out")))
-        job = job_of(on_cluster)
-        on_cluster.cluster.run(["scancel", "--signal=USR2", job])
-        wait_until(lambda: "Restarts=1" in on_cluster.cluster.run(["scontrol", "show", "job", job]).stdout)
-        # Slurm lets a job that came back wait for two minutes; in the same second it would be refused.
-        on_cluster.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
-        done = waiting.result()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("done: results: ")
-    assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2, 3, 4]
-    (log,) = on_cluster.folder.rglob(f"{job}_0_log.out")
-    assert "resumed from" in log.read_text()
-    assert not list(on_cluster.folder.rglob("*_result.pkl"))
 
 
 @pytest.mark.parametrize(
