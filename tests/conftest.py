@@ -79,11 +79,14 @@ def mnist_dir() -> Path:
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
+def trained(
+    tmp_path: Path, script: Callable[..., subprocess.CompletedProcess]
+) -> Callable[..., list[dict[str, object]]]:
     """Runs a stage that has to go well, and returns the rows of its CSV."""
 
     def run(stage: str, *arguments: object, **how: object) -> list[dict[str, object]]:
-        done = run_stage(stage, *arguments, "--results-dir", tmp_path, **how)
+        how = {name: value for name, value in how.items() if value is not None}
+        done = (run_stage if how else script)(stage, *arguments, "--results-dir", tmp_path, **how)
         assert done.returncode == 0, done.stdout + done.stderr
         return rows_of(tmp_path)
 

@@ -1,10 +1,8 @@
 """The three stages, run as their users run them: what they record, and that N ranks equal one."""
 
-import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
 
-from trainkit import batches, data, options, records, staging
+from trainkit import batches, data, options, staging
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
 
@@ -172,17 +170,6 @@ def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> Non
     assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
 
 
-def test_eight_runs_at_once_leave_eight_records(tmp_path: Path) -> None:
-    sizes = ("--train-size", 64, "--test-size", 100, "--batch-size", 32)
-    command = stage_command("single", "--epochs", 1, *sizes, "--precision", "fp32")
-    command += ["--no-cuda", "--results-dir", str(tmp_path)]
-    processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(8)]
-    assert [process.wait(timeout=300) for process in processes] == [0] * 8
-    paths = list((tmp_path / "runs").iterdir())
-    assert len(paths) == 8
-    assert len({row["run_id"] for path in paths for row in records.read(path)}) == 8
-
-
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     done = run_stage("ddp", "--dry-run", "--save-model", "--results-dir", tmp_path / "new", processes=2)
     assert done.returncode == 0, done.stderr
@@ -214,33 +201,3 @@ def test_the_fast_recipe_learns(trained) -> None:
     (row,) = trained("single", "--recipe", "fast", *sizes, "--precision", "fp32")
     assert row["recipe"] == "fast"
     assert row["test_accuracy"] > 90
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
-def test_a_full_disk_keeps_the_epochs_before(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=100", "tmpfs", disk], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    try:
-        command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", disk)
-        with subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            while not list(disk.glob("runs/*.csv")) and process.poll() is None:
-                time.sleep(0.01)
-            with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-                while True:
-                    filler.write(bytes(4096))
-            _, complaint = process.communicate(timeout=120)
-        assert process.returncode == 1
-        assert "No space left" in complaint
-        assert "Traceback" not in complaint
-        rows = rows_of(disk)
-        assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
-        assert not list(disk.glob("runs/*.tmp"))
-    finally:
-        subprocess.run(["umount", disk], check=True)
