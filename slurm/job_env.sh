@@ -2,11 +2,12 @@
 # The part of a job that is the same in every job script, sourced at its beginning: reads
 # slurm/site.sh, makes the Python environment ready, checks it, chooses where the ranks meet, and
 # prints what this job runs on. When the script ends, it tells why if it failed, and sends a job
-# that stopped before its time limit back to the queue.
+# that was stopped by a signal, and has saved, back to the queue.
 #
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
 # SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
 
+unset ranks # slurm_submit_torchrun.sh sets it, by which `deaths` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate

@@ -29,9 +29,9 @@ site_problem() {
             source "$1" >/dev/null </dev/null
             if [[ $(trap) != "$traps" ]]; then
                 trap - EXIT
-                echo "it sets a trap: leave that to the job"
+                echo "problem: it sets a trap: leave that to the job"
             elif [[ $(jobs -p) ]]; then
-                echo "it leaves a process behind: start that in activate_environment"
+                echo "problem: it leaves a process behind: start that in activate_environment"
             else
                 echo "read to its end"
             fi' bash "$1" 2>&1
@@ -42,7 +42,9 @@ site_problem() {
         echo "it does not end, and was stopped after 60 seconds"
     elif [[ $told != *"read to its end"* ]]; then
         told=${told##*$'\n'}
-        echo "${told:-it ends the shell that reads it (exit, exec, or a command that fails), with exit code $code}"
+        [[ $told == "problem: "* || $told == *"site.sh: line "* ]] ||
+            told="it ends the shell that reads it (exit, exec, or a command that fails), with exit code $code${told:+ ($told)}"
+        echo "${told#problem: }"
     fi
 }
 

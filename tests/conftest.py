@@ -33,6 +33,11 @@ for name in list(ENVIRONMENT):
         del ENVIRONMENT[name]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that mostly wait for Slurm come first, so that the others fill the time."""
+    items.sort(key=lambda item: "test_signals" not in item.nodeid)
+
+
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
     """`python <stage script> ...`, or torchrun with `processes` ranks."""
     launcher = [sys.executable]

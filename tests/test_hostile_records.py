@@ -155,9 +155,7 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -
     made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
     done = plot(SAMPLE, tmp_path / "in", out=tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
-    note = (
-        "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: its speeds are left out."
-    )
+    note = "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: it counts in neither."
     assert note in done.stdout.replace("\n    ", " ")
     expected = (SAMPLE.parent / "comparison.md").read_text()
     written = (tmp_path / "out" / "comparison.md").read_text()

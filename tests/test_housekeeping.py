@@ -48,6 +48,8 @@ def test_the_jobs_of_a_cluster(tmp_path: Path, cluster: RunningCluster) -> None:
     make(jobs / "9998", "rank-0.finished", "rank-1.finished", CHECKPOINT)  # with --keep-checkpoints
     make(jobs / f"{runs}-20250101-120000", "rank-0.failed")
     make(jobs / waits, "rank-0.finished")  # of an older job of that number
+    # Of a submission that was killed on its way back from Slurm.
+    make(jobs / "submitit/lost-20250101-120000-abcdef", f"{waits}_submitted.pkl", ".submission_file_0af3.sh")
     mine = ("2024", "7-holidays", "submitit/photos", "thesis")
     for name in mine:
         make(jobs / name, "image.jpg")
@@ -58,15 +60,16 @@ def test_the_jobs_of_a_cluster(tmp_path: Path, cluster: RunningCluster) -> None:
     assert {name: found[name][1] for name in finished} == dict.fromkeys(finished, "COMPLETED")
     assert (found[runs][1], found[waits][1]) == ("RUNNING", "PENDING")
     assert found["9999"] == ["10.0 MB", "GONE", "to go on from: epoch-3-step-0.pt"]
-    removable = {*finished, "9998", f"{runs}-20250101-120000"}
-    assert set(found) == {*removable, runs, waits, "9999"}
+    removable = {*finished, f"{runs}-20250101-120000"}
+    stays = {runs, waits, "submitit/lost-20250101-120000-abcdef"}
+    assert set(found) == {*removable, *stays, "9998", "9999"}
 
     done = checkout.python("slurm/jobs.py", "--remove")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(listed(checkout)) == {runs, waits, "9999"}
-    assert "9998 (GONE, 10.0 MB) removed\n" in done.stdout
+    assert set(listed(checkout)) == {*stays, "9998", "9999"}
     done = checkout.python("slurm/jobs.py", "--remove", "--unfinished")
-    assert set(listed(checkout)) == {runs, waits}
+    assert "9998 (GONE, 10.0 MB) removed\n" in done.stdout
+    assert set(listed(checkout)) == stays
     assert all((jobs / name / "image.jpg").exists() for name in mine)
     assert (jobs / "7777").is_symlink()
     cluster.run(["scancel", runs, waits])

@@ -169,6 +169,15 @@ def test_a_stage_that_cannot_even_start_tells_why(checkout: Checkout) -> None:
     assert "failed: ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
 
 
+def test_a_local_rank_that_hangs_ends_with_the_one_that_fails(checkout: Checkout) -> None:
+    """By force: SIGTERM asks it to save and stop, which it never comes to."""
+    checkout.insert("ddp", "if here.rank == 0: time.sleep(600)", before="    for epoch in run.epochs()")
+    checkout.insert("ddp", "raise errors.UserError('planted')", before="    for epoch in run.epochs()")
+    done = checkout.submit_py("ddp", "--gpus", 2, "--no-cuda", "--precision", "fp32", "--wait")
+    assert done.returncode == 1
+    assert "failed: error on rank 1: planted" in done.stderr
+
+
 def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
     """By SIGTERM, which submitit's processes would survive."""
     checkout.script("ddp").write_text(FACTS.replace("# here", "import time; time.sleep(600)"))

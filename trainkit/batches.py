@@ -5,6 +5,7 @@ Step k takes the k-th run of `batch_size` indices of it, and each rank a contigu
 So N ranks together see exactly the batches that one process sees.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -221,8 +222,10 @@ class OneByOne(Dataset):
 def _obey_the_parent(worker: int) -> None:
     """In a loader process: end on the parent's SIGTERM, though signals wait. PyTorch sends it at the end."""
 
+    parent = multiprocessing.parent_process().pid
+
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
             pass
         os._exit(0)
 

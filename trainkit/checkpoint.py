@@ -127,12 +127,8 @@ class Checkpoints:
     def finish(self) -> None:
         """After the last epoch nobody goes on from the checkpoints in a job's own folder: remove them."""
         job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        unfinished = self._first_epoch <= self._options.epochs
-        if (
-            not (world.is_first() and self._folder and job_folder)
-            or unfinished
-            or self._options.keep_checkpoints
-        ):
+        keep = self._options.keep_checkpoints or self.epochs()  # some are still to be trained
+        if keep or not (world.is_first() and self._folder and job_folder):
             return
         if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
             with suppress(OSError):  # the run went well
@@ -164,12 +160,12 @@ class Checkpoints:
             lock.acquire(timeout=0)
         except Timeout:
             raise UserError(
-                f"another run saves its checkpoints in {self._folder}: wait for its end, or give another "
-                "--checkpoint-dir."
+                f"another run saves its checkpoints in {self._folder}: wait for its end (if there is none, "
+                f"remove {lock.lock_file}), or give another --checkpoint-dir."
             ) from None
         except (OSError, NotImplementedError):  # a file system without locks
             lock = None
-        for leftover in self._folder.glob("*.pt.tmp"):  # of a process that was killed
+        for leftover in self._folder.glob("epoch-*-step-*.pt.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
             raise UserError(
@@ -188,12 +184,13 @@ class Checkpoints:
                 _to_classic_order(state)
             for name, thing in self._parts.items():
                 thing.load_state_dict(state[name])
-            if not _set_random_numbers(
-                state["random_numbers"]
-            ):  # other ranks or GPUs than before: new numbers
+            # With other ranks or GPUs than before, the numbers are new ones.
+            if not _set_random_numbers(state["random_numbers"]):
                 torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
+            if self._part and len(self._part.losses) != self._part.steps:
+                raise ValueError("its losses do not fit its steps")
             world.on_first(lambda: self._log.go_on(state["run"]))
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
@@ -215,7 +212,7 @@ class Checkpoints:
 
     def _write(self, epoch: int, part: PartialEpoch | None, where: str, random_numbers: list) -> None:
         state = {name: thing.state_dict() for name, thing in self._parts.items()}
-        if not all(value.isfinite().all() for value in state["model"].values() if torch.is_tensor(value)):
+        if not all(weights.isfinite().all() for weights in self._parts["model"].parameters()):
             raise not_a_number(f"the weights are no longer numbers after {where}")
         state |= {
             "version": VERSION,
@@ -282,7 +279,10 @@ def _read(path: Path) -> dict:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if missing := [key for key in KEYS if key not in state]:
+    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+        raise ValueError("it has no version")
+    missing = [key for key in KEYS if key not in state]
+    if missing and state["version"] <= VERSION:  # a newer one is refused by its number, whatever its keys
         raise ValueError(f"it has no {', '.join(missing)}")
     return state
 

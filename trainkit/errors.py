@@ -37,8 +37,8 @@ def run(main: Callable[[], int | None]) -> None:
     130. In a job each rank also leaves a note on how it ended (`note`).
     """
     note("started")
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that knows ASCII only
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     words = ""
     try:
         code = main()
@@ -78,7 +78,8 @@ def tell(text: str | None = None) -> None:
     try:
         if text is not None:
             print(text)
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -130,6 +131,7 @@ def reason(error: Exception) -> str:
 def _fail(text: str, state: str = "failed") -> NoReturn:
     text = f"error{_which_rank()}: {text}"
     note(state, text)
+    tell()
     sys.exit(text)
 
 

@@ -32,6 +32,7 @@ class Meeting:
             steps_per_second = self._steps / (now - self._met_at)
             # At most twice as many as the last time: the first steps tell little about the others.
             due_after = max(1, min(2 * self._due_after, steps_per_second * SECONDS_BETWEEN))
+        # The others add 0 to what rank 0 says, so the sum is rank 0's.
         numbers = torch.tensor([*questions, due_after], dtype=torch.float64, device=self._device)
         *answers, due_after = world.sum_in_place(numbers).tolist()
         self._steps, self._due_after, self._met_at = 0, int(due_after), now

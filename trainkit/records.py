@@ -121,7 +121,12 @@ class Recorder:
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
-        for name in ("stage", "dataset", "model"):  # what a training of one's own may call as it likes
+        for name in (
+            "run_id",
+            "stage",
+            "dataset",
+            "model",
+        ):  # what a training of one's own may call as it likes
             try:
                 COLUMNS[name](str(facts[name]))
             except ValueError as error:

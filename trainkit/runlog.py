@@ -115,7 +115,7 @@ class RunLog:
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is no name of a file")
         self._facts |= state["facts"]
-        self.run_id, self._before_s = self._facts["run_id"], state["elapsed_s"]
+        self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
         self._recorder.go_on(state["facts"], state["rows"])
 
     def _elapsed_s(self) -> float:

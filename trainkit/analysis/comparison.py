@@ -179,7 +179,7 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
                 f"{MUST_BE_EQUAL.get(name, name)} {after} after {before}"
                 for name, (before, after, *_) in changed.items()
             )
-            sentences[run_id] = f"run {run_id} went on with {what}: its speeds are left out."
+            sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
     return sentences
 
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -23,6 +24,7 @@ from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 
+PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
 
 # The last words of a job script and of a Python program; the first pattern that is found counts.
@@ -135,13 +137,14 @@ class LocalHandle(Handle):
     """
 
     ended: Callable[[], bool]
+    failed_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
 
     def _look(self) -> State:
         failure = self._told_by_a_rank()
         if not self.ended():
             if failure:
-                self.cancel()  # as srun --kill-on-bad-exit: its peers would wait for the rank that failed
+                self._end_peers()
             return State("running", self._progress())
         if len(self._notes("finished")) == self.tasks and not self._stopped():
             return State("done", self._results())
@@ -149,6 +152,18 @@ class LocalHandle(Handle):
             checkpoints = (self.folder / "stopped").read_text().strip()
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {checkpoints}")
         return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
+
+    def _end_peers(self) -> None:
+        """As srun --kill-on-bad-exit: they would wait for the rank that failed."""
+        if self.failed_at is None:
+            self.failed_at = time.monotonic()
+            self.cancel()
+        elif time.monotonic() - self.failed_at > PEERS_SECONDS:  # one that waits does not hear SIGTERM
+            import psutil
+
+            with suppress(psutil.Error):
+                for rank in psutil.Process(int(self.job_id)).children():
+                    rank.kill()
 
     def _told_by_a_rank(self) -> str | None:
         """The words of the rank that failed first."""

@@ -25,7 +25,7 @@ class JobFolder:
     """A folder of a job: its notes and checkpoints, or what submit.py keeps, or both where there is no Slurm.
 
     `state` is Slurm's word, or RUNNING, ended or unknown. `newest` is the checkpoint to go on from, if
-    the job did not finish.
+    there is one: the job did not finish, or was to keep them.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class JobFolder:
         return self.state in ("COMPLETED", "ended", *slurm.FAILED)
 
     def row(self, jobs_dir: Path) -> tuple[str, ...]:
-        """What people want to know."""
+        """Its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
         when = datetime.fromtimestamp(self.path.stat().st_mtime)
         on_from = f"to go on from: {self.newest.name}" if self.newest else ""
         name = slurm.printable(str(self.path.relative_to(jobs_dir)))
@@ -99,7 +99,7 @@ def _judge(path: Path, jobs_dir: Path) -> JobFolder:
     if not submitted:  # it may be on its way to Slurm
         return JobFolder(path, UNKNOWN, _newest(path))
     job_id = submitted.name.removesuffix("_submitted.pkl")
-    if next(path.glob("*_submission.sh"), None):
+    if next(path.glob("*submission*.sh"), None):  # with a dot in front if the submitter was killed
         return JobFolder(path, _state_in_slurm(job_id), _newest(jobs_dir / job_id))
     return JobFolder(path, _state_here(path), _newest(path))
 
@@ -118,10 +118,6 @@ def _state_here(path: Path) -> str:
 
 
 def _newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a job that did not finish."""
-    notes = {entry.suffix for entry in folder.glob("rank-*.*")}
-    if notes == {".finished"} and not (folder / "stopped").exists():
-        return None
     checkpoints = (folder / "checkpoints").glob("epoch-*-step-*.pt")
     return max(
         checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], default=None

@@ -41,7 +41,7 @@ class Rank:
         import submitit
 
         # submitit survives SIGTERM, and answers USR2 by putting the job back into the queue itself.
-        # Here SIGTERM ends the process, and USR2 is for the stage (trainkit.checkpoint).
+        # Here both are for the stage (trainkit.checkpoint), and end a process that saves no checkpoints.
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         # Not by submitit's TorchDistributedEnvironment: it would show each process one GPU only, does
