@@ -271,10 +271,9 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(tmp_path: Path) -> Non
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize("reader", ["head -1 >/dev/null", "cat >/dev/full"])
-def test_nobody_reads_the_output(reader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["| head -1", "> /dev/full", ">&- 2>&-"])
+def test_nobody_reads_the_output(target: str, tmp_path: Path) -> None:
     """And the terminal knows ASCII only, and a variable of the environment is not UTF-8."""
-    target = "| head -1" if reader.startswith("head") else "> /dev/full"
     command = stage_command("single", *SMALL, "--epochs", 2, "--results-dir", tmp_path)
     done = subprocess.run(
         ["bash", "-c", f'"$@" {target}; exit ${{PIPESTATUS[0]}}', "-", *command],

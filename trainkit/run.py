@@ -1,5 +1,6 @@
 """What surrounds the training step: the clock, the progress bar, the record, checkpoints, and going on."""
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -85,7 +86,8 @@ class Run:
             leave=False,
             miniters=self._options.log_interval,
             mininterval=0,
-            disable=None if world.is_first() else True,  # None: shown on a terminal, not in a log file
+            # None: shown on a terminal, not in a log file. It may be closed.
+            disable=None if world.is_first() and sys.stderr else True,
         )
         started = clock.start(device)
         for step, batch in enumerate(bar, start=done.steps + 1):
