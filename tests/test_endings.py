@@ -4,10 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ENVIRONMENT
 
 # A thread of the group is held up until Python ends, as on a busy machine, while it gives back a tensor.
 SCRIPT = """
+import sys
 import threading
 import time
 
@@ -28,12 +30,16 @@ class Slow:
                 time.sleep(0.01)
 
 
-def close_when_busy(close=dist.destroy_process_group):
+def be_busy():
     while not given_back.wait(0.05):
         values = torch.ones(1)
         values.slow = Slow()
         dist.all_reduce(values, async_op=True)
         del values
+
+
+def close_when_busy(close=dist.destroy_process_group):
+    be_busy()
     close()
 
 
@@ -41,6 +47,9 @@ def main():
     world.join(use_cuda=False, timeout=30)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.itself = [model]  # a reference cycle: the model outlives main()
+    if sys.argv[1:] == ["fails"]:
+        be_busy()
+        raise errors.UserError("planted")
     dist.destroy_process_group = close_when_busy
     world.leave()
 
@@ -50,9 +59,13 @@ if __name__ == "__main__":
 """
 
 
-def test_the_threads_of_the_group_end_before_python_does(tmp_path: Path) -> None:
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(("how", "ending"), [((), (0, "")), (("fails",), (1, "error on rank 0: planted\n"))])
+def test_the_threads_of_the_group_end_before_python_does(how: tuple, ending: tuple, tmp_path: Path) -> None:
     script = tmp_path / "ending.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, script]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, script, *how]
+    done = subprocess.run(command, env=ENVIRONMENT | RANK, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == ending

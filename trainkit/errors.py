@@ -45,9 +45,9 @@ def run(main: Callable[[], int | None]) -> None:
     except Stopped as stop:
         code, words = 0, str(stop)
     except PeerError as error:
-        _fail(str(error), "lost")
+        fail(str(error), "lost")
     except UserError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as left:
@@ -55,11 +55,11 @@ def run(main: Callable[[], int | None]) -> None:
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            _fail("the GPU's memory is full: lower --batch-size.")
+            fail("the GPU's memory is full: lower --batch-size.")
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
         if _lost_a_peer(error):
-            _fail(
+            fail(
                 f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
                 "that is the reason.",
                 "lost",
@@ -84,10 +84,14 @@ def tell(text: str | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def give_up(text: str) -> NoReturn:
-    """End the process with this error, from any thread and whatever the others are stuck in."""
+def fail(text: str, state: str = "failed") -> NoReturn:
+    """End the process with this error; a rank from any thread, and whatever the others are stuck in."""
     text = f"error{_which_rank()}: {text}"
-    note("failed", text)
+    note(state, text)
+    tell()
+    if _rank() is None:
+        sys.exit(text)
+    # The rank's group is still open, and at Python's own end one of its threads could abort the process.
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -126,13 +130,6 @@ def reason(error: Exception) -> str:
     """Why something could not be saved; PyTorch hides the system's answer behind one of its own."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     return getattr(cause, "strerror", None) or first_line(cause)
-
-
-def _fail(text: str, state: str = "failed") -> NoReturn:
-    text = f"error{_which_rank()}: {text}"
-    note(state, text)
-    tell()
-    sys.exit(text)
 
 
 def _rank() -> str | None:

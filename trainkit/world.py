@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
 from trainkit import machine
-from trainkit.errors import PeerError, UserError, first_line, give_up
+from trainkit.errors import PeerError, UserError, fail, first_line
 
 PATIENCE_SECONDS = 20  # beyond --timeout, with processes that meet
 
@@ -71,7 +71,7 @@ def join(use_cuda: bool, timeout: int) -> World:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     # PyTorch asks again and again, each time for the whole timeout, where something listens and says nothing.
     silence = f"{where} answers, but not as rank 0 would: see that nothing else uses the port."
-    watch = threading.Timer(timeout + PATIENCE_SECONDS, give_up, [silence])
+    watch = threading.Timer(timeout + PATIENCE_SECONDS, fail, [silence])
     watch.daemon = True
     watch.start()
     try:
@@ -142,13 +142,13 @@ def on_first(action: Callable[[], object]) -> object:
     """Call `action` on rank 0 only, and return its value there, None elsewhere.
 
     Raises:
-        UserError: on all ranks if it was raised in `action`, so that none waits for rank 0.
+        Exception: what `action` raises, on rank 0; PeerError on the others then, so that none waits.
     """
     value = mistake = None
     if is_first():
         try:
             value = action()
-        except UserError as error:
+        except Exception as error:  # whatever it is, the others have to know
             mistake = error
     if from_first(mistake is not None):
         raise mistake or PeerError("rank 0 had to stop, and tells why.")
