@@ -13,7 +13,7 @@ from cluster import RunningCluster
 from conftest import rows_of
 from test_checkpoint import start
 
-from trainkit import clock, world
+from trainkit import clock, machine, world
 from trainkit.model import Dropout
 
 TESTS = Path(__file__).parent
@@ -106,7 +106,11 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", met.append)
+    monkeypatch.setattr(machine, "try_gpu", lambda device: met.append(device.index))
+    monkeypatch.setattr(machine, "card", lambda device: "")
+    monkeypatch.setattr(
+        torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 3, 4)])
+    )
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
     here = world.join(use_cuda=True, timeout=30)
     assert (here.rank, here.local_rank, here.size, here.nodes) == (3, 1, 4, 2)

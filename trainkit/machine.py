@@ -1,16 +1,23 @@
-"""The machine under a rank: what it is called, and how its cores and its memory are used."""
+"""The machine under a rank: its names, whether its GPUs can compute, how cores and memory are used."""
 
 import ctypes
 import os
 import platform
+import re
 import resource
 import subprocess
 import time
+import warnings
 from collections import Counter
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
 import torch
+
+from trainkit.errors import UserError, first_line
+
+PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
 
 
 def device_name(device: torch.device) -> str:
@@ -21,6 +28,115 @@ def device_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return f"CPU: {line.split(':', 1)[1].strip()}"
     return f"CPU: {platform.machine()}"  # ARM processors have no name there
+
+
+def build() -> str:
+    """What this PyTorch computes on: "CUDA 13.2", "ROCm 6.4" or "the CPU only"."""
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only"
+
+
+def driver() -> str:
+    """NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", from what the kernel module tells."""
+    with suppress(OSError):
+        told = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", told):
+            return f"driver {found[1]}"
+    return "no NVIDIA driver"
+
+
+def check_usable() -> None:
+    """See that PyTorch can use the GPUs that are there, or that Slurm gave: nobody trains on the CPU unasked.
+
+    Raises:
+        UserError: if it cannot. The practice cluster's GPUs are virtual: there the CPU stands in.
+    """
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return
+        here = max(_open_to_us(), torch.cuda.device_count())
+    given = 0 if os.environ.get("SLURM_CLUSTER_NAME") == "practice" else gpus_given() or 0
+    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
+    software = f"torch {torch.__version__} is built for {build()}, and the node has {driver()}"
+    if here:
+        raise UserError(
+            f"PyTorch cannot use the {here} GPU(s) of {platform.node()}{why}: {software}. Install a PyTorch "
+            f"for this driver ({PREVIOUS_VERSIONS}), ask your admin for a newer one, or add --no-cuda."
+        )
+    if given:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UserError(
+            f"Slurm gave this job {given} GPU(s) on {platform.node()}, but PyTorch sees "
+            f"none{why}: {software}; CUDA_VISIBLE_DEVICES is {visible}. See that a container lets the GPUs "
+            "in (apptainer --nv), or add --no-cuda."
+        )
+
+
+def gpus_given() -> int | None:
+    """The GPUs of this node that Slurm gave to all its tasks together; None where Slurm gave none."""
+    text = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _open_to_us() -> int:
+    """NVIDIA's GPUs by their device files, which are there whatever PyTorch was built for.
+
+    A job that asked for none may not open them, and a variable may hide them.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        return 0
+    return sum(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def try_gpu(device: torch.device) -> None:
+    """Make the GPU this process's own, and have it compute something.
+
+    Raises:
+        UserError: if it cannot: no kernels for it, held by somebody, full, or broken.
+    """
+    try:
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        raise UserError(f"GPU {device.index} of {platform.node()} {_trouble(device, str(error))}") from None
+
+
+def _trouble(device: torch.device, told: str) -> str:
+    """What PyTorch tells of a GPU that does not compute, and what to do."""
+    if "no kernel image" in told:
+        properties = torch.cuda.get_device_properties(device)
+        return (
+            f"is a {properties.name} (sm_{properties.major}{properties.minor}), and torch "
+            f"{torch.__version__} has kernels for {', '.join(torch.cuda.get_arch_list())} only: install "
+            f"another ({PREVIOUS_VERSIONS}), ask for another kind of GPU (--constraint), or add --no-cuda."
+        )
+    if "out of memory" in told:
+        return "is full before the training starts: nvidia-smi shows who computes there; take another GPU."
+    if "busy or unavailable" in told or "devices are busy" in told:
+        return (
+            "is held by another process in exclusive mode: nvidia-smi shows who computes there; ask Slurm "
+            "for a GPU of your own, or your admin for `nvidia-smi --compute-mode=DEFAULT`."
+        )
+    return f"does not compute ({told.strip().splitlines()[0]}): see nvidia-smi, and tell your admin."
+
+
+def card(device: torch.device) -> str:
+    """Which card of which host the GPU is, alike for slices (MIG) of one; empty if PyTorch cannot tell."""
+    properties = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    else:  # an older PyTorch
+        place = getattr(properties, "uuid", None)
+    return f"{cores()[0].strip()} {place}" if place else ""
+
+
+def seed_gpus(seed: int) -> None:
+    """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        with torch.cuda.device(index):
+            torch.cuda.manual_seed(seed + index)
 
 
 def process_start() -> float:
@@ -45,10 +161,18 @@ def git_commit() -> str:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Megabytes (1e6 bytes) at the peak so far: allocated on the fullest GPU, or resident on a CPU."""
+    """Megabytes (1e6 bytes) at the peak: allocated on the fullest GPU since `reset_peak_memory`, or resident
+    on a CPU since the process started.
+    """
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def reset_peak_memory() -> None:
+    """Begin the peak of every GPU anew. That of a CPU is the process's own, for good."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        torch.cuda.reset_peak_memory_stats(index)
 
 
 def keep_freed_memory() -> None:

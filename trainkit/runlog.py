@@ -58,7 +58,7 @@ class RunLog:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": str(torch.__version__),
-            "cuda_version": torch.version.cuda if here.device.type == "cuda" else "",
+            "cuda_version": machine.build().removeprefix("CUDA ") if here.device.type == "cuda" else "",
             "git_commit": machine.git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }

@@ -3,8 +3,10 @@
 import atexit
 import gc
 import os
+import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,35 +65,85 @@ def join(use_cuda: bool, timeout: int) -> World:
     or sleeping rank ends instead of holding its GPUs until the time limit.
 
     Raises:
-        UserError: if the environment contradicts itself or there are more processes than GPUs.
+        UserError: if the environment contradicts itself, PyTorch cannot use the GPUs, two ranks have one GPU,
+            or the ranks, or NCCL, cannot connect.
     """
     place = _place()
     device = _device(place, use_cuda)
-    meeting_point = {"init_method": "env://"} if place["size"] > 1 else {"store": dist.HashStore()}
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    # PyTorch asks again and again, each time for the whole timeout, where something listens and says nothing.
-    silence = f"{where} answers, but not as rank 0 would: see that nothing else uses the port."
-    watch = threading.Timer(timeout + PATIENCE_SECONDS, fail, [silence])
-    watch.daemon = True
-    watch.start()
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=place["rank"],
-            world_size=place["size"],
-            timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
-            **meeting_point,
-        )
+        # PyTorch asks something that says nothing again and again, each time for the whole timeout.
+        silence = f"{where} answers, but not as rank 0 would: see that nothing else uses the port."
+        with _at_most(timeout, silence):
+            store = _meet(place, timeout)
+        with _at_most(timeout, f"the {place['size']} processes met at {where}, but not all of them connect."):
+            if device.type == "cuda":
+                _check_cards(store, place, device)
+                _join_by_nccl(store, place, device, timeout)
+            else:
+                _init(store, place, timeout, backend="gloo")
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
             "them run, that every node resolves the address, and that nothing else uses the port."
         ) from None
-    finally:
-        watch.cancel()
     machine.limit_threads(gather(machine.cores()))
     return World(**place, device=device)
+
+
+@contextmanager
+def _at_most(timeout: int, error: str) -> Iterator[None]:
+    """End this process with `error` if what is done within lasts much longer than the timeout."""
+    watch = threading.Timer(timeout + PATIENCE_SECONDS, fail, [error])
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def _meet(place: dict, timeout: int) -> dist.Store:
+    """The store in which the ranks leave their addresses for each other; rank 0, or torchrun, keeps it."""
+    if place["size"] == 1:
+        return dist.HashStore()
+    limit = timedelta(seconds=timeout)
+    store, _, _ = next(dist.rendezvous("env://", place["rank"], place["size"], timeout=limit))
+    return store
+
+
+def _check_cards(store: dist.Store, place: dict, device: torch.device) -> None:
+    """See that no rank before this one computes on the same card, which NCCL does not allow."""
+    rank, own = place["rank"], machine.card(device)
+    store.set(f"card of {rank}", own)
+    for other in range(rank):
+        if own and store.get(f"card of {other}").decode() == own:
+            raise UserError(
+                f"rank {rank} has the GPU of rank {other}, or a slice (MIG) of its card ({_gpus_of(place)}): "
+                "start one process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
+                "--gpu-bind=closest, and on one slice of each card only."
+            )
+
+
+def _join_by_nccl(store: dist.Store, place: dict, device: torch.device, timeout: int) -> None:
+    try:
+        _init(store, place, timeout, backend="nccl", device_id=device)
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            raise UserError(
+                f"GPU {device.index} of {platform.node()} has no memory left for NCCL: nvidia-smi shows who "
+                "computes there; take another GPU."
+            ) from None
+        raise UserError(
+            f"NCCL could not connect the {place['size']} processes ({first_line(error)}): look with "
+            "`python slurm/doctor.py --job`. SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network, "
+            "and NCCL_DEBUG=INFO tells more."
+        ) from None
+
+
+def _init(store: dist.Store, place: dict, timeout: int, **how: object) -> None:
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(store=store, rank=place["rank"], world_size=place["size"], timeout=limit, **how)
 
 
 def leave() -> None:
@@ -231,22 +283,41 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
 
 
 def _device(place: dict, use_cuda: bool) -> torch.device:
-    """The GPU of this process: the local rank's, or the only one that the launcher lets it see."""
+    """The GPU of this process, tried; the CPU without --cuda, or where there is no GPU."""
+    if use_cuda:
+        machine.check_usable()
     if not use_cuda or not torch.cuda.is_available():
         machine.keep_freed_memory()
         if place["launcher"] == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
             machine.pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
-    visible = torch.cuda.device_count()
+    device = torch.device("cuda", _index(place))
+    machine.try_gpu(device)
+    torch.backends.cudnn.benchmark = True  # worth its trials, as every step has the same shapes
+    return device
+
+
+def _index(place: dict) -> int:
+    """Which of the visible GPUs is this rank's: the local rank's, or the only one that srun lets it see."""
+    visible, tasks = torch.cuda.device_count(), place["local_size"]
+    if place["local_rank"] < visible and tasks <= visible:
+        return place["local_rank"]
     by_srun = place["launcher"] == "srun" or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-    isolated = visible == 1 and by_srun  # srun --gpus-per-task
-    index = 0 if isolated else place["local_rank"]
-    if index >= visible:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
-        raise UserError(
-            f"rank {place['rank']} (local rank {place['local_rank']}) has no GPU of its own: "
-            f"{place['local_size']} processes on this node, {visible} visible GPU(s), "
-            f"CUDA_VISIBLE_DEVICES={seen}. Start one process per GPU, or add --no-cuda."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    given = machine.gpus_given()
+    # By srun --gpus-per-task, say. Where srun hides some of them only, `_check_cards` finds two on one.
+    if by_srun and (given is None or tasks <= given):
+        return 0
+    raise UserError(
+        f"rank {place['rank']} (local rank {place['local_rank']}) has no GPU of its own ({_gpus_of(place)}): "
+        "start one process per GPU (--ntasks-per-node equal to --gpus-per-node), or add --no-cuda."
+    )
+
+
+def _gpus_of(place: dict) -> str:
+    """How many GPUs the processes of this node have, and see, in words."""
+    given = machine.gpus_given()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
+    return (
+        f"{place['local_size']} processes on {platform.node()}, {torch.cuda.device_count()} visible GPU(s), "
+        f"CUDA_VISIBLE_DEVICES={visible}" + ("" if given is None else f", {given} given by Slurm")
+    )
