@@ -91,6 +91,15 @@ def join(use_cuda: bool, timeout: int) -> World:
     return World(**place, device=device)
 
 
+def own_device(use_cuda: bool) -> torch.device:
+    """The device that `join` chooses for this process, tried, before it meets any other.
+
+    Raises:
+        UserError: as `join`.
+    """
+    return _device(_place(), use_cuda)
+
+
 @contextmanager
 def _at_most(timeout: int, error: str) -> Iterator[None]:
     """End this process with `error` if what is done within lasts much longer than the timeout."""
@@ -283,7 +292,7 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
 
 
 def _device(place: dict, use_cuda: bool) -> torch.device:
-    """The GPU of this process, tried; the CPU without --cuda, or where there is no GPU."""
+    """The GPU of this process, tried; the CPU with --no-cuda, or where there is no GPU."""
     if use_cuda:
         machine.check_usable()
     if not use_cuda or not torch.cuda.is_available():
