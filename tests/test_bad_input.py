@@ -5,20 +5,19 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, free_port, run_stage, stage_command
+from conftest import ENVIRONMENT, Script, free_port, run_stage, stage_command
 
 from trainkit import batches, records, staging, world
 from trainkit.data import Split
 from trainkit.errors import UserError
 from trainkit.options import Options
 
-Script = Callable[..., subprocess.CompletedProcess]
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
     (["--epochs", "0"], "0 is too small"),
@@ -31,7 +30,7 @@ ALONE = [
     (["--dataset", "cifar"], "--dataset: invalid choice: 'cifar' (choose from"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--batch-size", "70000"], "more than the 60000 training images"),
-    (["--train-size", "70000"], "more than the 60000 training images"),
+    (["--train-size", "100000001"], "is too large, it must be 1 to 100000000"),
     (["--test-size", "10001"], "more than the 10000 test images"),
     (["--seed", "99999999999999999999"], "is too large"),
     (["--num-workers", "2"], "needs --loader workers"),

@@ -1,6 +1,7 @@
 """The batches of an epoch: one global order, cut into equal shares for the ranks.
 
-Epoch e has one permutation of the training set, made from (seed, e) and the same on every rank.
+Epoch e has one permutation of the training set, made from (seed, e) and the same on every rank; an epoch
+of more images than there are (--train-size) has one after the other.
 Step k takes the k-th run of `batch_size` indices of it, and each rank a contiguous share of that.
 So N ranks together see exactly the batches that one process sees.
 """
@@ -20,6 +21,8 @@ from trainkit.errors import UserError, first_line
 from trainkit.options import Options, check_sizes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+# Images per evaluation step, where --test-batch-size does not tell: a GPU would wait between small ones.
+TEST_BATCH = {"cpu": 250, "cuda": 2_500}
 
 
 def training(
@@ -39,8 +42,9 @@ def training(
             f"lower it, to {most} at most."
         )
     size = options.batch_size if options.dry_run else options.train_size or len(split)
-    order = GlobalOrder(size, options.batch_size, options.seed, rank, world_size)
-    return _make(split.first(size), order, options, device)
+    split = split.first(size)
+    order = GlobalOrder(len(split), options.batch_size, options.seed, rank, world_size, size)
+    return _make(split, order, options, device)
 
 
 def testing(
@@ -55,9 +59,9 @@ def testing(
         raise UserError(
             f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
         )
-    size = options.test_batch_size * world_size if options.dry_run else options.test_size or len(split)
-    split = split.first(size)
-    order = TestOrder(len(split), options.test_batch_size, rank, world_size)
+    batch = options.test_batch_size or TEST_BATCH[device.type]
+    split = split.first(batch * world_size if options.dry_run else options.test_size or len(split))
+    order = TestOrder(len(split), batch, rank, world_size)
     return _make(split, order, options, device)
 
 
@@ -71,15 +75,33 @@ class RankOrder(Sampler[torch.Tensor]):
         """All indices of an epoch, int64 (n,)."""
         raise NotImplementedError
 
+    def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+        """The indices of each step, on `device`."""
+        # The order of the whole epoch goes there at once: a copy per step would make a GPU wait.
+        indices = self.indices().to(device)
+        for start in range(self.first_step * self.step_size, len(indices), self.step_size):
+            yield indices[start : start + self.step_size]
+
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.indices().split(self.step_size)[self.first_step :])
+        return self.steps()
 
 
 class GlobalOrder(RankOrder):
-    """This rank's share of every batch of `epoch`: batch_size / world_size indices a step."""
+    """This rank's share of every batch of `epoch`: batch_size / world_size indices a step.
 
-    def __init__(self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
+    `size` is the number of images of an epoch (default: each of the `images` once).
+    """
+
+    def __init__(
+        self,
+        images: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        size: int | None = None,
+    ) -> None:
+        self.images, self.size, self.batch_size, self.seed = images, size or images, batch_size, seed
         self.rank, self.step_size = rank, batch_size // world_size
         self.epoch = 1
 
@@ -87,8 +109,10 @@ class GlobalOrder(RankOrder):
         return self.size // self.batch_size
 
     def indices(self) -> torch.Tensor:
-        order = torch.randperm(self.size, generator=generator(self.seed, self.epoch))
-        steps = order[: len(self) * self.batch_size].view(len(self), self.batch_size)
+        random = generator(self.seed, self.epoch)
+        # Pass by pass, as shorter epochs would go: no batch has many copies of an image.
+        passes = [torch.randperm(self.images, generator=random) for _ in range(-(-self.size // self.images))]
+        steps = torch.cat(passes)[: len(self) * self.batch_size].view(len(self), self.batch_size)
         start = self.rank * self.step_size
         return steps[:, start : start + self.step_size].flatten()
 
@@ -156,9 +180,7 @@ class ResidentBatches(Batches):
         self.inputs, self.targets = split.inputs.to(device), split.targets.to(device)
 
     def __iter__(self) -> Iterator[Batch]:
-        # The order of the whole epoch goes to the device at once: a copy per step would make it wait.
-        steps = self.order.indices().to(self.device).split(self.order.step_size)[self.order.first_step :]
-        for indices, offset in zip(steps, self._offsets(), strict=True):
+        for indices, offset in zip(self.order.steps(self.device), self._offsets(), strict=True):
             inputs = _shifted(self.inputs[indices], offset)
             yield self.split.prepare(inputs), self.targets[indices]
 

@@ -21,17 +21,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help.")
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of 32 bits, `smallest` or more."""
+def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """An argparse type: a whole number, `smallest` or more, up to `most`."""
 
     def whole_number(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not smallest <= number < 2**31:
+        if not smallest <= number <= most:
             size = "small" if number < smallest else "large"
-            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {2**31 - 1}")
+            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {most}")
         return number
 
     return whole_number

@@ -15,6 +15,7 @@ from trainkit.staging import DATASETS, DEFAULT_DIR
 
 DEFAULT_RESULTS = Path(__file__).resolve().parents[1] / "results"
 DEFAULT_LR = {"classic": 1.0, "fast": 0.003}
+MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
 
 
 def _option(
@@ -48,7 +49,9 @@ class Options:
     """The options of a run; `--help` tells what each one means."""
 
     # fmt: off
-    epochs: int = _option("training", 14, at_least(1), "N", "passes over the training images")
+    epochs: int = _option(
+        "training", 14, at_least(1), "N", "passes over the training images, or over --train-size of them"
+    )
     batch_size: int = _option(
         "training", 64, at_least(1), "N", "global batch size: images per optimizer step, all GPUs together",
         shapes_training=True, column="global_batch",
@@ -76,7 +79,8 @@ class Options:
     )
     data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `python -m trainkit.data` put MNIST")
     train_size: int | None = _option(
-        "data", None, at_least(1), "N", "train on the first N images only (default: all)",
+        "data", None, at_least(1, MOST_IMAGES), "N",
+        "images of an epoch (default: all): the first N; more than there are go through all again and again",
         shapes_training=True,
     )
     test_size: int | None = _option(
@@ -91,13 +95,14 @@ class Options:
         "data", 0, at_least(0), "N", "loader processes of each process, for --loader workers",
         column="workers_per_loader",
     )
-    test_batch_size: int = _option(
-        "data", 250, at_least(1), "N", "images per evaluation step and process; changes the speed only"
+    test_batch_size: int | None = _option(
+        "data", None, at_least(1), "N",
+        "images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
     )
 
     precision: str = _option(
-        "machine", "auto", ("auto", "fp32", "bf16"), None,
-        "bf16: layers compute in bfloat16; auto: the faster of the two on this device",
+        "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
+        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: the fastest here",
     )
     no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
     timeout: int = _option(
@@ -124,7 +129,7 @@ class Options:
         "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
     )
     log_interval: int = _option(
-        "output", 10, at_least(1), "N", "steps between two updates of the progress bar"
+        "output", 10, at_least(1), "N", "steps between two updates of the progress bar, at most ten a second"
     )
     dry_run: bool = _option(
         "output", False, None, None, "one training step, one test batch, nothing written"
@@ -187,10 +192,6 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1, gpus: i
     check_divides(options.batch_size, ranks, "processes")
     check_divides(options.batch_size, max(gpus, 1), "GPUs")
     size = options.train_size or available
-    if available and options.train_size and options.train_size > available:
-        raise UserError(
-            f"--train-size {options.train_size} is more than the {available} training images: lower it."
-        )
     if size and options.batch_size > size:
         raise UserError(
             f"--batch-size {options.batch_size} is more than the {size} training images: lower it."

@@ -85,7 +85,6 @@ class Run:
             unit="step",
             leave=False,
             miniters=self._options.log_interval,
-            mininterval=0,
             # None: shown on a terminal, not in a log file. It may be closed.
             disable=None if world.is_first() and sys.stderr else True,
         )
