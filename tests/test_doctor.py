@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from checkout import copy_project
 from cluster import RunningCluster
 from conftest import ENVIRONMENT
 
+from trainkit import machine
 from trainkit.errors import UserError
-from trainkit.jobs import doctor, judging, login_node, site, slurm
+from trainkit.jobs import checkup, checkup_job, doctor, judging, login_node, site, slurm
 from trainkit.jobs.checkup import nccl_network
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, Ranks, read_facts
 
@@ -63,6 +66,23 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
         (tmp_path / name).chmod(0o755)
 
     return make
+
+
+@pytest.fixture
+def on_login_node(
+    site_file: Path, without_slurm: dict[str, str], fake: Callable, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict, str], list[Finding]]:
+    """What is found where the job's Python tells some facts, on a cluster whose nodes have four GPUs."""
+
+    def check(facts: dict, cluster: str) -> list[Finding]:
+        line = f"checkup {json.dumps(facts)}"
+        site_file.write_text(f"SITE_CONTAINER=(bash -c 'echo \"$0\"' '{line}')\n")
+        fake("sinfo", "echo 'gpu:4|64|512000'")
+        fake("scontrol", f"echo 'ClusterName             = {cluster}'")
+        monkeypatch.setenv("PATH", f"{site_file.parents[1]}:{without_slurm['PATH']}")
+        return login_node.check_environment(site.read_site(), in_job_too=False)
+
+    return check
 
 
 def here(command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
@@ -197,12 +217,13 @@ def test_the_report_for_people(checkout: Path, without_slurm: dict) -> None:
     assert done.returncode == 1
 
 
-def test_missing_data_and_unwritable_results(checkout: Path, without_slurm: dict) -> None:
-    """Below a file, where nobody can write, not even root."""
+def test_missing_data_and_gpus_and_unwritable_results(checkout: Path, without_slurm: dict) -> None:
+    """Below a file, where nobody can write, not even root; and GPUs that PyTorch does not see."""
     (checkout / "slurm" / "site.sh").write_text(
         "SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n"
     )
-    told = diagnose(here(command(checkout, "--json"), without_slurm))
+    told = diagnose(here(command(checkout, "--json"), without_slurm | {"SLURM_GPUS_ON_NODE": "2"}))
+    assert "Slurm gave this job 2 GPU(s)" in found(told, "gpus", FAULT)
     assert "no usable MNIST in /nowhere" in found(told, "data", FAULT)
     assert "-> get it once, on a machine with internet, with: python -m trainkit.data" in found(
         told, "data", FAULT
@@ -218,6 +239,39 @@ def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: P
     site_file.write_text("activate_environment() { conda activate tutorial; }\n")
     told = login_node.check_environment(site.read_site(), in_job_too)
     assert "conda: command not found" in found(told, "environment", level)
+
+
+SOFTWARE = {
+    "version": "2.15.0+cu132",
+    "build": "CUDA 13.2",
+    "nccl": "NCCL 2.30.7",
+    "driver": "driver 580.65.06",
+}
+FOR_CPU = {"version": "2.15.0+cpu", "build": "the CPU only", "nccl": ""}
+FOR_ROCM = {"version": "2.15.0+rocm7.0", "build": "ROCm 7.0", "nccl": "RCCL 2.26.6", "driver": ""}
+
+
+@pytest.mark.parametrize(
+    ("python", "cluster", "check", "level", "words"),
+    [
+        ({}, "alpine", "environment", OK, "torch 2.15.0 for CUDA 13.2, NCCL 2.30.7; no GPU here, as usual"),
+        (FOR_ROCM, "alpine", "environment", OK, "torch 2.15.0 for ROCm 7.0, RCCL 2.26.6; no GPU here"),
+        ({"gpus": [{"name": "NVIDIA T4", "gib": 14.7}]}, "alpine", "environment", OK,
+         "; 1 x NVIDIA T4, 15 GiB, driver 580.65.06 -> "),
+        ({"unusable": "PyTorch cannot use the 1 GPU(s) of login (old): update."}, "alpine", "gpus", FAULT,
+         "PyTorch cannot use the 1 GPU(s) of login (old) -> update."),
+        (FOR_CPU, "alpine", "gpus", FAULT,
+         "torch 2.15.0 for the CPU only, but nodes of this cluster have up to 4 GPUs -> install"),
+        (FOR_CPU, "practice", "environment", OK, "torch 2.15.0 for the CPU only; no GPU here"),
+    ],
+)  # fmt: skip
+def test_what_pytorch_can_do_on_the_login_node(
+    python: dict, cluster: str, check: str, level: str, words: str, on_login_node: Callable
+) -> None:
+    """Only the practice cluster's GPUs need no PyTorch for GPUs."""
+    told = on_login_node({"python": "/venv/bin/python", "gpus": []} | SOFTWARE | python, cluster)
+    assert words in found(told, check, level), told
+    assert [finding.level for finding in told].count(FAULT) == (level == FAULT)
 
 
 def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
@@ -269,7 +323,15 @@ def healthy() -> Ranks:
     for rank in range(4):
         node = HOSTS[rank // 2]
         ranks[rank] = {
-            "place": {"size": 4, "node": node, "nodes": 2, "gpus_on_node": 2, "visible": "0,1"},
+            "place": {
+                "size": 4,
+                "node": node,
+                "nodes": 2,
+                "cluster": "alpine",
+                "gpus_on_node": 2,
+                "gpu_bind": "",
+                "visible": "0,1",
+            },
             "cores": {"mask": 0xFF << 8 * (rank % 2), "per_task": 8},
             "memory": {"available_gb": 100, "limit_gb": 16},
             "names": {
@@ -282,15 +344,18 @@ def healthy() -> Ranks:
                 "interfaces": ["lo", "eth0"],
             },
             "meeting": {"absent": [], "nodes": HOSTS, "interface": "eth0", "offset_s": 0.001},
-            "torch": {"import_s": 3, "version": "2.4.0", "commit": "abc1234", "devices": 2},
-            "shm": {"size_gb": 32, "free_gb": 30},
-            "group": {
-                "backend": "nccl",
-                "network": "IB: mlx5_0:1/IB",
-                "device": "H200",
-                "uuid": f"{rank}",
-                "free": 0.99,
+            "torch": {
+                "import_s": 3,
+                "version": "2.4.0",
+                "build": "CUDA 12.1",
+                "nccl": "NCCL 2.20.5",
+                "driver": "driver 535.104.05",
+                "commit": "abc1234",
+                "devices": 2,
             },
+            "shm": {"size_gb": 32, "free_gb": 30},
+            "gpu": {"name": "NVIDIA H200", "gib": 140.4, "free": 0.99, "card": f"card {rank}"},
+            "group": {"backend": "nccl", "network": "IB: mlx5_0:1/IB"},
             "all-reduce": {"bytes": SIZES, "seconds": [1e-5, 2e-5, 1e-4, 1e-3, 1e-2]},
             "end": {},
         }
@@ -306,7 +371,20 @@ def healthy() -> Ranks:
 def test_a_healthy_job_has_nothing_but_ok() -> None:
     findings = judging.judge(healthy(), HOSTS, num_workers=4)
     assert {finding.level for finding in findings} == {OK}
-    assert len({finding.check for finding in findings}) == len(findings) == 12
+    assert len({finding.check for finding in findings}) == 12
+    assert len({finding[:4] for finding in findings}) == 12  # what nodes have in common is one line
+
+
+def test_the_cards_of_every_kind_of_node_are_told() -> None:
+    ranks = healthy()
+    for rank in (2, 3):
+        ranks[rank]["gpu"] |= {"name": "AMD Instinct MI210", "gib": 64}
+        ranks[rank]["torch"] |= {"build": "ROCm 6.4", "nccl": "RCCL 2.22.3", "driver": ""}
+    told = found(judging.judge(ranks, HOSTS, num_workers=4), "gpus", OK).splitlines()
+    assert told == [
+        "2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1, NCCL 2.20.5 -> ",
+        "2 x AMD Instinct MI210, 64 GiB, ROCm 6.4, RCCL 2.22.3 -> ",
+    ]
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
@@ -318,26 +396,42 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 LOOPBACK = ["127.0.1.1"]
-NO_GROUP = {"group": {"error": "not done after 45 s"}, "all-reduce": None}
+NO_GROUP = {"group": {"error": "not done after 180 s"}, "all-reduce": None}
+SAME_CARD = {"card": "card 2"}
+SLICE = {"name": "NVIDIA H200 MIG 3g.71gb"} | SAME_CARD
+ON_CPU = {"name": None}
+OLD_DRIVER = "PyTorch cannot use the 2 GPU(s) of n1 (too old): install another"
 
 
 @pytest.mark.parametrize(
     ("where", "told", "check", "level", "words"),
     [
-        ([3], {"group": {"uuid": "2"}}, "gpus", FAULT, "rank 3 on n2: has the same GPU as rank 2"),
+        ([2, 3], {"gpu": SAME_CARD, "place": {"gpus_on_node": 1}}, "gpus", FAULT,
+         "rank 3 on n2: has the same GPU as rank 2 -> one task per GPU"),
+        ([2, 3], {"gpu": SAME_CARD, "place": {"gpu_bind": "gpu:closest"}}, "gpus", FAULT,
+         "rank 3 on n2: has the same GPU as rank 2 -> leave out --gpu-bind=closest"),
+        ([2, 3], {"gpu": SLICE, "torch": {"devices": 1}}, "gpus", FAULT,
+         "rank 3 on n2: has a slice (MIG) of the card of rank 2: NCCL refuses"),
+        ([0, 1], {"gpu": {"error": OLD_DRIVER}, "group": None, "all-reduce": None}, "gpus", FAULT,
+         "rank 1 on n1: PyTorch cannot use the 2 GPU(s) of n1 (too old) -> install another"),
         (ALL, {"place": {"gpus_on_node": 4}}, "gpus", FAULT, "n1: 2 task(s) for 4 GPU(s)"),
         (ALL, {"place": {"gpus_on_node": 0}, "torch": {"devices": 0}}, "gpus", WARNING,
          "n1: the job has no GPU"),
-        (ALL, {"torch": {"devices": 0}}, "gpus", WARNING, "n1: Slurm gives GPUs but PyTorch sees none"),
-        (ALL, {"torch": {"devices": 1}}, "gpus", WARNING, "n1: every task sees its own GPU only"),
-        ([1], {"group": {"free": 0.25}}, "gpus", WARNING, "rank 1 on n1: 75% of its GPU's memory is taken"),
+        (ALL, {"place": {"cluster": "practice"}, "torch": {"devices": 0}, "gpu": ON_CPU}, "gpus", OK,
+         "n1: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
+        (ALL, {"torch": {"devices": 1}, "place": {"gpu_bind": "gpu:per_task:1"}}, "gpus", WARNING,
+         "n1: a task sees 1 of 2 GPUs, which stops them from copying to each other directly -> ask with"),
+        (ALL, {"torch": {"devices": 1}}, "gpus", WARNING, "directly -> leave CUDA_VISIBLE_DEVICES to Slurm"),
+        ([1], {"gpu": {"free": 0.25}}, "gpus", WARNING, "rank 1 on n1: 75% of its GPU's memory is taken"),
         (ALL, {"cores": {"mask": 1}}, "cores", FAULT, "n1: 2 ranks share 1 core(s)"),
         ([1], {"cores": {"mask": 0xFF}}, "cores", WARNING, "n1: 2 ranks asked for 16 cores and run on 8"),
         (ALL, {"cores": {"per_task": 1}}, "cores", FAULT,
          "n1: 1 CPU(s) per task for the training and 4 loader workers"),
-        ([0, 1], {"memory": {"limit_gb": 1.5}}, "memory", FAULT, "n1: 1.5 GB for 2 rank(s)"),
-        ([0, 1], {"memory": {"limit_gb": 3.0}}, "memory", WARNING,
+        ([0, 1], {"memory": {"limit_gb": 3.0}, "gpu": ON_CPU}, "memory", WARNING,
          "n1: 3.0 GB for 2 rank(s), which take about 4.0 GB"),
+        ([0, 1], {"memory": {"limit_gb": 3.0}}, "memory", FAULT,
+         "n1: 3.0 GB for 2 rank(s), which take about 10.0 GB"),
+        ([0, 1], {"memory": {"limit_gb": 9.0}}, "memory", WARNING, "n1: 9.0 GB for 2 rank(s)"),
         (ALL, {"shm": {"size_gb": 0.064, "free_gb": 0.064}}, "shm", WARNING,
          "n1: 0.06 of 0.06 GB free in /dev/shm"),
         ([0], {"shm": {"error": "a tensor of 17 MB does not fit"}}, "shm", FAULT,
@@ -374,7 +468,7 @@ NO_GROUP = {"group": {"error": "not done after 45 s"}, "all-reduce": None}
          "rank 3 on n2: 7 of 256 sums over all ranks are wrong"),
         (ALL, {"all-reduce": {"seconds": [1e-5, 2e-5, 1e-4, 1e-3, 2.0]}}, "all-reduce", WARNING,
          "slower than gigabit Ethernet"),
-        (ALL, NO_GROUP, "all-reduce", FAULT, "rank 1 on n1: not done after 45 s"),
+        (ALL, NO_GROUP, "all-reduce", FAULT, "rank 1 on n1: not done after 180 s"),
         (ALL, {"group": None, "all-reduce": None}, "all-reduce", FAULT, "not tried"),
         ([3], {"place": None}, "ranks", FAULT, "rank 3 on n2: never reported"),
         ([3], {"shm": {"begun": True}, "end": None}, "ranks", FAULT,
@@ -390,11 +484,32 @@ def test_a_fault_in_the_facts(where: list[int], told: dict, check: str, level: s
     ranks = {rank: facts for rank, facts in ranks.items() if "place" in facts}
     findings = [f for f in judging.judge(ranks, HOSTS, num_workers=4) if (f.check, f.level) == (check, level)]
     lines = [
-        (f"rank {f.rank} on " if f.rank is not None else "") + (f"{f.node}: " if f.node else "") + f.message
+        (f"rank {f.rank} on " if f.rank is not None else "")
+        + (f"{f.node}: " if f.node else "")
+        + f"{f.message} -> {f.fix}"
         for f in findings
     ]
     assert any(words in line for line in lines), lines
-    assert all(finding.fix for finding in findings)
+    assert level == OK or all(finding.fix for finding in findings)
+
+
+def test_a_slice_alone_on_its_card_is_no_fault() -> None:
+    """Slices never copy to each other directly, so there is no need to see the others."""
+    ranks = healthy()
+    for told in ranks.values():
+        told["gpu"]["name"] = "NVIDIA H200 MIG 3g.71gb"
+        told["torch"]["devices"] = 1
+    assert {finding.level for finding in judging.judge(ranks, HOSTS, num_workers=4)} == {OK}
+
+
+def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end() -> None:
+    """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
+    assert min(checkup.LIMITS[step] for step in ("gpu", "group", "all-reduce")) > 60
+    assert checkup.LIMITS["group"] > checkup.LIMITS["gpu"]  # the ranks may come that far apart
+    (wait,) = re.findall(r"^srun .* --wait=(\d+)", checkup_job._script(), re.MULTILINE)
+    told = here([sys.executable, str(site.REPOSITORY / "slurm" / "doctor.py"), "--help"]).stdout
+    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
+    assert sum(checkup.LIMITS.values()) <= int(wait) < int(minutes) * 60
 
 
 def test_ranks_that_were_killed_at_once() -> None:
@@ -402,6 +517,39 @@ def test_ranks_that_were_killed_at_once() -> None:
     findings = judging.judge(ranks, HOSTS, num_workers=4)
     assert len([finding for finding in findings if finding.check == "ranks"]) == 4
     assert not judging.bandwidths(ranks)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that PyTorch tells of, and that computes."""
+    properties = SimpleNamespace(
+        name="NVIDIA H200", total_memory=140 * 2**30, pci_domain_id=0, pci_bus_id=27, pci_device_id=0
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * 2**30, 140 * 2**30))
+    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
+
+
+def test_what_a_rank_tells_of_its_gpu(a_gpu: None) -> None:
+    told = checkup._gpu()
+    assert {name: told[name] for name in ("name", "gib")} == {"name": "NVIDIA H200", "gib": 140}
+    assert told["free"] == pytest.approx(6 / 7)
+    assert "27" in told["card"]
+    assert json.dumps(told)
+
+
+def test_what_the_login_nodes_gpus_and_software_are(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for ROCm has no version of CUDA."""
+    told = checkup.seen_from_login_node()
+    assert (told["version"], told["gpus"]) == (torch.__version__, [{"name": "NVIDIA H200", "gib": 140}])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    told = checkup.software()
+    assert told["build"].startswith("ROCm 6.4")
+    assert told["driver"] == "" and told["nccl"].startswith("RCCL ") == torch.distributed.is_nccl_available()
 
 
 def test_facts_survive_a_torn_and_a_labelled_log() -> None:
@@ -459,7 +607,7 @@ def left_in_queue(cluster: RunningCluster) -> str:
 def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) -> None:
     told = on_cluster("--job", "--nodes", 2, "--gpus", 4)
     assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
-    assert "virtual" in found(told, "gpus", WARNING)
+    assert "2 virtual GPU(s) of the practice cluster" in found(told, "gpus", OK)
     assert "4 on 2 node(s), all of them reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)
@@ -490,11 +638,13 @@ def test_a_controller_that_is_down(checkout: Path, cluster: RunningCluster, tmp_
     assert "Slurm's controller does not answer (Slurmctld(primary) at" in found(told, "slurm", FAULT)
 
 
-def test_an_allocation_with_two_faults(checkout: Path, cluster: RunningCluster, tmp_path: Path) -> None:
-    """One node cannot resolve the master, and tasks have one CPU, as salloc gives by default."""
+def test_an_allocation_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """One node cannot resolve the master, PyTorch sees no GPU, and tasks have one CPU, as salloc gives."""
     names = cluster.run(["srun", "--nodes=2", "hostname"]).stdout.split()
     if len(set(names)) == 1:
         pytest.skip("the nodes of this cluster are one host, with one list of names")
+    # A cluster of another name has real GPUs.
+    (checkout / "slurm" / "site.sh").write_text("SITE_CONTAINER=(env SLURM_CLUSTER_NAME=alpine)\n")
     # The rank that is never going to come need not be waited for long.
     checkup = checkout / "trainkit" / "jobs" / "checkup.py"
     text = checkup.read_text()
@@ -514,6 +664,8 @@ def test_an_allocation_with_two_faults(checkout: Path, cluster: RunningCluster, 
     assert "1 CPU(s) per task for the training and 4 loader workers" in found(told, "cores", FAULT)
     assert "sbatch --cpus-per-task=5" in found(told, "cores", FAULT)
     assert "2 on 2 node(s), all of them reported" in found(told, "ranks", OK)
+    for node in ("n1", "n2"):
+        assert f"Slurm gave this job 1 GPU(s) on {node}, but PyTorch sees none" in found(told, "gpus", FAULT)
     assert "not all ranks met" in found(told, "all-reduce", FAULT)
 
 

@@ -27,8 +27,8 @@ from trainkit.command_line import Parser
 from trainkit.errors import UserError, first_line
 from trainkit.jobs.finding import NOTE, facts_line
 
-# Seconds. srun ends the other ranks 60 s after the first one has left (--wait=60 in the job script),
-# so a step in which ranks wait for each other has to give up before.
+# Seconds. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode), and
+# the ranks then come to the group as far apart.
 LIMITS = {
     "cores": 10,
     "memory": 10,
@@ -39,8 +39,9 @@ LIMITS = {
     "torch": 180,
     "data": 60,
     "shm": 30,
-    "group": 45,
-    "all-reduce": 55,
+    "gpu": 120,
+    "group": 180,
+    "all-reduce": 75,
 }
 MEETING_SECONDS = 20  # until all ranks have come to the first one; Python starts slowly from a cold disk
 NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
@@ -79,11 +80,14 @@ def main() -> None:
         if speaks_for_node:
             _step("data", _load_data, options.data_dir)
         _step("shm", _shared_memory)
-        if complete:
+        usable = "error" not in _step("gpu", _gpu)
+        if complete and usable:
             joined = _step("group", _join)
             if "error" not in joined:
                 _step("all-reduce", _time_all_reduce)
     _tell("end")
+    errors.note("finished")
+    os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
 
 
 def _tell(topic: str, **facts: object) -> None:
@@ -123,8 +127,10 @@ def _place(size: int) -> dict:
         "size": size,
         "node": _node(),
         "nodes": int(env.get("SLURM_STEP_NUM_NODES", 1)),
+        "cluster": env.get("SLURM_CLUSTER_NAME"),
         "gpus_on_node": int(env.get("SLURM_GPUS_ON_NODE", 0)),
-        "visible": env.get("CUDA_VISIBLE_DEVICES"),
+        "gpu_bind": env.get("SLURMD_TRES_BIND", ""),
+        "visible": env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES")),
         "folder": env["TRAINKIT_JOB_DIR"],
     }
 
@@ -320,12 +326,59 @@ def _torch() -> dict:
 
     from trainkit.machine import git_commit
 
-    return {
-        "import_s": time.monotonic() - started,
-        "version": torch.__version__,
-        "commit": git_commit(),
-        "devices": torch.cuda.device_count(),
-    }
+    facts = {"import_s": time.monotonic() - started, "commit": git_commit()}
+    return facts | software() | {"devices": torch.cuda.device_count()}
+
+
+def software() -> dict:
+    """PyTorch's version, what it is built for, and with which NCCL; and the driver that it finds."""
+    import torch
+    import torch.distributed as dist
+
+    from trainkit import machine
+
+    nccl = ""
+    if dist.is_nccl_available():
+        name = "RCCL" if torch.version.hip else "NCCL"
+        nccl = f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    driver = "" if torch.version.hip else machine.driver()
+    return {"version": torch.__version__, "build": machine.build(), "nccl": nccl, "driver": driver}
+
+
+def seen_from_login_node() -> dict:
+    """The job's Python, what it can compute on here, and why it cannot, if so."""
+    import torch
+
+    from trainkit import machine
+
+    facts = {"python": sys.executable, "gpus": []} | software()
+    try:
+        machine.check_usable()
+        if torch.cuda.is_available():
+            facts["gpus"] = [_properties(number) for number in range(torch.cuda.device_count())]
+    except UserError as error:
+        facts["unusable"] = str(error)
+    return facts
+
+
+def _properties(device: object) -> dict:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return {"name": properties.name, "gib": properties.total_memory / 2**30}
+
+
+def _gpu() -> dict:
+    """This rank's GPU, as the training would choose it, after it has computed something."""
+    import torch
+
+    from trainkit import machine, world
+
+    device = world.own_device(use_cuda=True)
+    if device.type == "cpu":
+        return {"name": None}
+    free, size = torch.cuda.mem_get_info(device)
+    return _properties(device) | {"free": free / size, "card": machine.card(device)}
 
 
 def _shared_memory() -> dict:
@@ -348,8 +401,7 @@ def _shared_memory() -> dict:
 
 
 def _join() -> dict:
-    """Join the process group as the training does; tells about the device and NCCL's network."""
-    import torch
+    """Join the process group as the training does; tells about NCCL's network."""
     import torch.distributed as dist
 
     from trainkit import world
@@ -358,16 +410,10 @@ def _join() -> dict:
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
-        device = world.join(use_cuda=True, timeout=LIMITS["group"] - 5).device
+        world.join(use_cuda=True, timeout=LIMITS["group"] - 5)
         world.barrier()  # NCCL connects at its first operation
         network = nccl_network(log.read_text(errors="replace")) if log.exists() else None
-    facts = {"backend": dist.get_backend(), "network": network, "device": None}
-    if device.type == "cuda":
-        free, size = torch.cuda.mem_get_info(device)
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {"device": properties.name, "free": free / size}
-        facts["uuid"] = str(properties.uuid) if hasattr(properties, "uuid") else None
-    return facts
+    return {"backend": dist.get_backend(), "network": network}
 
 
 def nccl_network(log: str) -> str | None:

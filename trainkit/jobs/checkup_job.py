@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.errors import UserError
-from trainkit.jobs import judging, slurm
+from trainkit.jobs import checkup, judging, slurm
 from trainkit.jobs.finding import FAULT, NOTE, OK, Finding, has_fault, read_facts
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import STAGES
@@ -131,12 +131,20 @@ def _gpus_per_node(options: argparse.Namespace) -> int:
 
 
 def _script() -> str:
-    """Stage 03's job script with the checkup for the training; and a rank that dies leaves the others be."""
-    training, checkup = 'python "$script"', "python -m trainkit.jobs.checkup"
+    """Stage 03's job script with the checkup for the training; and a rank that goes leaves the others be.
+
+    Each of them ends by itself, within its own limits; --wait is for one that hangs even then.
+    """
     text = JOB_SCRIPT.read_text()
-    if training not in text:
-        raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, whose place the checkup takes.")
-    return text.replace(training, checkup).replace("--kill-on-bad-exit=1", "--kill-on-bad-exit=0")
+    for training, ours in {
+        'python "$script"': "python -m trainkit.jobs.checkup",
+        "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
+        "--wait=60": f"--wait={sum(checkup.LIMITS.values())}",
+    }.items():
+        if training not in text:
+            raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, in whose place comes `{ours}`.")
+        text = text.replace(training, ours)
+    return text
 
 
 # --- running it -----------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _parse() -> argparse.Namespace:
     add("--nodes", type=at_least(1), metavar="N", help="nodes of the job (default: the job script's)")
     add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: the job script's)")
     add("--partition", metavar="NAME", help="default: the site file's, else Slurm's")
-    add("--time", type=at_least(3), default=10, metavar="MIN", help="its time limit (default: %(default)s)")
+    add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
     in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
     add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
     loader_processes = "loader processes that each task is going to have (default: %(default)s)"

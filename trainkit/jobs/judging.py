@@ -3,6 +3,8 @@
 Only the standard library is needed.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 
@@ -10,8 +12,9 @@ from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, Ranks, fault_of
 
 GB = 1e9
 # What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
-# main README), and about as much for four loader workers, which share most of theirs.
-RANK_GB, LOADER_WORKER_GB = 1.0, 0.25
+# main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
+# are reported to take 2 to 4 GB of the host's memory.
+RANK_GB, GPU_RANK_GB, LOADER_WORKER_GB = 1.0, 4.0, 0.25
 SHM_GB = 1.0
 CLOCK_SECONDS = 3.0
 SLOW_IMPORT_SECONDS = 30
@@ -118,12 +121,11 @@ def _judge_ranks(ranks: Ranks, hosts: list[str]) -> list[Finding]:
 
 
 def _judge_gpus(ranks: Ranks) -> list[Finding]:
-    found = []
+    found = _failed("gpus", "gpu", ranks, "see `nvidia-smi` there, and tell your admin")
     for node, here in _by_node(ranks).items():
         found += _judge_allocation(node, here)
-        found += _judge_devices(node, _finished("group", here))
-    names = {told["group"]["device"] for told in _finished("group", ranks).values()} - {None}
-    return found or [Finding("gpus", OK, f"one per task: {', '.join(sorted(names)) or 'as many as tasks'}")]
+        found += _judge_devices(node, here)
+    return found
 
 
 def _judge_allocation(node: str, here: Ranks) -> list[Finding]:
@@ -140,39 +142,74 @@ def _judge_allocation(node: str, here: Ranks) -> list[Finding]:
         message = f"{tasks} task(s) for {gpus} GPU(s): it has to be one task per GPU"
         fix = f"sbatch --ntasks-per-node={gpus} --gpus-per-node={gpus}"
         found.append(Finding("gpus", FAULT, message, fix, node))
-    if gpus and seen and not any(seen):
-        message = "Slurm gives GPUs but PyTorch sees none (normal on the practice cluster, whose are virtual)"
-        fix = "see that `nvidia-smi` works there, and that torch is not a build for CPUs"
-        found.append(Finding("gpus", WARNING, message, fix, node))
-    elif gpus > 1 and set(seen) == {1}:
-        message = "every task sees its own GPU only, which stops GPUs from copying to each other directly"
-        fix = "ask with --gpus-per-node in place of --gpus-per-task"
-        found.append(Finding("gpus", WARNING, message, fix, node))
+    if gpus and place["cluster"] == "practice" and not any(seen):
+        message = f"{gpus} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
+        found.append(Finding("gpus", OK, message, "", node))
+    # Slices of cards (MIG) never copy to each other directly.
+    elif any(0 < count < gpus for count in seen) and not any(_is_slice(gpu) for gpu in _gpus(here).values()):
+        message = (
+            f"a task sees {min(seen)} of {gpus} GPUs, which stops them from copying to each other directly"
+        )
+        found.append(Finding("gpus", WARNING, message, _how_to_see_all(place), node))
     if gpus and place["visible"] is None:
         message = "CUDA_VISIBLE_DEVICES is not set: tasks may see GPUs of other jobs"
         found.append(Finding("gpus", WARNING, message, "leave out --gpu-bind=none", node))
     return found
 
 
+def _how_to_see_all(place: dict) -> str:
+    """What to do where tasks do not see all GPUs of their node."""
+    bind = place["gpu_bind"].removeprefix("gpu:")
+    if bind.startswith("per_task"):
+        return "ask with --gpus-per-node in place of --gpus-per-task"
+    if bind:
+        return f"leave out --gpu-bind={bind}, which hides GPUs from tasks"
+    return "leave CUDA_VISIBLE_DEVICES to Slurm, without --gpu-bind=closest, which hides GPUs from tasks"
+
+
+def _gpus(here: Ranks) -> Ranks:
+    """Rank -> facts about its GPU, of those that compute on one."""
+    tried = _finished("gpu", here)
+    return {rank: told["gpu"] for rank, told in tried.items() if told["gpu"]["name"]}
+
+
+def _is_slice(gpu: dict) -> bool:
+    """Whether it is a slice (MIG) of a card, which has that in its name: "NVIDIA H200 MIG 1g.18gb"."""
+    return " MIG " in gpu["name"]
+
+
 def _judge_devices(node: str, here: Ranks) -> list[Finding]:
-    """Whether every rank of a node has a GPU to itself."""
+    """Whether every rank of a node has a card to itself; and which cards they are."""
     found = []
-    owners: dict[str, int] = {}
-    for rank, told in here.items():
-        device = told["group"]
-        if device["device"] is None:
-            continue
-        if device["uuid"] in owners:
-            message = f"has the same GPU as rank {owners[device['uuid']]}"
-            fix = "one task per GPU: --ntasks-per-node equal to --gpus-per-node"
+    place = next(iter(here.values()))["place"]
+    owners: dict[str | int, int] = {}
+    for rank, gpu in _gpus(here).items():
+        owner = owners.setdefault(gpu["card"] or rank, rank)  # an old PyTorch may not know the card
+        if owner != rank and _is_slice(gpu):
+            message = f"has a slice (MIG) of the card of rank {owner}: NCCL refuses two slices of one card"
+            fix = "ask for whole GPUs, which `sinfo -o '%N %G'` lists; or train with one task per card"
             found.append(Finding("gpus", FAULT, message, fix, node, rank))
-        if device["uuid"]:
-            owners[device["uuid"]] = rank
-        if device["free"] < 0.8:
-            message = f"{1 - device['free']:.0%} of its GPU's memory is taken before the training starts"
+        elif owner != rank:
+            fix = "one task per GPU: --ntasks-per-node equal to --gpus-per-node"
+            if place["gpus_on_node"] >= len(here):
+                fix = _how_to_see_all(place)
+            found.append(Finding("gpus", FAULT, f"has the same GPU as rank {owner}", fix, node, rank))
+        if gpu["free"] < 0.8:
+            message = f"{1 - gpu['free']:.0%} of its GPU's memory is taken before the training starts"
             fix = f"something else computes there; without the node: sbatch --exclude={node}"
             found.append(Finding("gpus", WARNING, message, fix, node, rank))
+    if owners:
+        built = next(iter(_finished("torch", here).values()))["torch"]
+        cards = cards_in_words(_gpus(here)[rank] for rank in owners.values())
+        told = [cards, built["driver"], built["build"], built["nccl"]]
+        found.append(Finding("gpus", OK, ", ".join(filter(None, told)), "", node))
     return found
+
+
+def cards_in_words(gpus: Iterable[dict]) -> str:
+    """GPUs by their kind, such as "2 x NVIDIA H200, 140 GiB"."""
+    kinds = Counter(f"{gpu['name']}, {gpu['gib']:.0f} GiB" for gpu in gpus)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
 def _judge_cores(ranks: Ranks, num_workers: int) -> list[Finding]:
@@ -208,10 +245,12 @@ def _judge_memory(ranks: Ranks, num_workers: int) -> list[Finding]:
     found = _failed("memory", "memory", ranks, "tell your admin")
     rooms = []
     for node, memory in _of_each_node("memory", ranks).items():
-        tasks = len(_finished("memory", _by_node(ranks)[node]))
+        here = _finished("memory", _by_node(ranks)[node])
+        tasks, gpus = len(here), len(_gpus(here))
         room = min(memory["available_gb"], memory["limit_gb"] or float("inf"))
         rooms.append(room)
-        least, need = tasks * RANK_GB, tasks * (RANK_GB + num_workers * LOADER_WORKER_GB)
+        least = gpus * GPU_RANK_GB + (tasks - gpus) * RANK_GB
+        need = least + tasks * num_workers * LOADER_WORKER_GB
         if room < need:
             level = FAULT if room < least else WARNING
             message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
@@ -389,7 +428,8 @@ def _judge_all_reduce(ranks: Ranks) -> list[Finding]:
     if found:
         return found
     if not done:
-        return [Finding("all-reduce", FAULT, "not tried, since not all ranks met", "mend the faults above")]
+        message = "not tried, since not all ranks met, or not all of them can compute"
+        return [Finding("all-reduce", FAULT, message, "mend the faults above")]
     group = next(iter(done.values()))["group"]
     way = group["backend"] + (f" over {group['network']}" if group["network"] else "")
     rows = bandwidths(ranks)

@@ -15,6 +15,7 @@ from trainkit import files
 from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.finding import FAULT, MARK, OK, WARNING, Finding, fault_of
+from trainkit.jobs.judging import cards_in_words
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES
 
@@ -40,7 +41,7 @@ import json, pathlib, sys
 import torch, numpy, tqdm, psutil, filelock
 from trainkit import data, errors
 from trainkit.jobs import checkup, finding
-print(finding.MARK + json.dumps({"python": sys.executable, "torch": torch.__version__}), flush=True)
+print(finding.MARK + json.dumps(checkup.seen_from_login_node()), flush=True)
 errors.run(lambda: data.load("mnist", pathlib.Path(sys.argv[1])) and None)
 """
 
@@ -101,6 +102,8 @@ def check_slurm() -> list[Finding]:
 
 def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     """The job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
+    # It may work on the compute nodes alone, which the job is going to tell.
+    level = WARNING if in_job_too else FAULT
     command = ("bash", "-c", ENVIRONMENT, "environment", str(REPOSITORY), IMPORTS, str(site.data_dir))
     done = slurm.ask(*command, seconds=IMPORT_SECONDS)
     told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -112,13 +115,31 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"the job's Python does not work here: {problem}"
         fix = "mend activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
-        # It may work on the compute nodes alone, which the job is going to tell.
-        return [Finding("environment", WARNING if in_job_too else FAULT, message, fix)]
+        return [Finding("environment", level, message, fix)]
     python = json.loads(told[0].removeprefix(MARK))
-    found = [Finding("environment", OK, f"{python['python']}, torch {python['torch']}")]
+    found = _judge_python(python, level)
     if done.returncode:
         return [*found, fault_of("data", done.stderr.strip().rpartition("\n")[2])]
     return [*found, Finding("data", OK, f"MNIST in {site.data_dir}")]
+
+
+def _judge_python(python: dict, level: str) -> list[Finding]:
+    """What the job's Python can compute on; `level` is that of a fault that the nodes may not have."""
+    torch = f"torch {python['version'].partition('+')[0]} for {python['build']}"
+    software = ", ".join(filter(None, [python["python"], torch, python["nccl"]]))
+    if "unusable" in python:
+        unusable = fault_of("gpus", python["unusable"], "see `nvidia-smi` here, ask your admin")
+        return [Finding("environment", OK, software), unusable._replace(level=level)]
+    gpus = "no GPU here, as usual on a login node"
+    if python["gpus"]:
+        gpus = ", ".join(filter(None, [cards_in_words(python["gpus"]), python["driver"]]))
+    found = [Finding("environment", OK, f"{software}; {gpus}")]
+    most = slurm.largest_nodes()["GPUs"]
+    if python["build"] == "the CPU only" and most and slurm.cluster() != "practice":
+        message = f"{torch}, but nodes of this cluster have up to {most} GPUs"
+        fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
+        found.append(Finding("gpus", level, message, fix))
+    return found
 
 
 def check_folders(site: Site, several_nodes: bool, in_job_too: bool) -> list[Finding]:

@@ -111,6 +111,12 @@ def job_with_log_in(folder: Path) -> str | None:
     return re.match(r"JobId=(\d+)", lines[0])[1] if lines else None
 
 
+def cluster() -> str:
+    """The cluster's name; empty if Slurm does not tell."""
+    told = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
+    return told[1] if told else ""
+
+
 def default_partition() -> str | None:
     """The partition of jobs that name none; None if there is no such, or Slurm does not answer."""
     names = ask("sinfo", "--noheader", "--format=%P").stdout.split()
