@@ -8,7 +8,7 @@
 #SBATCH --ntasks=1                # one process
 #SBATCH --gpus-per-node=1         # with one GPU
 #SBATCH --cpus-per-task=2         # CPU cores for that process and its data loader
-#SBATCH --mem=4G                  # of the node; without it some sites give the whole node
+#SBATCH --mem=8G                  # of the node, 8 for each GPU: a process with CUDA takes 2 to 4
 #SBATCH --time=00:30:00           # the job is ended after this
 #SBATCH --output=%x-%j.log        # job name and number
 #SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,

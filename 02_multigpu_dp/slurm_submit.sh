@@ -6,9 +6,9 @@
 #SBATCH --job-name=mnist-dp
 #SBATCH --nodes=1                 # DataParallel cannot leave its node
 #SBATCH --ntasks=1                # one process, which drives all GPUs
-#SBATCH --gpus-per-node=2         # for four: sbatch --gpus-per-node=4 slurm_submit.sh
+#SBATCH --gpus-per-node=2         # for four: sbatch --gpus-per-node=4 --mem=32G slurm_submit.sh
 #SBATCH --cpus-per-task=4         # CPU cores for that process and its data loader
-#SBATCH --mem=8G                  # of the node; without it some sites give the whole node
+#SBATCH --mem=16G                 # of the node, 8 for each GPU: a process with CUDA takes 2 to 4
 #SBATCH --time=00:30:00           # the job is ended after this
 #SBATCH --output=%x-%j.log        # job name and number
 #SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Stage 03 as a Slurm job, from this folder: sbatch slurm_submit.sh --epochs 10
 # On two nodes: sbatch --nodes=2 slurm_submit.sh
-# On four GPUs: sbatch --ntasks-per-node=4 --gpus-per-node=4 --mem=16G slurm_submit.sh
+# On four GPUs: sbatch --ntasks-per-node=4 --gpus-per-node=4 --mem=32G slurm_submit.sh
 # Options of sbatch go before the name of the script, options of the training after it.
 # A copy of mnist_ddp.py with a model of yours goes first: sbatch slurm_submit.sh my_training.py --epochs 10
 
@@ -10,7 +10,7 @@
 #SBATCH --ntasks-per-node=2       # one process per GPU:
 #SBATCH --gpus-per-node=2         # keep these two equal
 #SBATCH --cpus-per-task=2         # CPU cores for each process and its data loader
-#SBATCH --mem=8G                  # of each node; without it some sites give the whole node
+#SBATCH --mem=16G                 # of each node, 8 for each GPU: a process with CUDA takes 2 to 4
 #SBATCH --time=00:30:00           # the job is ended after this
 #SBATCH --output=%x-%j.log        # job name and number
 #SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,

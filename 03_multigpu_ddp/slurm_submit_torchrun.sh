@@ -10,7 +10,7 @@
 #SBATCH --ntasks-per-node=1       # one torchrun
 #SBATCH --gpus-per-node=2         # torchrun starts as many processes
 #SBATCH --cpus-per-task=4         # CPU cores for all processes of a node
-#SBATCH --mem=8G                  # of each node; without it some sites give the whole node
+#SBATCH --mem=16G                 # of each node, 8 for each GPU: a process with CUDA takes 2 to 4
 #SBATCH --time=00:30:00           # the job is ended after this
 #SBATCH --output=%x-%j.log        # job name and number
 #SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,

@@ -50,6 +50,7 @@ def main() -> int:
         folder.resolve(),
         (*arguments, "--dataset", dataset),
         replace(opts, dataset=dataset),
+        site,
         submission.DEFAULT_MINUTES if in_slurm else local.DAY_MINUTES,
         here=not in_slurm,
         gpus_here=gpus,

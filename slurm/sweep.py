@@ -49,6 +49,7 @@ def main() -> int:
         folder.resolve(),
         tuple(arguments),
         opts,
+        site,
         own.time,
         here,
         local.gpus_here() if here and not opts.no_cuda else 0,

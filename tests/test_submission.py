@@ -126,6 +126,32 @@ def test_without_gpus_none_is_shown(checkout: Checkout) -> None:
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
+    """Without Slurm all of them are used, but for one process one; and no more than there are."""
+    checkout.insert("trainkit/jobs/local.py", "return 3", before="if not any(next(Path")
+    checkout.script("ddp").write_text(FACTS)
+    sizes = ("--batch-size", 66)
+    # What the shell has chosen; AMD's variable is the one that counts, where there are both.
+    chosen = {"CUDA_VISIBLE_DEVICES": "8,9", "HIP_VISIBLE_DEVICES": "1,5,6,7"}
+    done = checkout.submit_py("ddp", *sizes, "--wait", **chosen)
+    assert done.returncode == 0, done.stderr
+    for facts in facts_in(*job_folders(checkout)):
+        assert facts["environment"]["HIP_VISIBLE_DEVICES"] == "1,5,6"
+        assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "1,5,6"
+        assert facts["environment"]["WORLD_SIZE"] == "3"
+    for stage, arguments, told in (
+        ("single", (), "would run as 1 local"),
+        ("ddp", ("--gpus", 2), "would run as 2 local"),
+        ("ddp", ("--gpus", 4), "error: --gpus 4 is more than the 3 GPU(s) of this machine: lower it"),
+        ("ddp", ("--gpus", 4, "--no-cuda"), "would run as 4 local"),
+        ("ddp", ("--no-cuda",), "would run as 2 local"),
+        ("dp", (), "does not divide among 3 GPUs: the nearest is 63 or 66"),
+    ):
+        done = checkout.submit_py(stage, *arguments, "--dry-run")
+        assert told in done.stdout + done.stderr, arguments
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("executor", "device"), [("slurm", "cuda:0"), ("local", None)])
 def test_a_rank_that_sees_one_gpu(executor: str, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a job it is the rank's own (srun --gpus-per-task); two local ranks would share it."""
@@ -171,8 +197,8 @@ def test_a_stage_that_cannot_even_start_tells_why(checkout: Checkout) -> None:
 
 def test_a_local_rank_that_hangs_ends_with_the_one_that_fails(checkout: Checkout) -> None:
     """By force: SIGTERM asks it to save and stop, which it never comes to."""
-    checkout.insert("ddp", "if here.rank == 0: time.sleep(600)", before="    for epoch in run.epochs()")
-    checkout.insert("ddp", "raise errors.UserError('planted')", before="    for epoch in run.epochs()")
+    checkout.insert("ddp", "if here.rank == 0: time.sleep(600)", before="for epoch in run.epochs()")
+    checkout.insert("ddp", "raise errors.UserError('planted')", before="for epoch in run.epochs()")
     done = checkout.submit_py("ddp", "--gpus", 2, "--no-cuda", "--precision", "fp32", "--wait")
     assert done.returncode == 1
     assert "failed: error on rank 1: planted" in done.stderr
@@ -259,7 +285,7 @@ def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
     job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
     done = checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "done: results: ?[31mred" in done.stdout
+    assert r"done: results: \x1b[31mred" in done.stdout
     assert "\033" not in done.stdout
     assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
     assert f"job     {job} -x $(touch pwned) '\"?#SBATCH --hold ?[31m, restart 0" in checkout.log(job)
@@ -335,7 +361,7 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     done = checkout.submit_py("ddp", *arguments.split())
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=8GB", "time=90")
+    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16GB", "time=90")
     for option in (*asked, "partition=gpu", "job-name=mnist-ddp", "signal=USR2@60", "requeue"):
         assert f"#SBATCH --{option}" in lines
     assert f"source '{checkout.folder}/slurm/job_env.sh'" in lines
@@ -348,6 +374,17 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     assert lines[-1].endswith(f"overrules the lines above: {overruling}")
     assert not (checkout.folder / "results" / "jobs").exists()
     assert not list(checkout.folder.rglob("sent"))
+
+
+def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -> None:
+    scripts = list(checkout.folder.glob("0*/slurm_submit*.sh"))
+    assert len(scripts) == 4
+    for script in scripts:
+        text = script.read_text()
+        gpus, memory = re.search(r"#SBATCH --gpus-per-node=(\d)[^$]*#SBATCH --mem=(\d+)G", text).groups()
+        assert int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus), script
+        advice = re.findall(r"--gpus-per-node=(\d) --mem=(\d+)G slurm_submit.sh", text)
+        assert all(int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
 
 
 def test_a_job_of_an_own_script_is_called_after_it(checkout: Checkout) -> None:

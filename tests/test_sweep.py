@@ -231,6 +231,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
 
 def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(checkout: SweepCheckout) -> None:
     """When its process is there, and the file with what to do is not yet where that process looks for it."""
+    checkout.site(f"echo read >>'{checkout.folder}/reads'")
     starting = checkout.folder / "trainkit" / "jobs" / "local.py"
     kill = """
     import submitit.core.utils
@@ -248,6 +249,8 @@ def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(check
     done = checkout.start_sweep(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.parent.name for path in checkout.sweep.rglob("ran-*")) == CELLS[:2]
+    # Once by each of the two sweeps, not once more for every run; slurm/site_env.sh first tries it out.
+    assert (checkout.folder / "reads").read_text().split() == ["read"] * 4
 
 
 def test_junk_in_the_folder_of_a_sweep(checkout: SweepCheckout) -> None:

@@ -246,7 +246,8 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
         nodes=arguments.nodes,
         gpus=arguments.gpus,
         cpus=arguments.cpus,
-        memory=machine_memory() // arguments.nodes,
+        # What the job scripts ask for, 8 GB for each GPU: training on virtual ones takes 1 GB.
+        memory=max(machine_memory() // arguments.nodes, 8192 * max(arguments.gpus, 2)),
         hosts=arguments.mode != "one-host" and hosts_are_allowed(arguments.mode == "hosts"),
         accounting=not arguments.no_accounting and software.has_accounting(),
         first_port=free_ports(arguments.name, config.FIRST_SLURMD_PORT + arguments.nodes),

@@ -22,6 +22,7 @@ QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
 DAY_MINUTES = 24 * 60
 # Device nodes of NVIDIA's GPUs, of AMD's, and of both in Windows' Linux.
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # on AMD's GPUs the first counts before the second
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Rank:
     """What submitit calls in every process of a job: the stage script, as `srun python` would start it.
 
     It ends by SystemExit, with the stage's own exit code and last words. `visible_gpus` is for local
-    processes, for which submitit sets CUDA_VISIBLE_DEVICES; on a node that is Slurm's business.
+    processes, for which submitit sets a CUDA_VISIBLE_DEVICES; on a node that is Slurm's business.
     """
 
     script: Path
@@ -51,7 +52,7 @@ class Rank:
         os.environ["LOCAL_RANK"] = str(job.local_rank)
         os.environ["LOCAL_WORLD_SIZE"] = str(job.num_tasks // job.num_nodes)
         if self.visible_gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_gpus
+            os.environ |= dict.fromkeys(VISIBLE, self.visible_gpus)
         sys.path.insert(0, str(self.script.parent))
         places = ["--data-dir", os.environ["DATA_DIR"], "--results-dir", os.environ["RESULTS_DIR"]]
         if self.checkpoints:
@@ -96,8 +97,8 @@ def start(
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
-    every_gpu = ",".join(map(str, range(gpus)))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")[:gpus]
+    chosen = (os.environ[name].split(",") for name in VISIBLE if name in os.environ)
+    visible = next(chosen, [str(index) for index in range(gpus)])[:gpus]
     executor = submitit.LocalExecutor(folder)
     executor.update_parameters(tasks_per_node=ranks, timeout_min=minutes, stderr_to_stdout=True)
     # Ctrl-C is for this process alone, which then ends the others in an orderly way.
@@ -134,12 +135,19 @@ def process_with(folder: Path, program: str) -> str | None:
 
 
 def gpus_here() -> int:
-    """How many GPUs of this machine can be used; without PyTorch, which is slow to load, if it has none."""
+    """How many GPUs of this machine PyTorch sees; without loading it, which is slow, if there can be none.
+
+    Raises:
+        UserError: if there are some and PyTorch cannot use them.
+    """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from trainkit import machine
+
+    machine.check_usable()
+    return torch.cuda.device_count()
 
 
 @contextmanager

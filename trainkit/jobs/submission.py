@@ -34,7 +34,7 @@ from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
 if TYPE_CHECKING:
     import submitit
 
-MEMORY_PER_GPU_GB = 4
+MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
 DEFAULT_MINUTES = 30
 
 
@@ -63,16 +63,19 @@ class Request:
         return self.stage.label if self.stage.own else f"mnist-{self.stage.name}"
 
 
-def submit(request: Request) -> Handle:
+def submit(request: Request, site: Site | None = None) -> Handle:
     """Submit a job, or start local processes where there is no Slurm; it is not waited for.
+
+    Args:
+        site: what the site file says, for whoever has read it.
 
     Raises:
         UserError: for options that the stage would refuse, data that is not there, a folder that
             cannot be written to, and what sbatch refuses. Nothing was submitted then.
     """
-    site = read_site()
+    site = site or read_site()
     opts = check(request, site)
-    to_slurm = _goes_to_slurm(request)
+    to_slurm = _goes_to_slurm(request, opts)
     folder = request.folder or new_folder(request, site)
     if to_slurm:
         _check_for_slurm(site, folder)
@@ -137,7 +140,7 @@ def find(folder: Path, tasks: int, results: Path, in_slurm: bool) -> Handle | No
             pickle.rename(folder / f"{job_id}_submitted.pkl")
     log = folder / f"{job_id}_0_log.out"
     if in_slurm:
-        return SlurmHandle(job_id, tasks, log, read_site().jobs_dir / job_id, results)
+        return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
     return local.started_before(job_id, tasks, log, folder, results)
 
 
@@ -156,8 +159,8 @@ def preview(request: Request) -> str:
         UserError: as `submit`, as far as that can be told without writing anything.
     """
     site = read_site()
-    check(request, site)
-    if not _goes_to_slurm(request):
+    opts = check(request, site)
+    if not _goes_to_slurm(request, opts):
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         return f"no Slurm here: would run as {request.geometry.tasks} local process(es) of {command}"
     folder = site.jobs_dir / "submitit" / "preview"
@@ -204,13 +207,21 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
     options.check_sizes(opts, available, shape.tasks, 0 if opts.no_cuda else shape.gpus)
 
 
-def _goes_to_slurm(request: Request) -> bool:
+def _goes_to_slurm(request: Request, opts: options.Options) -> bool:
+    """Whether it does; raises a UserError if this machine, in its place, has not what is asked for."""
     if slurm.is_here() and not request.here:
         return True
     if request.geometry.nodes > 1:
         raise UserError(
             "no Slurm here (sbatch is not on PATH), and this machine is one node, not "
             f"{request.geometry.nodes}: leave out --nodes, or submit on a login node."
+        )
+    # Without any, ranks on the CPU stand in for as many as are asked for.
+    gpus = 0 if opts.no_cuda else local.gpus_here()
+    if 0 < gpus < request.geometry.gpus:
+        raise UserError(
+            f"--gpus {request.geometry.gpus} is more than the {gpus} GPU(s) of this machine: lower it, or "
+            "add --no-cuda to train on its CPU."
         )
     return False
 
@@ -329,9 +340,9 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     parser.add_argument(
         "--gpus",
         type=at_least(0),
-        default=stage.default_gpus,
         metavar="N",
-        help="GPUs of the whole job, shared equally by its nodes (default: %(default)s); "
+        help=f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}"
+        f"{'' if stage.name == 'single' else '; without Slurm, all GPUs of this machine, if it has any'}); "
         "0: one process per node, on its CPU",
     )
     parser.add_argument(
@@ -360,6 +371,14 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     own, for_the_stage = parser.parse_known_args(arguments[:end])
     if own.script:
         stage = stage.with_script(own.script)
-    shape = geometry(stage, own.gpus, own.nodes, own.cpus_per_gpu)
     for_the_stage += arguments[end + 1 :]
+    gpus = _default_gpus(stage, for_the_stage) if own.gpus is None else own.gpus
+    shape = geometry(stage, gpus, own.nodes, own.cpus_per_gpu)
     return Request(stage, shape, tuple(for_the_stage), own.time, own.partition), own
+
+
+def _default_gpus(stage: Stage, arguments: Sequence[str]) -> int:
+    """A job's, or where there is no Slurm those of this machine, if it has any that are to be used."""
+    if stage.name == "single" or slurm.is_here() or "--no-cuda" in arguments:
+        return stage.default_gpus
+    return local.gpus_here() or stage.default_gpus

@@ -24,11 +24,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainkit import records
-from trainkit.errors import UserError
+from trainkit.errors import UserError, printable
 from trainkit.files import check_writable, replacing
-from trainkit.jobs import slurm, submission
+from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, Patience, State
-from trainkit.jobs.site import read_site
+from trainkit.jobs.site import Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
 from trainkit.jobs.submission import Request
 from trainkit.options import Options
@@ -103,8 +103,9 @@ class Lists:
 class Sweep:
     """What all cells share, and their folder, which is all of the sweep's state: CSV and job.json of each.
 
-    `arguments` go to every run, and `opts` is what they mean. `here` is for runs on this machine, also
-    where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit of a run.
+    `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
+    machine, also where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
+    of a run.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -113,6 +114,7 @@ class Sweep:
     folder: Path
     arguments: tuple[str, ...]
     opts: Options
+    site: Site
     minutes: int
     here: bool
     gpus_here: int = 0
@@ -191,7 +193,7 @@ class Sweep:
                 file.write(mine)
         elif (was := _text(known)) != mine:
             raise UserError(
-                f"{self.folder} is of a sweep with the options {slurm.printable(was[:1000])}, not {mine}: "
+                f"{self.folder} is of a sweep with the options {printable(was[:1000])}, not {mine}: "
                 "its rows could not be compared with these. Give another --out."
             )
         return lock
@@ -209,7 +211,7 @@ class Sweep:
         request = Request(
             cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
-        folder = submission.new_folder(request, read_site())
+        folder = submission.new_folder(request, self.site)
         note, in_slurm = place / "job.json", not self.here
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -218,7 +220,7 @@ class Sweep:
         except OSError as error:
             raise UserError(f"{place} cannot be written to ({error.strerror}): free the space.") from None
         try:
-            handle = submission.submit(replace(request, folder=folder))
+            handle = submission.submit(replace(request, folder=folder), self.site)
         except UserError:
             note.unlink(missing_ok=True)
             raise
