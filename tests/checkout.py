@@ -1,5 +1,6 @@
 """A copy of the checkout for tests: with a site file, results and faults of its own, and Slurm or none."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -83,17 +84,17 @@ class Checkout:
         (path,) = (self.folder / FOLDERS[stage]).glob("mnist_*.py")
         return path
 
-    def insert(self, stage: str, line: str, before: str) -> None:
-        """Put a line into a stage's training script, in front of the one that begins with `before`."""
-        text = self.script(stage).read_text()
-        assert text.count(f"\n{before}") == 1
-        indent = before[: -len(before.lstrip())]
-        planted = f"\n{indent}import os, signal, sys, time\n{indent}{line}\n{before}"
-        self.script(stage).write_text(text.replace(f"\n{before}", planted))
+    def insert(self, where: str, line: str, before: str) -> None:
+        """Put a line into a stage's training script, or another file, in front of the one that begins so."""
+        path = self.script(where) if where in FOLDERS else self.folder / where
+        text = path.read_text()
+        (at,) = re.finditer(rf"^( *){re.escape(before)}", text, re.MULTILINE)
+        planted = f"{at[1]}import os, signal, sys, threading, time\n{at[1]}{line}\n"
+        path.write_text(text[: at.start()] + planted + text[at.start() :])
 
     def plant(self, stage: str, fault: str) -> None:
         """Put a line at the beginning of a stage's main()."""
-        self.insert(stage, fault, before="    opts = options.parse")
+        self.insert(stage, fault, before="opts = options.parse")
 
     def fake(self, command: str, script: str) -> None:
         """A command of Slurm that does what the shell script says."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forking import Forking
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+Script = Callable[..., subprocess.CompletedProcess]  # what the fixture `script` is
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
@@ -84,9 +85,7 @@ def mnist_dir() -> Path:
 
 
 @pytest.fixture
-def trained(
-    tmp_path: Path, script: Callable[..., subprocess.CompletedProcess]
-) -> Callable[..., list[dict[str, object]]]:
+def trained(tmp_path: Path, script: Script) -> Callable[..., list[dict[str, object]]]:
     """Runs a stage that has to go well, and returns the rows of its CSV."""
 
     def run(stage: str, *arguments: object, **how: object) -> list[dict[str, object]]:
@@ -117,7 +116,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
 
 
 @pytest.fixture
-def script(forking: "Forking") -> Callable[..., subprocess.CompletedProcess]:
+def script(forking: "Forking") -> Script:
     """Runs a stage's script, or a changed copy of it, on the CPU; much sooner than `run_stage`."""
 
     def run(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:

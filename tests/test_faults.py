@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, stage_command
 from forking import Forking
 from test_checkpoint import start, wait_for
 
 from trainkit import records
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
-Script = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     """The first one waits at its second step until the other one has been refused."""
     place = Checkout(tmp_path / "a checkout")
     go_on = f"while run._added == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
-    place.insert("single", go_on, before="            optimizer.zero_grad()")
+    place.insert("single", go_on, before="optimizer.zero_grad()")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
     (first,) = start(place.script("single"), *training)
@@ -142,9 +141,9 @@ def test_a_checkpoint_that_cannot_be_gone_on_from(
 def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(tmp_path: Path) -> None:
     """On one of two ranks, at step 5 of an epoch that would take ten minutes."""
     place = Checkout(tmp_path / "a checkout")
-    place.insert("ddp", "time.sleep(0.3)", before="            optimizer.zero_grad()")
+    place.insert("ddp", "time.sleep(0.3)", before="optimizer.zero_grad()")
     broken = "if here.rank == 1 and run._added == 4: loss = loss * float('nan')"
-    place.insert("ddp", broken, before="            run.add(loss)")
+    place.insert("ddp", broken, before="run.add(loss)")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = ("--epochs", 2, "--train-size", 20_000, "--batch-size", 10, "--checkpoint-minutes", 1e-6)
     ranks = start(place.script("ddp"), *training, "--precision", "fp32", *folders, ranks=2)
@@ -159,7 +158,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(tmp_path: Path
 def test_a_loss_that_is_no_number_keeps_the_epochs_before(script: Script, tmp_path: Path) -> None:
     place = Checkout(tmp_path / "a checkout")
     broken = "if epoch == 2: loss = loss * float('nan')"
-    place.insert("single", broken, before="            run.add(loss)")
+    place.insert("single", broken, before="run.add(loss)")
     done = script(place.script("single"), *SMALL, "--epochs", 3, "--results-dir", tmp_path)
     assert "the loss is nan at step 1 of epoch 2: lower --lr" in one_error(done)
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
@@ -171,7 +170,7 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
     """The losses were still numbers, and the last step of all broke the weights."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
     place = Checkout(tmp_path / "a checkout")
-    place.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="            run.add(loss)")
+    place.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="run.add(loss)")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
     training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
@@ -192,7 +191,7 @@ def test_results_outlive_their_folder(fault: str, script: Script, tmp_path: Path
     if fault == "a file":
         lines += [f"os.mkdir({str(results)!r})", f"open({str(results / 'runs')!r}, 'w')"]
     break_it = f"import shutil; epoch == 2 and [{', '.join(lines)}]"
-    place.insert("single", break_it, before="        run.end_of_epoch")
+    place.insert("single", break_it, before="run.end_of_epoch")
     done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
     if fault == "removed":  # it is made again
         assert done.returncode == 0, done
@@ -231,7 +230,7 @@ def test_a_file_system_that_breaks_after_the_first_epoch(fault: str, tmp_path: P
     here.mkdir()
     place = Checkout(tmp_path / "a checkout")
     break_it = f"epoch == 2 and here.rank == 0 and os.system({command.format(results)!r})"
-    place.insert("ddp", break_it, before="        run.end_of_epoch")
+    place.insert("ddp", break_it, before="run.end_of_epoch")
     training = (*SMALL, "--epochs", 3, "--results-dir", results)
     command = stage_command(place.script("ddp"), *training, processes=2)
     done = on_a_mount(results, f"cp -r {results}/runs {kept}", command, here)
@@ -250,7 +249,7 @@ def test_a_file_system_that_loses_its_mount(tmp_path: Path) -> None:
     results = tmp_path / "results"
     place = Checkout(tmp_path / "a checkout")
     lose_it = f"epoch == 2 and os.system('umount --lazy {results}')"
-    place.insert("single", lose_it, before="        run.end_of_epoch")
+    place.insert("single", lose_it, before="run.end_of_epoch")
     training = (*SMALL, "--epochs", 2, "--results-dir", results)
     done = on_a_mount(results, "true", stage_command(place.script("single"), *training), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -261,7 +260,7 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(tmp_path: Path) -> Non
     """Its peers give up; rank 0 writes its row when the file system is back."""
     place = Checkout(tmp_path / "a checkout")
     hang = "fsync = os.fsync; epoch == 2 and setattr(os, 'fsync', lambda file: time.sleep(15) or fsync(file))"
-    place.insert("ddp", hang, before="        run.end_of_epoch")
+    place.insert("ddp", hang, before="run.end_of_epoch")
     training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
     ranks = start(place.script("ddp"), *training, ranks=2)
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
@@ -299,7 +298,7 @@ def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
 
 def test_a_clock_that_is_set_back(script: Script, tmp_path: Path) -> None:
     place = Checkout(tmp_path / "a checkout")
-    place.insert("single", "time.time = lambda: 0.0", before="    run = Run(")
+    place.insert("single", "time.time = lambda: 0.0", before="run = Run(")
     done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = (row["elapsed_s"] for row in rows_of(tmp_path))

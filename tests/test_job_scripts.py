@@ -162,7 +162,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(
     launcher: str, fault: str, told: str, checkout: Checkout
 ) -> None:
     fault = f"if epoch == 2 and here.rank == 1: {fault}"
-    checkout.insert("ddp", fault, before="        run.end_of_epoch(")
+    checkout.insert("ddp", fault, before="run.end_of_epoch(")
     log = checkout.fail(launcher, *SMALL)
     last = log.strip().splitlines()[-4:]
     assert re.search(told, "\n".join(last)), log

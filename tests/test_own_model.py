@@ -1,14 +1,12 @@
 """A copy of stage 03 with another network, data set and name trains, goes on, is sent, swept and compared."""
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, STAGES, rows_of, run_stage
+from conftest import REPOSITORY, STAGES, Script, rows_of, run_stage
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -28,7 +26,6 @@ def main() -> None:"""
 CLASSIFY = ("F.cross_entropy", "3", "(inputs[:, :2].sum(1, keepdim=True) > torch.tensor([-1.0, 1.0])).sum(1)")
 REGRESS = ("F.mse_loss", "1", "inputs[:, :2].sum(1, keepdim=True)")
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
-Script = Callable[..., subprocess.CompletedProcess]
 
 
 def own_training(task: tuple[str, str, str]) -> str:

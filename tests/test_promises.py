@@ -54,10 +54,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights and what its dropout makes of ones."""
     place = Checkout(tmp_path_factory.mktemp("two-ranks") / "a checkout")
     place.script("ddp").with_name("planted.py").write_text(PLANTED)
-    place.insert("ddp", "import planted; planted.measure(here.rank)", before="    torch.manual_seed(")
+    place.insert("ddp", "import planted; planted.measure(here.rank)", before="torch.manual_seed(")
     state = "(model.module.state_dict(), model.module.dropout1(torch.ones(1000)))"
     save = f"torch.save({state}, opts.results_dir / f'rank-{{here.rank}}.pt')"
-    place.insert("ddp", save, before="        run.end_of_epoch(")
+    place.insert("ddp", save, before="run.end_of_epoch(")
     ranks = start(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2)
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs

@@ -20,15 +20,6 @@ def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
     return Checkout(tmp_path / "a checkout", cluster)
 
 
-def insert(path: Path, line: str, before: str) -> None:
-    """A line of Python in front of the only place where the text `before` begins a line."""
-    text = path.read_text()
-    (at,) = [line for line in text.splitlines(keepends=True) if line.lstrip().startswith(before)]
-    indent = at[: -len(at.lstrip())]
-    planted = f"{indent}import os, signal, sys, threading, time\n{indent}{line}\n"
-    path.write_text(text.replace(at, planted + at, 1))
-
-
 def when(start: int, line: str) -> str:
     return f"if {START.format(start)}: {line}"
 
@@ -46,15 +37,15 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped: Path) -> None:
     """One job, which is stopped at another moment after every start, and ends where the others end."""
     rank = "SLURM_PROCID" if launcher != "torchrun" else "LOCAL_RANK"
-    stage, trainkit = checkout.script("ddp"), checkout.folder / "trainkit"
     usr2, term = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
-    insert(stage, when(0, usr2), before="from trainkit import batches")
+    checkout.insert("ddp", when(0, usr2), before="from trainkit import batches")
     # While the group forms: rank 0 comes later.
     late = f"threading.Timer(0.3, lambda: {term}).start() if {ONE.format(rank)} else time.sleep(1)"
-    insert(stage, when(1, late), before="here = world.join")
-    insert(stage, when(2, f"{usr2}; {term}"), before="optimizer.zero_grad()")  # and at every step after it
-    insert(trainkit / "evaluation.py", when(3, term), before="output = network(inputs)")
-    insert(trainkit / "checkpoint.py", when(4, usr2), before="torch.save(state, file)")
+    checkout.insert("ddp", when(1, late), before="here = world.join")
+    # At the first step, and at every step after it.
+    checkout.insert("ddp", when(2, f"{usr2}; {term}"), before="optimizer.zero_grad()")
+    checkout.insert("trainkit/evaluation.py", when(3, term), before="output = network(inputs)")
+    checkout.insert("trainkit/checkpoint.py", when(4, usr2), before="torch.save(state, file)")
     # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
     # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
     checkout.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
@@ -94,7 +85,7 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
 def test_a_preempted_job_saves_and_comes_back_by_itself(checkout: Checkout) -> None:
     """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
     slow = when(0, "time.sleep(0.2)")
-    insert(checkout.script("single"), slow, before="optimizer.zero_grad()")
+    checkout.insert("single", slow, before="optimizer.zero_grad()")
     job = checkout.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
     checkout.wait_for("\nstage single", job)
     urgent = checkout.cluster.submit(
@@ -119,7 +110,7 @@ def test_the_time_limit_requeues_the_job(tmp_path: Path, cluster: RunningCluster
     training = (*SMALL, "--epochs", 1, "--train-size", 3000, "--batch-size", 10)
     jobs = {}
     for sent, place in places.items():
-        insert(place.script("single"), when(0, "time.sleep(1)"), before="optimizer.zero_grad()")
+        place.insert("single", when(0, "time.sleep(1)"), before="optimizer.zero_grad()")
         minutes = 2 if sent == "USR2@30" else 1
         jobs[sent] = place.submit("single", *training, sbatch=(f"--time={minutes}", f"--signal={sent}"))
     for sent, place in places.items():
@@ -132,7 +123,7 @@ def test_the_time_limit_requeues_the_job(tmp_path: Path, cluster: RunningCluster
 
 
 def test_scancel_saves_and_the_job_stays_away(checkout: Checkout) -> None:
-    insert(checkout.script("ddp"), "time.sleep(0.05)", before="optimizer.zero_grad()")
+    checkout.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
     job = checkout.submit("srun", *TRAINING, "--epochs", 1000)
     checkout.wait_for("epoch 1/", job)
     checkout.cluster.run(["scancel", job])

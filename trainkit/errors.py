@@ -132,6 +132,11 @@ def reason(error: Exception) -> str:
     return getattr(cause, "strerror", None) or first_line(cause)
 
 
+def printable(text: str) -> str:
+    """Text from logs, names of files and other programs, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def _rank() -> str | None:
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
 

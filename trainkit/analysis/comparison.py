@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit import records
-from trainkit.errors import UserError
+from trainkit.errors import UserError, printable
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
 MUST_BE_EQUAL = {
@@ -84,7 +84,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     mixed = _mixed(rows)
     skipped += mixed.values()
-    return rows[~rows.run_id.isin(mixed)], [_printable(sentence) for sentence in skipped]
+    return rows[~rows.run_id.isin(mixed)], [printable(sentence) for sentence in skipped]
 
 
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:
@@ -181,11 +181,6 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
             )
             sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
     return sentences
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey: names of files may hold anything."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _name(stage: str) -> str:

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 from trainkit import errors
 from trainkit.command_line import Parser, at_least
-from trainkit.errors import UserError
-from trainkit.jobs import checkup_job, login_node, slurm
+from trainkit.errors import UserError, printable
+from trainkit.jobs import checkup_job, login_node
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, has_fault
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
@@ -116,7 +116,7 @@ def _show(found: list[Finding]) -> None:
         label = f"{LABELS[level]:8}"
         if sys.stdout.isatty() and "NO_COLOR" not in os.environ:  # https://no-color.org
             label = f"{COLOURS[level]}{label}\033[0m"
-        print(f"{label} {check:12} {_where(alike)}{slurm.printable(message)}")
+        print(f"{label} {check:12} {_where(alike)}{printable(message)}")
         if fix:
             print(f"{'':21} fix: {fix}")
     sys.stdout.flush()

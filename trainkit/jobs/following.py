@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, printable
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 
@@ -60,7 +60,7 @@ class Handle:
     def state(self) -> State:
         """Ask how the job is doing, without waiting for it."""
         state = self._look()
-        return State(state.name, slurm.printable(state.detail))
+        return State(state.name, printable(state.detail))
 
     def _look(self) -> State:
         raise NotImplementedError

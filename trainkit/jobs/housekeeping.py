@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from trainkit.errors import printable
 from trainkit.jobs import local, slurm
 
 # job_env.sh's folders: of a job, and of an older one whose number came again; and those of submit.py.
@@ -40,7 +41,7 @@ class JobFolder:
         """Its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
         when = datetime.fromtimestamp(self.path.stat().st_mtime)
         on_from = f"to go on from: {self.newest.name}" if self.newest else ""
-        name = slurm.printable(str(self.path.relative_to(jobs_dir)))
+        name = printable(str(self.path.relative_to(jobs_dir)))
         return name, f"{when:%Y-%m-%d %H:%M}", f"{size(self.path) / 1e6:,.1f} MB", self.state, on_from
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, printable
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 
@@ -150,11 +150,6 @@ def check_path(path: Path) -> None:
             f"Slurm cannot write logs to {printable(str(path))} (it has %, a backslash, control characters "
             "or no UTF-8 in its name): rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
         )
-
-
-def printable(text: str) -> str:
-    """Text from logs and other programs, without what would change a terminal's colours or contents."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def told_by_sbatch(text: str) -> str:
