@@ -541,6 +541,28 @@ def test_what_a_rank_tells_of_its_gpu(a_gpu: None) -> None:
     assert json.dumps(told)
 
 
+def test_more_ranks_than_gpus_are_told_with_their_numbers(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"NUM_TASKS": "2", "NUM_NODES": "1"}
+    place = {"PROCID": "1", "LOCALID": "1", "GPUS_ON_NODE": "1"}
+    variables = {f"SLURM_STEP_{name}": value for name, value in step.items()}
+    variables |= {f"SLURM_{name}": value for name, value in place.items()}
+    for name, value in ({"MASTER_ADDR": "n1", "MASTER_PORT": "10007"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"2 processes on .*, 1 visible GPU\(s\), .* 1 given by Slurm"):
+        checkup._gpu()
+
+
+def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
+    program = "from trainkit.jobs import checkup; import time; checkup.LIMITS['gpu'] = 0.1; "
+    program += "checkup._step('gpu', time.sleep, 200); print('went on')"
+    done = here([sys.executable, "-c", program], {"SLURM_PROCID": "1"})
+    told = "".join(done.stdout.splitlines()[1:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told == 'checkup {"rank": 1, "topic": "gpu", "error": "not done after 0.1 s"}'
+
+
 def test_what_the_login_nodes_gpus_and_software_are(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for ROCm has no version of CUDA."""
     told = checkup.seen_from_login_node()
@@ -607,7 +629,9 @@ def left_in_queue(cluster: RunningCluster) -> str:
 def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) -> None:
     told = on_cluster("--job", "--nodes", 2, "--gpus", 4)
     assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
-    assert "2 virtual GPU(s) of the practice cluster" in found(told, "gpus", OK)
+    virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
+    readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
+    assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     assert "4 on 2 node(s), all of them reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)

@@ -115,7 +115,7 @@ def _judge_ranks(ranks: Ranks, hosts: list[str]) -> list[Finding]:
             found.append(Finding("ranks", FAULT, message, fix, node, rank))
         elif "end" not in told and (steps := [topic for topic in told if "begun" in told[topic]]):
             message = f"ended without a word in its check of {steps[-1]}: killed, crashed or stuck"
-            fix = "see the job's log; more memory: sbatch --mem=16G"
+            fix = "see the job's log; more memory: sbatch --mem=32G"
             found.append(Finding("ranks", FAULT, message, fix, told["place"]["node"], rank))
     return found or [Finding("ranks", OK, f"{size} on {len(_by_node(ranks))} node(s), all of them reported")]
 
