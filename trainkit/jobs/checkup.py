@@ -351,14 +351,12 @@ def seen_from_login_node() -> dict:
 
     from trainkit import machine
 
-    facts = {"python": sys.executable, "gpus": []} | software()
+    facts = {"python": sys.executable} | software()
     try:
         machine.check_usable()
-        if torch.cuda.is_available():
-            facts["gpus"] = [_properties(number) for number in range(torch.cuda.device_count())]
     except UserError as error:
-        facts["unusable"] = str(error)
-    return facts
+        return facts | {"unusable": str(error)}
+    return facts | {"gpus": [_properties(number) for number in range(torch.cuda.device_count())]}
 
 
 def _properties(device: object) -> dict:
