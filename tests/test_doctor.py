@@ -463,6 +463,7 @@ OLD_DRIVER = "PyTorch cannot use the 2 GPU(s) of n1 (too old): install another"
          "different torch on the nodes: n1 2.4.0, n2 2.5.0"),
         ([2, 3], {"torch": {"commit": "abc1234-dirty"}}, "software", FAULT,
          "different commits of this checkout on the nodes"),
+        ([0, 1], {"torch": {"error": "no libnccl.so.2"}}, "software", FAULT, "rank 1 on n1: no libnccl.so.2"),
         ([2], {"torch": {"import_s": 95}}, "software", WARNING, "n2: import torch took 95 s"),
         ([3], {"all-reduce": {"wrong": 7, "of": 256, "at_bytes": 1024}}, "all-reduce", FAULT,
          "rank 3 on n2: 7 of 256 sums over all ranks are wrong"),

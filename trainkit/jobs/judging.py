@@ -167,10 +167,10 @@ def _how_to_see_all(place: dict) -> str:
     return "leave CUDA_VISIBLE_DEVICES to Slurm, without --gpu-bind=closest, which hides GPUs from tasks"
 
 
-def _gpus(here: Ranks) -> Ranks:
+def _gpus(here: Ranks) -> dict[int, dict]:
     """Rank -> facts about its GPU, of those that compute on one."""
-    tried = _finished("gpu", here)
-    return {rank: told["gpu"] for rank, told in tried.items() if told["gpu"]["name"]}
+    tried = _finished("gpu", here).items()
+    return {rank: told["gpu"] for rank, told in tried if told["gpu"]["name"]}
 
 
 def _is_slice(gpu: dict) -> bool:
@@ -198,10 +198,10 @@ def _judge_devices(node: str, here: Ranks) -> list[Finding]:
             message = f"{1 - gpu['free']:.0%} of its GPU's memory is taken before the training starts"
             fix = f"something else computes there; without the node: sbatch --exclude={node}"
             found.append(Finding("gpus", WARNING, message, fix, node, rank))
-    if owners:
-        built = next(iter(_finished("torch", here).values()))["torch"]
+    software = _of_each_node("torch", here).get(node)
+    if owners and software:
         cards = cards_in_words(_gpus(here)[rank] for rank in owners.values())
-        told = [cards, built["driver"], built["build"], built["nccl"]]
+        told = [cards, software["driver"], software["build"], software["nccl"]]
         found.append(Finding("gpus", OK, ", ".join(filter(None, told)), "", node))
     return found
 
