@@ -1,7 +1,8 @@
 """Run single GPU, DataParallel and DDP, and compare them: as jobs where there is a Slurm, else one
 after the other on this machine.
 
-Without GPUs, CPU cores stand in as workers, one thread each. All other options go to every stage:
+On GPUs the batch of a GPU and the length of an epoch are first measured, unless they are given. Without
+GPUs, CPU cores stand in as workers, one thread each. All other options go to every stage:
 make compare ARGS="--epochs 10 --batch-size 512"
 """
 
@@ -11,10 +12,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import errors, options, staging
+from trainkit import errors, options, records, staging
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError
-from trainkit.jobs import local, slurm, submission, sweep
+from trainkit.jobs import local, plan, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 
@@ -25,9 +26,8 @@ MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common 
 
 def main() -> int:
     own, passed_on = _parse()
-    arguments = ["--epochs", str(sweep.EPOCHS), "--batch-size", str(BATCH_SIZE), *passed_on]
     site = read_site()
-    opts = submission.read_options(STAGES["ddp"], arguments, site)
+    opts = submission.read_options(STAGES["ddp"], passed_on, site)
     if opts.dry_run:
         raise UserError("--dry-run measures nothing that could be compared: leave it out.")
     # Inside a job the GPUs of that job are meant.
@@ -38,31 +38,87 @@ def main() -> int:
     if own.workers and own.workers > available:
         raise UserError(f"--workers {own.workers} is more than the {available} found here: lower it.")
     workers = own.workers or gpus or min(available, MOST_WORKERS)
-    train_size = opts.train_size
-    if not (in_slurm or gpus or train_size):
-        train_size = CPU_TRAIN_SIZE
-    opts = replace(opts, batch_size=_shared_by(workers, opts.batch_size), train_size=train_size)
-    options.check_sizes(opts, staging.TRAIN_IMAGES)
+    on_gpus = in_slurm or gpus
+    if on_gpus:
+        batches = plan.batch_sizes(workers, own.batch_size, own.train_size)
+    else:
+        batches = [_shared_by(workers, own.batch_size or BATCH_SIZE)]
+        own.train_size = own.train_size or CPU_TRAIN_SIZE
+        sizes = replace(opts, batch_size=batches[0], train_size=own.train_size)
+        options.check_sizes(sizes, staging.TRAIN_IMAGES)
 
     dataset = _find_data(opts)
+    epochs = own.epochs or (plan.EPOCHS if on_gpus else sweep.EPOCHS)
     folder = own.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
     compared = sweep.Sweep(
         folder.resolve(),
-        (*arguments, "--dataset", dataset),
-        replace(opts, dataset=dataset),
+        (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
+        replace(opts, dataset=dataset, epochs=epochs),
         site,
         submission.DEFAULT_MINUTES if in_slurm else local.DAY_MINUTES,
         here=not in_slurm,
         gpus_here=gpus,
     )
-    numbers = tuple({1, workers})
-    cells, _ = compared.cells(
-        sweep.Lists(tuple(STAGES.values()), numbers, (opts.batch_size,), train_sizes=(train_size,))
-    )
     if in_slurm:
         print("Slurm found: the runs go as jobs; --local runs them on this machine")
+    with compared.claim():
+        if on_gpus:
+            return _on_gpus(compared, workers, batches, own)
+        matrix = sweep.Lists(
+            tuple(STAGES.values()),
+            tuple({1, workers}),
+            tuple(batches),
+            train_sizes=(own.train_size,),
+            repeats=own.repeats or 1,
+        )
+        return sweep.run(compared, compared.cells(matrix)[0], max_jobs=1)
+
+
+def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
+    """Choose the sizes that were not given, by runs on one GPU, and compare."""
+    probes, batch_size, train_size, run_seconds = [], batches[0], own.train_size, None
+    if not (own.batch_size and own.train_size):
+        probes = _probe(compared, batches, own.train_size)
+        chosen = plan.choose_batch(probes)
+        batch_size, train_size = chosen.batch_size, own.train_size or plan.choose_train_size(chosen, gpus)
+        run_seconds = chosen.run_seconds(compared.opts.epochs, train_size)
+    print(plan.told(probes, batch_size, train_size))
+    repeats = own.repeats or plan.REPEATS
+    if gpus == 1:
+        print(
+            "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
+        )
+    else:
+        print(f"--repeats 1 or --workers {gpus // 2} takes fewer runs")
+    matrix = plan.matrix(gpus, batch_size, train_size, repeats)
+    cells = {cell: None for lists in matrix for cell in compared.cells(lists)[0]}
+    in_order = sorted(cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
-    return sweep.run(compared, cells, max_jobs=1)
+    return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
+
+
+def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) -> list[plan.Probe]:
+    """Run stage 01 with each batch size; a run that is there from an earlier call is taken as it is.
+
+    Raises:
+        UserError: if not even the smallest goes well.
+    """
+    probes = []
+    for batch_size in batches:
+        # A folder of its own: each chooses its own precision, and none enters the comparison.
+        alone = replace(compared, folder=compared.folder / "probes" / f"batch{batch_size}")
+        lists = sweep.Lists((STAGES["single"],), (1,), (batch_size,), train_sizes=(train_size,))
+        if not alone.finished():
+            print(f"first a run on one GPU with batch {batch_size}, to choose the sizes by", flush=True)
+        if sweep.finish(alone, alone.cells(lists)[0], 1, compared.folder):
+            break  # mostly for want of GPU memory, of which a larger one needs even more
+        probes.append(plan.Probe.of(records.read(alone.finished()[0])))
+    if not probes:
+        raise UserError(
+            f"the run on one GPU with batch {batches[0]} failed, as told above: mend that, then give the "
+            f"same command again, with --out {compared.folder}."
+        )
+    return probes
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -74,6 +130,18 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="GPUs or CPU workers of the largest runs (default: all GPUs here; of a node in Slurm, or of CPU "
         f"cores, up to {MOST_WORKERS})",
     )
+    sizes = (
+        (
+            "--batch-size",
+            options.MOST_IMAGES,
+            "global batch size; on GPUs that of a run on one of them (CPU workers: 256)",
+        ),
+        ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU workers: {CPU_TRAIN_SIZE})"),
+        ("--epochs", 2**31 - 1, f"of every run, the first to warm up (GPUs: {plan.EPOCHS}; CPU workers: 3)"),
+        ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}; CPU workers: 1)"),
+    )
+    for name, most, help in sizes:
+        parser.add_argument(name, type=at_least(1, most), metavar="N", help=help)
     parser.add_argument("--local", action="store_true", help="run here, also where there is a Slurm")
     parser.add_argument(
         "--out",

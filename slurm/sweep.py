@@ -79,7 +79,8 @@ def main() -> int:
         return 0
     if here:
         print("no Slurm here (sbatch is not on PATH): one run at a time, as processes of this machine")
-    return sweep.run(asked, cells, own.max_jobs)
+    with asked.claim(stages[0].script if own.script else None):
+        return sweep.run(asked, cells, own.max_jobs)
 
 
 def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:

@@ -13,6 +13,10 @@ import pytest
 from checkout import copy_project
 from conftest import ENVIRONMENT, REPOSITORY
 
+from trainkit import options
+from trainkit.jobs import plan, sweep
+from trainkit.jobs.site import Site
+
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --precision fp32 --no-cuda"
 
 
@@ -127,3 +131,79 @@ def test_bad_arguments(arguments: str, sentence: str) -> None:
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------
+
+
+def probe(batch_size: int, images_per_s: float) -> plan.Probe:
+    return plan.Probe(batch_size, images_per_s, eval_seconds=1, start_seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "batch"),
+    [
+        ({256: 70, 1024: 300, 4096: 310}, 1024),
+        ({256: 70, 1024: 250, 4096: 310}, 4096),
+        ({256: 290, 1024: 300, 4096: 310}, 256),
+        ({256: 310, 1024: 300, 4096: 290}, 256),
+        ({256: 100, 1024: 800}, 1024),  # 4096 did not go well
+    ],
+)
+def test_the_smallest_batch_that_is_nearly_as_fast_as_the_fastest(speeds: dict, batch: int) -> None:
+    assert plan.choose_batch([probe(*pair) for pair in speeds.items()]).batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "speed", "gpus", "size"),
+    [
+        (1024, 1_000_000, 1, 50 * 60_000),
+        (1024, 1_000_000, 8, 50 * 60_000),
+        (256, 21_000, 4, 60_000),  # never less than a pass, where one takes three seconds
+        (4096, 100_000, 8, 11 * 60_000),  # longer, for twenty steps of the largest batch
+        (256, 1e9, 1, 1666 * 60_000),  # no more than --train-size takes
+        (256, 9_000, 2, 52 * 512),  # CPUs in place of the practice cluster's GPUs: whole steps
+    ],
+)
+def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
+    assert plan.choose_train_size(probe(batch, speed), gpus) == size
+
+
+def test_numbers_of_gpus_and_the_batches_that_they_can_share() -> None:
+    counts = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 4), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8)}
+    assert {gpus: plan.device_counts(gpus) for gpus in counts} == counts
+    assert plan.batch_sizes(8, None, None) == [256, 1024, 4096]
+    assert plan.batch_sizes(6, None, None) == [264, 1032, 4104]
+    assert plan.batch_sizes(2, 99, None) == [100]
+    assert plan.batch_sizes(2, None, 2047) == [256]
+
+
+def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> None:
+    site = Site({}, *[tmp_path] * 3)
+    compared = sweep.Sweep(tmp_path, (), options.Options(), site, 30, here=False)
+    cells = {cell for lists in plan.matrix(4, 1024, 600_000, 3) for cell in compared.cells(lists)[0]}
+    assert len(cells) == 36
+    alone = {(cell.batch_size, cell.repeat) for cell in cells if cell.stage.name == "single"}
+    scaled = {}
+    for cell in cells:
+        assert (cell.batch_size, cell.repeat) in alone
+        assert cell.train_size == 600_000
+        scaled.setdefault(cell.stage.name, set()).add((cell.shape.gpus, cell.batch_size))
+    several = {(2, 1024), (2, 2048), (4, 1024), (4, 4096)}
+    assert scaled == {
+        "single": {(1, 1024), (1, 2048), (1, 4096)},
+        "dp": several,
+        "ddp": {(1, 1024)} | several,
+    }
+
+
+def test_the_time_of_a_run_is_that_of_its_probe() -> None:
+    row = {"global_batch": 256, "train_seconds": 2.0, "eval_seconds": 1.0}
+    rows = [
+        row | {"warmup": True, "images_per_s": 10_000.0, "train_seconds": 6.0, "elapsed_s": 16.0},
+        row | {"warmup": False, "images_per_s": 29_000.0, "elapsed_s": 19.0},
+        row | {"warmup": False, "images_per_s": 30_000.0, "eval_seconds": 0.5, "elapsed_s": 21.5},
+    ]
+    assert plan.Probe.of(rows) == plan.Probe(256, 30_000, eval_seconds=0.5, start_seconds=9)
+    assert plan.Probe.of(rows[:1]).images_per_s == 10_000  # of --epochs 1
+    assert plan.Probe.of(rows).run_seconds(epochs=4, train_size=90_000) == 5 + 9 + 4 * 3.5

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,48 @@ def own_sweep(checkout: SweepCheckout, runs: int) -> tuple:
     return ("--script", "mine.py", *options)
 
 
+# A stage that trains nothing, and records what a GPU might have done.
+PRETENDED = """
+import os, sys
+from pathlib import Path
+from trainkit import errors, options, records
+
+SPEEDS = {256: 70_000, 1024: 300_000, 2048: 310_000}
+
+def main():
+    opts = options.parse("", sys.argv[1:])
+    ranks = int(os.environ["WORLD_SIZE"])
+    devices = ranks if STAGE == "ddp" else len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    if opts.batch_size == 4096:
+        raise errors.UserError("out of memory")
+    if os.environ["RANK"] != "0":
+        return
+    steps = (opts.train_size or 60_000) // opts.batch_size
+    facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(NUMBERS, 1)
+    facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
+    facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
+    facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0, "compiled": False}
+    facts |= {"steps": steps, "images": steps * opts.batch_size}
+    recorder = records.Recorder(opts.results_dir, facts)
+    for epoch in range(1, opts.epochs + 1):
+        speed = SPEEDS[opts.batch_size] * devices
+        seconds = facts["images"] / speed
+        row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
+        recorder.add(**row, eval_seconds=1.0, elapsed_s=8 + epoch * (seconds + 1))
+    errors.tell("results: none")
+
+if __name__ == "__main__":
+    errors.run(main)
+"""
+NUMBERS = ("nodes", "threads_per_worker", "batch_per_device", "accumulate", "test_images", "train_loss")
+NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "peak_memory_mb")
+
+
+def pretend(checkout: SweepCheckout) -> None:
+    for stage in ("single", "dp", "ddp"):
+        checkout.script(stage).write_text(f"NUMBERS = {NUMBERS!r}\nSTAGE = {stage!r}\n{PRETENDED}")
+
+
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
@@ -178,7 +221,7 @@ esac""",
 
 
 def test_compare_sends_its_runs_to_slurm(on_cluster: SweepCheckout) -> None:
-    arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1)
+    arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1, "--repeats", 1)
     done = on_cluster.python("results/compare.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Slurm found" in done.stdout
@@ -191,6 +234,33 @@ def test_compare_sends_its_runs_to_slurm(on_cluster: SweepCheckout) -> None:
     assert "--workers 3 is more than the 2 found here" in done.stderr
 
 
+def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
+    """On two GPUs in Slurm, which are slow at batch 256, and too small for batch 4096."""
+    pretend(on_cluster)
+    done = on_cluster.python("results/compare.py", "--repeats", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
+    assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
+    # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, 8 to start, and 5 around each.
+    assert "7 runs, 0 of them finished; the others take about 4 minutes" in done.stdout
+    (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
+    table = pd.read_csv(on_cluster.sweep / "comparison.csv")
+    rows = sorted(zip(table.global_batch, table.devices, table.stage, strict=True))
+    strong = [(1024, 1, "ddp"), (1024, 1, "single"), (1024, 2, "ddp"), (1024, 2, "dp")]
+    assert rows == [*strong, (2048, 1, "single"), (2048, 2, "ddp"), (2048, 2, "dp")]
+    assert table.speedup.notna().all()
+    assert set(table.images) == {899_072}  # whole batches
+
+    before = sorted(on_cluster.sweep.rglob("runs/*.csv"))
+    assert len(before) == 2 + 7
+    go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
+    on_cluster.plant("single", "raise errors.UserError('not again')")
+    again = on_cluster.run(*shlex.split(go_on))
+    assert "7 runs, 7 of them finished" in again.stdout, again.stdout + again.stderr
+    assert "batch 1024 on each GPU, epochs of 900,000 images" in again.stdout
+    assert sorted(on_cluster.sweep.rglob("runs/*.csv")) == before
+
+
 def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -> None:
     done = on_cluster.start_sweep(*SMALL, "--partition", "nowhere")
     assert done.returncode == 1
@@ -200,6 +270,30 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 
 
 # --- without Slurm ----------------------------------------------------------------------------------
+
+
+def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
+    """It says what can be seen there. Sizes that are given are not measured."""
+    pretend(checkout)
+    checkout.insert("trainkit/jobs/local.py", "return 1", before="if not any(next(Path")
+    arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
+    done = checkout.python("results/compare.py", *arguments, "--train-size", 120_000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "measured" not in done.stdout
+    assert "batch 256 on each GPU, epochs of 120,000 images (2 passes over MNIST)" in done.stdout
+    assert "One GPU shows what DDP itself costs, not how DDP and DataParallel scale" in done.stdout
+    assert checkout.compared() == [("ddp", 1), ("dp", 1), ("single", 1)]
+    assert set(pd.read_csv(checkout.sweep / "comparison.csv").runs) == {2}
+    too_short = checkout.python("results/compare.py", "--train-size", 200)
+    assert (too_short.returncode, too_short.stderr) == (
+        1,
+        "error: --train-size 200 has no whole step at batch 256 on each of 1 GPUs (weak scaling): raise it, "
+        "or lower --batch-size.\n",
+    )
+    checkout.plant("single", "raise errors.UserError('planted')")
+    broken = checkout.python("results/compare.py")
+    assert "failed: error on rank 0: planted" in broken.stdout
+    assert broken.stderr.startswith("error: the run on one GPU with batch 256 failed, as told above")
 
 
 def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepCheckout) -> None:

@@ -277,37 +277,51 @@ def _text(path: Path) -> str:
         return ""
 
 
-def run(sweep: Sweep, cells: list[Cell], max_jobs: int) -> int:
-    """Run what is not finished, at most `max_jobs` at a time, and compare; returns the exit code.
+def run(sweep: Sweep, cells: list[Cell], max_jobs: int, run_seconds: float | None = None) -> int:
+    """Finish the cells, at most `max_jobs` at a time, and compare; returns the exit code.
 
-    The command line of this program, with --out, goes on with the sweep.
+    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known.
 
     Raises:
-        UserError: if the folder cannot be used, the first job is refused, or Slurm does not answer.
+        UserError: if the first job is refused, or Slurm does not answer.
     """
+    tell(sweep, cells, run_seconds)
+    print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
+    return _compare(sweep, finish(sweep, cells, max_jobs, sweep.folder))
+
+
+def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> list[str]:
+    """Run what is not finished, and return the names of those that failed.
+
+    The command line of this program, with --out `go_on_in`, goes on after Ctrl-C.
+
+    Raises:
+        UserError: if the first job is refused, or Slurm does not answer.
+    """
+    queue = Queue(sweep, cells, 1 if sweep.here else max_jobs)
+    try:
+        _watch(queue, Board(len(cells)))
+    except KeyboardInterrupt:
+        _leave(queue, command_to_go_on(go_on_in))
+        raise
+    return queue.failed
+
+
+def command_to_go_on(folder: Path) -> str:
+    """The command line of this program, with --out."""
     command = [sys.executable, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
-    if "--out" not in command:
-        command += ["--out", str(sweep.folder)]
-    stage = cells[0].stage
-    with sweep.claim(stage.script if stage.own else None):
-        tell(sweep, cells)
-        print(f"results  {sweep.folder}\ngo on    {shlex.join(command)}\n")
-        queue = Queue(sweep, cells, 1 if sweep.here else max_jobs)
-        try:
-            _watch(queue, Board(len(cells)))
-        except KeyboardInterrupt:
-            _leave(queue, shlex.join(command))
-            raise
-        return _compare(sweep, queue.failed)
+    return shlex.join(command if "--out" in command else [*command, "--out", str(folder)])
 
 
-def tell(sweep: Sweep, cells: list[Cell]) -> None:
+def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
     """Print how much is asked for, and what the comparison will lack."""
     for sentence in _without_one_device(cells, sweep.folder):
         print(sentence)
     todo = [cell for cell in cells if not sweep.finished(cell.name)]
     told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
-    if not sweep.here:
+    if run_seconds:
+        told += f"; the others take about {math.ceil(len(todo) * run_seconds / 60)} minutes"
+    elif not sweep.here:
         hours = sum(cell.shape.gpus for cell in todo) * sweep.minutes / 60
         told += (
             f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "

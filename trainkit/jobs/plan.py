@@ -1,0 +1,113 @@
+"""What a comparison on GPUs runs: on how many, at which batch sizes, and how long an epoch is.
+
+Two of these are measured, by short runs on one GPU, the probes. At a small batch a fast GPU waits for its
+kernels to be launched, and an epoch of 60 ms is noise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainkit.errors import UserError
+from trainkit.jobs.stages import STAGES
+from trainkit.jobs.sweep import Lists
+from trainkit.options import MOST_IMAGES
+from trainkit.staging import TRAIN_IMAGES
+
+BATCH_SIZES = (256, 1024, 4096)  # of a GPU, to choose from
+NEAR_THE_BEST = 0.9
+EPOCH_SECONDS = 3  # on one GPU
+FEWEST_STEPS = 20  # of an epoch, at the largest batch
+EPOCHS = 4  # one to warm up, three to measure
+REPEATS = 3
+AROUND_SECONDS = 5  # until a run is on its way, and until its end is noticed
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a run on one GPU showed; `start_seconds` are those of a run outside its epochs."""
+
+    batch_size: int
+    images_per_s: float
+    eval_seconds: float
+    start_seconds: float
+
+    @classmethod
+    def of(cls, rows: list[dict]) -> "Probe":
+        """From the rows of its record."""
+        steady = [row for row in rows if not row["warmup"]] or rows
+        in_epochs = sum(row["train_seconds"] + row["eval_seconds"] for row in rows)
+        return cls(
+            rows[0]["global_batch"],
+            max(row["images_per_s"] for row in steady),
+            min(row["eval_seconds"] for row in steady),
+            rows[-1]["elapsed_s"] - in_epochs,
+        )
+
+    def run_seconds(self, epochs: int, train_size: int) -> float:
+        """About how long a run on one GPU takes; on several it has about as much to do."""
+        epoch = train_size / self.images_per_s + self.eval_seconds
+        return AROUND_SECONDS + self.start_seconds + epochs * epoch
+
+
+def device_counts(gpus: int) -> tuple[int, ...]:
+    """1, 2, 4 and so on, and `gpus` itself."""
+    return *(2**i for i in range((gpus - 1).bit_length())), gpus
+
+
+def batch_sizes(gpus: int, given: int | None, train_size: int | None) -> list[int]:
+    """The batch sizes of one GPU to choose from: those that all numbers of GPUs can share.
+
+    Raises:
+        UserError: if an epoch of `train_size` images has not one step of any, with weak scaling.
+    """
+    shared_by = math.lcm(*device_counts(gpus))
+    batches = [-(-batch // shared_by) * shared_by for batch in ([given] if given else BATCH_SIZES)]
+    fitting = [batch for batch in batches if batch * gpus <= (train_size or MOST_IMAGES)]
+    if not fitting:
+        raise UserError(
+            f"--train-size {train_size or MOST_IMAGES} has no whole step at batch {batches[0]} on each of "
+            f"{gpus} GPUs (weak scaling): raise it, or lower --batch-size."
+        )
+    return fitting
+
+
+def choose_batch(probes: Sequence[Probe]) -> Probe:
+    """That with the smallest batch among those that are nearly as fast as the fastest."""
+    best = max(probe.images_per_s for probe in probes)
+    near = [probe for probe in probes if probe.images_per_s >= NEAR_THE_BEST * best]
+    return min(near, key=lambda probe: probe.batch_size)
+
+
+def choose_train_size(probe: Probe, gpus: int) -> int:
+    """Images of an epoch of about `EPOCH_SECONDS` on one GPU: whole passes over MNIST, or a part of one."""
+    largest = probe.batch_size * gpus
+    images = max(round(probe.images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
+    if images < TRAIN_IMAGES:
+        return images // largest * largest
+    return min(round(images / TRAIN_IMAGES), MOST_IMAGES // TRAIN_IMAGES) * TRAIN_IMAGES
+
+
+def told(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
+    """What was measured, and chosen, in words."""
+    speeds = ", ".join(f"{probe.images_per_s:,.0f} at batch {probe.batch_size}" for probe in probes)
+    length = f" ({train_size / TRAIN_IMAGES:g} passes over MNIST)" if train_size > TRAIN_IMAGES else ""
+    measured = f"measured on one GPU, images/s: {speeds}\n" if probes else ""
+    return f"{measured}batch {batch_size} on each GPU, epochs of {train_size:,} images{length}"
+
+
+def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Lists]:
+    """What is run: strong scaling, with the same global batch on all GPUs, and weak, with the same on each.
+
+    Every row has its baseline, the run on one GPU with the same global batch.
+    """
+    sizes = {"train_sizes": (train_size,), "repeats": repeats}
+    if gpus == 1:
+        return [Lists(tuple(STAGES.values()), (1,), (batch_size,), **sizes)]
+    several = device_counts(gpus)[1:]
+    # DataParallel on one GPU is the plain model, which stage single measures.
+    return [
+        Lists((STAGES["single"], STAGES["ddp"]), (1,), (batch_size,), **sizes),
+        Lists((STAGES["single"],), (1,), tuple(number * batch_size for number in several), **sizes),
+        Lists((STAGES["dp"], STAGES["ddp"]), several, (batch_size,), scaling="both", **sizes),
+    ]
