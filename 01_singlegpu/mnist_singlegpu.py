@@ -26,7 +26,7 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net().to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts.precision, train_set)
+    choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     run = Run("single", opts, here, train_set, model, optimizer, schedule, devices=1)

@@ -3,7 +3,7 @@
 Try: python mnist_multigpu.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
+from trainkit import batches, data, errors, machine, options, world
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
 from trainkit.precision import choose_precision
@@ -19,6 +19,7 @@ def main() -> None:
     opts = options.parse(__doc__)
     here = world.alone(not opts.no_cuda)
     torch.manual_seed(opts.seed)
+    machine.seed_gpus(opts.seed)  # each GPU drops other neurons
 
     # By default all images go to the device once and stay there.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
@@ -27,7 +28,6 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net().to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts.precision, train_set)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
@@ -36,6 +36,7 @@ def main() -> None:
         model = nn.DataParallel(model)
     else:
         print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
+    choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     run = Run("dp", opts, here, train_set, model, optimizer, schedule, devices=max(gpus, 1))

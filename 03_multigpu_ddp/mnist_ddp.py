@@ -27,10 +27,10 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net().to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts.precision, train_set)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     run = Run("ddp", opts, here, train_set, model, optimizer, schedule, devices=here.size)
@@ -39,7 +39,7 @@ def main() -> None:
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             loss = F.nll_loss(model(images), labels)
-            loss.backward()  # averages the gradients over the ranks
+            loss.backward()
             optimizer.step()
             schedule.step()
             run.add(loss)

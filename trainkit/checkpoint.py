@@ -20,13 +20,13 @@ from filelock import FileLock, Timeout
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit import world
+from trainkit import machine, world
 from trainkit.epoch import PartialEpoch, not_a_number
 from trainkit.errors import Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable, replacing
 from trainkit.model import bare
 from trainkit.options import Options
-from trainkit.precision import precision_of
+from trainkit.precision import precision_of, set_precision
 from trainkit.runlog import RunLog
 
 VERSION = 2  # 1: the inputs of Net.fc1 were in the order height, width, channel
@@ -186,7 +186,10 @@ class Checkpoints:
                 thing.load_state_dict(state[name])
             # With other ranks or GPUs than before, the numbers are new ones.
             if not _set_random_numbers(state["random_numbers"]):
-                torch.manual_seed(self._options.seed + world.rank() + 1000 * state["epoch"])
+                seed = self._options.seed + world.rank() + 1000 * state["epoch"]
+                torch.manual_seed(seed)
+                if world.count() == 1:  # DataParallel's GPUs are all of one process
+                    machine.seed_gpus(seed)
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
             if self._part and len(self._part.losses) != self._part.steps:
@@ -203,12 +206,14 @@ class Checkpoints:
         asked = self._identity | {"precision": self._options.precision}
         if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
             asked["precision"] = was["precision"]
-            if hasattr(self._parts["model"], "precision"):
-                self._parts["model"].precision = was["precision"]
         told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
+        try:
+            set_precision(self._parts["model"], was["precision"])
+        except UserError as error:
+            raise UserError(f"{path} cannot go on here: {error}") from None
 
     def _write(self, epoch: int, part: PartialEpoch | None, where: str, random_numbers: list) -> None:
         state = {name: thing.state_dict() for name, thing in self._parts.items()}

@@ -1,63 +1,134 @@
-"""What the layers of a network compute in: fp32 or bf16, and which of the two is faster here.
+"""What the layers of a network compute in: fp32, tf32 or bf16, and which of them is the fastest here.
 
-A network that can do both has the attribute `precision`, as `trainkit.model.Net` has. Every other
-one computes in the type of its weights.
+A network that can do bf16 has the attribute `precision`, as `trainkit.model.Net` has. Every other
+one computes in the type of its weights. TF32 is how newer GPUs of NVIDIA multiply float32 numbers: with
+10 bits behind the point in place of 23. It is a switch of the process, and no network knows of it.
 """
 
 import copy
-import time
+import warnings
 
 import torch
 from torch import nn
 
-from trainkit import world
+from trainkit import clock, machine, world
 from trainkit.data import Split
 from trainkit.errors import UserError
 from trainkit.model import bare
+from trainkit.options import Options
+from trainkit.recipes import optimizer_and_schedule
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+# Of the trial. On a CPU more inputs to a step take longer and tell the same; on a GPU each more changes it.
+TURNS, ENOUGH_SECONDS, MOST_INPUTS_ON_CPU = 5, 1.0, 128
 
 
 def precision_of(model: nn.Module) -> str:
     """What the layers of `model` compute in, as the record calls it."""
     network = bare(model)
-    if hasattr(network, "precision"):
-        return network.precision
+    name = network.precision if hasattr(network, "precision") else _of_weights(network)
+    return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 else name
+
+
+def choose_precision(model: nn.Module, options: Options, train_set: Split) -> None:
+    """Have `model` compute as `--precision` says, or for "auto" in what is fastest here, alike on every rank.
+
+    Raises:
+        UserError: if the model or its device cannot compute in it.
+    """
+    wanted = options.precision
+    if wanted == "auto":
+        names = world.from_first(_worth_a_trial(model))
+        wanted = names[0] if len(names) == 1 else _fastest(names, model, options, train_set)
+    set_precision(model, wanted)
+
+
+def set_precision(model: nn.Module, precision: str) -> None:
+    """Have `model` compute in `precision`, and the whole process with TF32 or without.
+
+    Raises:
+        UserError: if the model or its device cannot compute in it.
+    """
+    network = bare(model)
+    weights, own_choice = _of_weights(network), hasattr(network, "precision")
+    possible = {"fp32", "tf32"} if weights == "fp32" else {weights}
+    if own_choice:
+        possible |= {"fp32", "bf16"}
+    if precision not in possible:
+        raise UserError(
+            f"{type(network).__name__} computes in {weights} only: leave out "
+            f"--precision {precision}, or give it an attribute `precision` as trainkit.model.Net has."
+        )
+    if precision == "tf32" and not has_tf32(_device(network)):
+        raise UserError(
+            "--precision tf32 needs an NVIDIA GPU of compute capability 8.0 or newer (A100, H100), not "
+            f"{machine.device_name(_device(network))}: take such a one, or train with another --precision."
+        )
+    if own_choice:
+        network.precision = "bf16" if precision == "bf16" else "fp32"
+    _allow_tf32(precision == "tf32")
+
+
+def _of_weights(network: nn.Module) -> str:
     return NAMES[next(network.parameters()).dtype]
 
 
-def choose_precision(model: nn.Module, wanted: str, train_set: Split) -> None:
-    """Have `model` compute in `wanted`, or for "auto" in the faster of fp32 and bf16, alike on every rank.
+def _device(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device
 
-    A GPU is asked whether it has bf16 units. On a CPU the name of the chip does not tell, so a few
-    training steps in each precision do, on the first images of `train_set`.
 
-    Raises:
-        UserError: if the model cannot compute in it.
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device is a GPU with TF32."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _allow_tf32(allowed: bool) -> None:
+    """For both kinds of layers: by default PyTorch allows it in convolutions and not in matrix products."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that others do not have
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _worth_a_trial(model: nn.Module) -> list[str]:
+    """What "auto" chooses from, the most exact first."""
+    network = bare(model)
+    device, weights = _device(network), _of_weights(network)
+    names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
+    # A CPU's name does not tell whether it has bf16 units; without them it computes in bf16, but slower.
+    may_gain = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if hasattr(network, "precision") and weights == "fp32" and may_gain:
+        names.append("bf16")
+    return names
+
+
+def _fastest(names: list[str], model: nn.Module, options: Options, train_set: Split) -> str:
+    """The precision of `names` in which training steps took the least time, the same on every rank.
+
+    Steps of a copy of the network, with this run's optimizer and as many inputs as a device gets, in turns,
+    so that a busy moment of the machine meets every precision.
     """
-    if not hasattr(model, "precision"):
-        if wanted not in ("auto", precision_of(model)):
-            raise UserError(
-                f"{type(model).__name__} computes in {precision_of(model)} only: leave out "
-                f"--precision {wanted}, or give it an attribute `precision` as trainkit.model.Net has."
-            )
-        return
-    if wanted == "auto":
-        wanted = world.from_first("bf16" if _bf16_is_faster(model, train_set) else "fp32")
-    model.precision = wanted
-
-
-def _bf16_is_faster(model: nn.Module, train_set: Split) -> bool:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    seconds = {"fp32": [], "bf16": []}
-    images = train_set.prepare(train_set.inputs[:64])
-    trial = copy.deepcopy(model)
-    with torch.random.fork_rng(devices=[]):  # the training's dropout is not to depend on this
-        for _ in range(5):  # in turns, so that a busy moment of the machine meets both
-            for trial.precision, times in seconds.items():
-                start = time.perf_counter()
-                trial(images).square().mean().backward()
-                times.append(time.perf_counter() - start)
-    return min(seconds["bf16"]) < min(seconds["fp32"])
+    network = bare(model)
+    device = _device(network)
+    devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else world.count()
+    batch, steps = options.batch_size // devices, 10
+    if device.type == "cpu":  # has no queue of work, which would be as in the training after some steps only
+        batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
+    inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
+    seconds = {name: [] for name in names}
+    # The training's dropout is not to depend on this.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trial = copy.deepcopy(network).train()
+        optimizer, _ = optimizer_and_schedule(options, trial, steps_per_epoch=1)
+        for turn in range(1 + TURNS):  # the first is a warm-up
+            for name in names:
+                set_precision(trial, name)
+                started = clock.start(device)
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    trial(inputs).square().mean().backward()
+                    optimizer.step()
+                seconds[name].append(clock.stop(device, started))
+            if turn >= 2 and sum(map(sum, seconds.values())) > ENOUGH_SECONDS:
+                break
+    return min(names, key=lambda name: min(seconds[name][1:]))

@@ -14,5 +14,7 @@ def optimizer_and_schedule(
         # foreach: one kernel for all tensors in place of one for each.
         optimizer = torch.optim.Adadelta(model.parameters(), lr=options.lr, foreach=True)
         return optimizer, StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, fused=True)
+    # fused: one kernel for the whole step. Older releases refuse the strides of DataParallel's gradients.
+    fused = not isinstance(model, torch.nn.DataParallel)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, fused=fused, foreach=not fused)
     return optimizer, OneCycleLR(optimizer, options.lr, total_steps=options.epochs * steps_per_epoch)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from trainkit import clock, world
+from trainkit import clock, machine, world
 from trainkit.batches import Batch, Batches
 from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
@@ -71,6 +71,7 @@ class Run:
         """
         self._trained: Trained | None = None
         device = batches.device
+        machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
         learning_rate = self._schedule.get_last_lr()[0]
         done = self._checkpoints.part_of(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)

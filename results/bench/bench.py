@@ -25,6 +25,7 @@ from trainkit.files import check_writable
 from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
 from trainkit.machine import device_name, git_commit
+from trainkit.precision import has_tf32
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}
@@ -65,16 +66,19 @@ def main() -> None:
 
 def _measure(measure: Callable[[argparse.Namespace], Rows], args: argparse.Namespace, path: Path) -> None:
     """Write the rows of one part to `path`, after each run, so that an interrupted part keeps its rows."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = {"device_name": device_name(device), "torch_version": torch.__version__}
+    machine = {"device_name": device_name(_device()), "torch_version": torch.__version__}
     machine |= {"git_commit": git_commit()}
     rows = []
     try:
         for row in measure(args):
-            rows.append(row | machine)
+            rows.append(machine | row)
             pd.DataFrame(rows).to_csv(path, index=False, float_format="%.6g")
     except subprocess.CalledProcessError as error:
         raise errors.UserError(f"{shlex.join(map(str, error.cmd))} failed; its error is above.") from None
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _read(path: Path) -> pd.DataFrame:
@@ -103,9 +107,10 @@ def _markdown(table: pd.DataFrame) -> str:
 
 def speed(args: argparse.Namespace) -> Rows:
     """Two epochs of the classic recipe at batch 128, on one GPU or all CPU cores."""
+    tf32 = ("tf32",) if has_tf32(_device()) else ()  # the classic script's convolutions have it there
     for repeat in range(args.repeats):
         yield from _classic(args, repeat, "--epochs=2")
-        for precision in ("fp32", "bf16"):
+        for precision in ("fp32", *tf32, "bf16"):
             chosen = ("--epochs=2", "--batch-size=128", f"--precision={precision}")
             yield from _stage(args, f"ours, {precision}", repeat, "single", *chosen)
 
@@ -182,6 +187,7 @@ def _stage(
             "case": case,
             "repeat": repeat,
             "epoch": row["epoch"],
+            "device_name": row["device_name"],  # a part may run on the CPU beside a GPU
             "images_per_s": row["images_per_s"],
             "eval_images_per_s": 10_000 / row["eval_seconds"],
             "test_accuracy": row["test_accuracy"],

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from trainkit import batches, data, machine, options, world
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
+from trainkit.precision import set_precision
 from trainkit.recipes import optimizer_and_schedule
 from trainkit.run import Run
 
@@ -22,7 +23,8 @@ def main() -> None:
     one = data.Split("zeros", images, labels, data.normalize)
     train_batches = batches.training(one, opts, here.device)
     test_batches = batches.testing(one, opts, here.device)
-    model = Net(precision).to(here.device, memory_format=torch.channels_last)
+    model = Net().to(here.device, memory_format=torch.channels_last)
+    set_precision(model, precision)
     optimizer, schedule = optimizer_and_schedule(opts, model, 1)
     run = Run("memory", opts, here, one, model, optimizer, schedule, devices=1)
     for epoch in range(1, 61):

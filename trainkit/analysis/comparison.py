@@ -93,7 +93,8 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `eval_seconds` their median: NaN without such epochs.
     `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the last
-    epoch's, `peak_memory_mb` is the largest. `variant` names the settings that differ within the section.
+    epoch's, `peak_memory_mb` is the largest, of a warm-up only where there is nothing else. `variant` names
+    the settings that differ within the section.
     """
     summary = []
     for configuration, group in rows.groupby(CONFIGURATION):
@@ -106,9 +107,9 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
             "slowest": steady.images_per_s.min(),
             "fastest": steady.images_per_s.max(),
             "eval_seconds": steady.eval_seconds.median(),
-            "test_accuracy": last.test_accuracy.median(),
+            "test_accuracy": last.test_accuracy.dropna().median(),  # pandas 2 warns of all NaN
             "elapsed_s": last.elapsed_s.median(),
-            "peak_memory_mb": group.peak_memory_mb.max(),
+            "peak_memory_mb": (group if steady.empty else steady).peak_memory_mb.max(),
             "runs": len(runs),
             "epochs": "..".join(map(str, epochs)),
             "steady_epochs": len(steady),

@@ -1,0 +1,146 @@
+"""DataParallel with two replicas, on the CPU: tests/replicas.py has what PyTorch has for GPUs only."""
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import replicas
+import torch
+import torch.nn.functional as F
+from checkout import Checkout
+from conftest import rows_of
+from torch import nn
+
+from trainkit import batches, data
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+from trainkit.options import Options
+from trainkit.recipes import optimizer_and_schedule
+
+LABELS = torch.arange(12) % 10
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Net, nn.DataParallel]:
+    """A network, and one of equal weights with two replicas."""
+    replicas.pretend(2, monkeypatch.setattr)
+    torch.manual_seed(1)
+    plain = Net().to(memory_format=torch.channels_last)
+    return plain, nn.DataParallel(copy.deepcopy(plain))
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(12, 1, 28, 28, generator=torch.Generator().manual_seed(1))
+
+
+def backward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    loss = F.nll_loss(model.eval()(images.to(memory_format=torch.channels_last)), LABELS)
+    loss.backward()
+    return loss
+
+
+def test_replicas_compute_what_the_plain_model_does(two: tuple, images: torch.Tensor) -> None:
+    plain, parallel = two
+    torch.testing.assert_close(backward(plain, images), backward(parallel, images))
+    for (name, weights), other in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(weights.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_a_step_with_gradients_of_other_strides(
+    recipe: str, two: tuple, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where fused Adam of older releases refuses them."""
+    real = torch._fused_adam_
+
+    def as_on_a_gpu(weights: list, gradients: list, *rest: object, **more: object) -> None:
+        if [one.stride() for one in weights] != [one.stride() for one in gradients]:
+            raise RuntimeError("params, grads, exp_avgs, and exp_avg_sqs must have same layout")
+        real(weights, gradients, *rest, **more)
+
+    monkeypatch.setattr(torch, "_fused_adam_", as_on_a_gpu)
+    for model in two:
+        optimizer, _ = optimizer_and_schedule(Options(recipe=recipe, lr=0.01), model, steps_per_epoch=9)
+        backward(model, images)
+        optimizer.step()
+    plain, parallel = two
+    weights = parallel.module.conv1.weight
+    assert (weights.stride(), weights.grad.stride()) == ((9, 1, 3, 1), (9, 9, 3, 1))
+    for (name, weights), other in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(weights, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_bf16_dropout_and_no_grad_hold_in_every_thread(two: tuple, images: torch.Tensor) -> None:
+    seen = []
+
+    def look(layer: nn.Module, _: object, output: torch.Tensor) -> None:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            seen.append((threading.get_ident(), output.dtype, output.requires_grad))
+        if isinstance(layer, nn.Dropout):
+            seen.append((threading.get_ident(), layer.training and (output == 0).float().mean().item() > 0.2))
+
+    _, parallel = two
+    parallel.module.precision = "bf16"
+    for layer in parallel.module.children():
+        layer.register_forward_hook(look)
+    assert parallel.train()(images).dtype == torch.float32
+    threads = {one[0] for one in seen}
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert {one[1:] for one in seen} == {(torch.bfloat16, True), (True,)}
+    seen.clear()
+    test_set = data.Split("noise", images, LABELS)
+    test_batches = batches.testing(test_set, Options(test_batch_size=11), torch.device("cpu"))
+    evaluate(parallel, test_batches, F.nll_loss)
+    # The last batch is one image, for one replica, in the main thread.
+    assert len({one[0] for one in seen}) == 3
+    assert {one[1:] for one in seen} == {(torch.bfloat16, False), (False,)}
+
+
+def test_replicas_evaluate_as_one(two: tuple, images: torch.Tensor) -> None:
+    test_set = data.Split("noise", images, LABELS)
+    test_batches = batches.testing(test_set, Options(test_batch_size=5), torch.device("cpu"))
+    of_one, of_two = (evaluate(model, test_batches, F.nll_loss) for model in two)
+    assert of_two.samples == 12 and of_two.accuracy == of_one.accuracy
+    assert of_two.loss == pytest.approx(of_one.loss)
+
+
+@pytest.mark.parametrize(("recipe", "precision"), [("classic", "auto"), ("fast", "fp32")])
+def test_the_stage_trains_with_two_replicas(
+    recipe: str, precision: str, script: Callable, tmp_path: Path
+) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    planted = f"sys.path.append({str(Path(__file__).parent)!r}); import replicas; gpus = replicas.pretend(2)"
+    checkout.insert("dp", planted, before="if gpus > 1:")
+    small = ("--epochs", 2, "--train-size", 960, "--test-size", 301)
+    chosen = ("--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)
+    done = script(checkout.script("dp"), *small, *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path)
+    assert {(row["devices"], row["batch_per_device"], row["world_size"]) for row in rows} == {(2, 32, 1)}
+    assert rows[1]["train_loss"] < rows[0]["train_loss"] and rows[1]["test_accuracy"] > 50
+
+
+# As if there were so many GPUs with random numbers.
+GENERATORS = """\
+states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \
+torch.cuda.is_initialized = lambda: True; torch.cuda.device_count = lambda: len(states); \
+torch.cuda.get_rng_state_all = lambda: states; machine.reset_peak_memory = lambda: None; \
+machine.seed_gpus = lambda seed: print("seeded", seed); \
+torch.cuda.set_rng_state_all = lambda states: print("restored", [state.item() for state in states])"""
+
+
+def test_each_gpu_draws_its_own_random_numbers_after_a_stop_too(script: Callable, tmp_path: Path) -> None:
+    """With as many GPUs as before they go on; with others each gets its own again, not all the same."""
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.plant("dp", GENERATORS)
+    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    small = ("--train-size", 128, "--test-size", 50, "--precision", "fp32", "--seed", 7)
+    told = []
+    for epochs, gpus in ((1, 2), (2, 2), (3, 3)):
+        done = script(checkout.script("dp"), *small, *places, "--epochs", epochs, env={"GPUS": str(gpus)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append([line for line in done.stdout.splitlines() if line.startswith(("seeded", "restored"))])
+    assert told == [["seeded 7"], ["seeded 7", "restored [0, 1]"], ["seeded 7", "seeded 3007"]]
