@@ -23,10 +23,13 @@ fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
-# Where this start of the job begins in a log that may hold earlier ones. It is no file in a terminal.
-log=/proc/$$/fd/2
-log_begin=0
-if [[ -f $log ]]; then log_begin=$(stat -L -c %s "$log"); fi
+# Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
+# and beside it submitit's of the ranks from 1 on.
+own_log=$(readlink -f /proc/$$/fd/2)
+declare -A log_begin
+for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
+    if [[ -f $log ]]; then log_begin[$log]=$(stat -c %s "$log"); fi
+done
 
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can (trainkit/checkpoint.py),
 # instead of killing Python while it starts.
@@ -74,15 +77,32 @@ echo
 # --- how it ends ------------------------------------------------------------------------------------
 # Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/errors.py).
 noted() { (cd "$TRAINKIT_JOB_DIR" && compgen -G "rank-$1" >/dev/null); }
+silent() { grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started 2>/dev/null | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /'; }
+
+# What this start of the job has printed.
+printed() {
+    for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
+        if [[ -f $log ]]; then tail -c "+$((${log_begin[$log]:-0} + 1))" "$log"; fi
+    done
+}
+
+# NCCL aborts the ranks that have waited for --timeout, and says so. The one they waited for has nothing to say.
+gave_up() {
+    local missing
+    [[ -n $waited ]] || return 0
+    missing=$(silent | grep -vE "^rank (${waited//,/|}) on " | paste -sd ',' | sed 's/.$/&, which hung or was lost/')
+    echo "NCCL gave up after --timeout: rank $waited waited for ${missing:-each other}"
+}
 
 # Say that $1, such as "rank 3", died on node $2 in way $3: srun's word, or torchrun's exit code.
 died() {
     local how note=$TRAINKIT_JOB_DIR/${1/ /-}.started
+    if [[ ,$waited, == *",${1#rank },"* ]]; then gave_up && return; fi
     case $3 in
         Terminated* | -15) return ;; # by srun or torchrun, when another had died
         Killed* | -9) how="was killed (by hand, or for want of memory: --mem)" ;;
         "Out Of Memory"*) how="was killed for want of memory: ask for more --mem" ;;
-        Aborted* | -6) how="aborted (as NCCL does after --timeout)" ;;
+        Aborted* | -6) how="aborted$(printed | sed -n "s/.*Rank ${1#rank }\\] Process group watchdog .* exception: \(.*\)/ (\1)/p" | sed 1q)" ;;
         Exited* | [0-9]*) how="ended without a word, with exit code ${3##* }" ;;
         -*) how="died of signal SIG$(kill -l "${3#-}")" ;;
         *) how="died: $3" ;;
@@ -93,7 +113,6 @@ died() {
 # The deaths that no rank could tell of itself, the first one first, from what this start of the job has printed.
 # srun tells of its tasks: the ranks, or torchruns, each of which tells of its ranks, the first to die at last.
 deaths() {
-    [[ -f $log ]] || return 0
     local line range task node how host rank
     while read -r line; do
         if [[ $line =~ srun:\ error:\ ([^ ]+):\ tasks?\ ([0-9,-]+):\ (.+) ]]; then
@@ -112,24 +131,25 @@ deaths() {
         elif [[ $line =~ ^exitcode\ +:\ ([^ ]+) ]]; then
             noted "$rank.[fl]*" || died "rank $rank" "$host" "${BASH_REMATCH[1]}"
         fi
-    done < <(printed | sed -n '/^Root Cause/,/^===/p'; printed) | awk '!said[$0]++'
+    done < <(told_by_launchers | sed -n '/^Root Cause/,/^===/p'; told_by_launchers)
 }
-printed() { tail -c "+$((log_begin + 1))" "$log" | grep -aE '^(  (host|rank|exitcode) +: |Root Cause|===)|srun: error: '; }
+told_by_launchers() { printed | grep -aE '^(  (host|rank|exitcode) +: |Root Cause|===)|srun: error: '; }
 
 tell_who_failed() {
-    local reasons
-    mapfile -t reasons < <(
+    local reasons waited
+    waited=$(printed | grep -aoE '\[Rank [0-9]+\] Watchdog caught collective operation timeout' | tr -dc '0-9\n' | sort -nu | paste -sd ',')
+    mapfile -t reasons < <({
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{p;q}'
         deaths
-    )
+        gave_up
+    } | awk '!said[$0]++')
     if ((${#reasons[@]})); then
         echo "why     ${reasons[0]}"
         reasons=("${reasons[@]:1:8}")
         # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
         ((${#reasons[@]} == 0)) || printf 'then    %s\n' "${reasons[@]%% (*}"
     elif noted '*.started'; then
-        echo "why     $(grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /' | paste -sd ',') \
-ended without a word: killed (by hand, or for want of memory: --mem)?"
+        echo "why     $(silent | paste -sd ',') ended without a word: killed (by hand, or for want of memory: --mem)?"
     elif noted '*.lost'; then
         echo "why     the ranks lost each other: the network, or a rank that hung for longer than --timeout"
     fi

@@ -357,3 +357,61 @@ def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"error on rank 1: localhost:{port} answers, but not as rank 0 would" in done.stderr
+
+
+# --- what PyTorch says of GPUs and NCCL -------------------------------------------------------------
+
+
+CUDA = "CUDA error: an illegal memory access was encountered"
+LATER = f"{CUDA}\nCUDA kernel errors might be asynchronously reported at some other API call"
+IN_A_REPLICA = f"Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback:\nRuntimeError: {LATER}"
+NCCL = "NCCL error in: NCCLUtils.cpp:88, unhandled {0} error (run with NCCL_DEBUG=INFO)\n{1}\nLast error:\n"
+NO_NETWORK = NCCL.format("system", "ncclSystemError: System call (e.g. socket, malloc) failed.")
+PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due to a network error.")
+NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
+FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
+FULL = "the memory of this process's GPU is full: lower --batch-size"
+FAILED = f"the work of this process's GPU failed ({CUDA}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", FULL),
+        ("RuntimeError", "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", FULL),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", FULL),
+        ("torch.distributed.DistBackendError", f"{NCCL_ON_A_GPU}Cuda failure 2 'out of memory'", FULL),
+        ("RuntimeError", LATER, FAILED),
+        ("getattr(torch, 'AcceleratorError', RuntimeError)", LATER, FAILED),
+        ("RuntimeError", IN_A_REPLICA, FAILED),
+        (
+            "torch.distributed.DistBackendError",
+            f"{NCCL_ON_A_GPU}Cuda failure 700 'an illegal memory access was encountered'",
+            "the work of this process's GPU failed (Cuda failure 700 'an illegal memory access was",
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            f"{NO_NETWORK}socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused",
+            "lost the other ranks (socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused)",
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            PEER_LEFT + FRAMES,
+            "lost the other ranks (ncclRemoteError: A call failed possibly due to a network error). If one",
+        ),
+    ],
+)
+def test_an_error_of_a_gpu_or_of_nccl_is_one_sentence(
+    kind: str, text: str, told: str, script: Script, tmp_path: Path
+) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.plant("ddp", f"raise {kind}({text!r})")
+    done = script(place.script("ddp"), env={"RANK": "1"})
+    assert f"error on rank 1: {told}" in one_error(done)
+
+
+def test_the_line_that_a_gpu_failed_in_can_be_seen(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.plant("ddp", f"raise RuntimeError({LATER!r})")
+    done = script(place.script("ddp"), env={"RANK": "1", "CUDA_LAUNCH_BLOCKING": "1"})
+    assert "mnist_ddp.py" in done.stderr

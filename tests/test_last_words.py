@@ -34,6 +34,23 @@ def main():
 
 errors.run(main)
 """
+# What a rank prints before NCCL aborts it: it waited for --timeout (PyTorch 2.4, 2.15), or its GPU failed.
+TIMEOUT = (
+    "[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
+    "NumelIn=1199882, NumelOut=1199882, Timeout(ms)=30000) ran for 30001 milliseconds before timing out."
+)
+GAVE_UP = {
+    "2.4": f"[rank{{rank}}]:[E519 12:00:30.123456 ProcessGroupNCCL.cpp:607] {TIMEOUT}\n",
+    "2.15": "[rank{rank}]:[E519 12:01:30.123456789 ProcessGroupNCCL.cpp:2197] [PG ID 0 PG GUID 0(default_pg) "
+    f"Rank {{rank}}] Process group watchdog thread terminated with exception: {TIMEOUT}\n"
+    "Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:760\n",
+}
+CUDA = "CUDA error: an illegal memory access was encountered"
+BROKEN = (
+    "[rank{rank}]:[E519 12:00:30.123456789 ProcessGroupNCCL.cpp:2197] [PG ID 0 PG GUID 0(default_pg) "
+    f"Rank {{rank}}] Process group watchdog thread terminated with exception: {CUDA}\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call\n"
+)
 KILLED = "was killed (by hand, or for want of memory: --mem)"
 WAIT = "time.sleep(600)"
 
@@ -43,6 +60,12 @@ def plant(checkout: Checkout, *fates: str) -> None:
     of_each = {str(rank): fate for rank, fate in enumerate(fates)}
     script = checkout.folder / "03_multigpu_ddp" / "fates.py"
     script.write_text(f"FATES = {of_each!r}\n{RANKS}")
+
+
+def say(text: str) -> str:
+    """What a rank does first, to be followed by something else."""
+    write = f"sys.stderr.write({text!r}.format(rank=rank)); sys.stderr.flush()"
+    return f"{write}; (folder / f'said-{{rank}}').touch(); "
 
 
 def verdict(log: str) -> list[str]:
@@ -81,10 +104,12 @@ def test_without_the_lines_of_srun_the_notes_tell(checkout: Checkout) -> None:
 
 def test_torchrun_of_several_dead_and_of_itself(checkout: Checkout) -> None:
     """A torchrun that was killed is no rank, though srun counts it as its task."""
-    plant(checkout, WAIT, "kill('pid-0'); os.abort()")
+    abort = "wait_for('said-0'); os.kill(int((folder / 'pid-0').read_text()), signal.SIGABRT); "
+    plant(checkout, say(GAVE_UP["2.15"]) + WAIT, abort + "kill('pid-1')")
     log = checkout.fail("torchrun", "fates.py")
     dead = sorted(line.partition(" (")[0] for line in verdict(log))
-    assert dead == ["rank 0 on n1 was killed", "rank 1 on n1 aborted"], log
+    gave_up = "NCCL gave up after --timeout: rank 0 waited for rank 1 on n1, which hung or was lost"
+    assert dead == [gave_up, "rank 1 on n1 was killed"], log
     plant(checkout, "os.kill(os.getppid(), signal.SIGKILL); " + WAIT, WAIT)
     log = checkout.fail("torchrun", "fates.py")
     assert verdict(log) == [f"torchrun 0 on n1 {KILLED}"], log
@@ -118,3 +143,39 @@ sys.exit(0)"""
     assert done.stderr.endswith(" failed: error on rank 1: left before the end, with exit code 0\n"), (
         done.stderr
     )
+
+
+@pytest.mark.parametrize("launcher", ["srun", "submitit"])
+def test_nccl_gave_up_and_no_core_is_dumped(launcher: str, checkout: Checkout) -> None:
+    """The rank that the others wait for does not say so; with submitit each rank has a log of its own."""
+    checkout.site("ulimit -S -c hard")
+    together = "wait_for('said-0', 'said-2', 'said-3'); os.abort()"
+    gave_up = say(GAVE_UP["2.4" if launcher == "srun" else "2.15"]) + together
+    plant(checkout, gave_up, WAIT, gave_up, gave_up)
+    told = "NCCL gave up after --timeout: rank 0,2,3 waited for rank 1 on n1, which hung or was lost"
+    if launcher == "srun":
+        log = checkout.fail("srun", "fates.py", sbatch=("--nodes=2", "--ntasks-per-node=2"))
+        assert verdict(log) == [told], log
+    else:
+        done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 4, "--nodes", 2, "--wait")
+        assert done.stderr.endswith(f" failed: {told}\n"), done.stderr
+    assert not list(checkout.folder.rglob("core*"))
+
+
+def test_srun_of_a_gpu_that_failed(checkout: Checkout) -> None:
+    plant(checkout, say(BROKEN) + "os.abort()", WAIT)
+    log = checkout.fail("srun", "fates.py")
+    assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"], log
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waited_for"),
+    [("0", "0 waited for rank 1, which hung or was lost"), ("01", "0,1 waited for each other")],
+)
+def test_nccl_gave_up_in_local_processes(ranks: str, waited_for: str, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    gave_up = say(GAVE_UP["2.15"]) + f"wait_for(*{[f'said-{rank}' for rank in ranks]}); os.abort()"
+    plant(checkout, *(gave_up if rank in ranks else WAIT for rank in "01"))
+    done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
+    told = f" failed: NCCL gave up after --timeout: rank {waited_for}\n"
+    assert done.stderr.endswith(told), done.stderr

@@ -1,6 +1,8 @@
 """One clear sentence instead of a traceback for every mistake a user can mend."""
 
 import os
+import re
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -37,6 +39,10 @@ def run(main: Callable[[], int | None]) -> None:
     130. In a job each rank also leaves a note on how it ended (`note`).
     """
     note("started")
+    if _rank() is not None:  # NCCL aborts a rank that has waited for too long
+        with suppress(ValueError):  # a hard limit of 0
+            # Of 1 byte: too small for a file, and Linux does not start a program that collects dumps either.
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     if sys.stdout:  # it may be closed
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     words = ""
@@ -54,8 +60,9 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
-            fail("the GPU's memory is full: lower --batch-size.")
+        told = _told_by_the_gpu(error)
+        if told and "CUDA_LAUNCH_BLOCKING" not in os.environ:  # with it the traceback shows the line
+            fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
         if _lost_a_peer(error):
@@ -122,8 +129,11 @@ def note(state: str, text: str = "") -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its text, without the stack of C++ frames that PyTorch adds."""
-    return str(error).strip().partition("\n")[0]
+    """The line of its text that tells why: NCCL's own words, else the first; C++ frames may follow."""
+    text = str(error).strip()
+    by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
+    by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
+    return by_nccl[1].rstrip(" .") if by_nccl else text.partition("\n")[0]
 
 
 def reason(error: Exception) -> str:
@@ -144,6 +154,22 @@ def _rank() -> str | None:
 def _which_rank() -> str:
     """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
     return f" on rank {_rank()}" if _rank() else ""
+
+
+def _told_by_the_gpu(error: Exception) -> str | None:
+    """What an error of CUDA, or of a library on top of it, means; None for other errors."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "out of memory" in text or "ALLOC_FAILED" in text:
+        return (
+            "the memory of this process's GPU is full: lower --batch-size, and see with nvidia-smi whether "
+            "anybody else uses that GPU."
+        )
+    # "Cuda failure" is NCCL's. With DataParallel it stands behind the number of the GPU and a traceback.
+    told = re.search(r"\b(CUDA|HIP|cuDNN|Cuda) (driver )?(error|failure)\b.*", text)
+    return told and (
+        f"the work of this process's GPU failed ({told[0]}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1 in the "
+        "environment, shows in which line. If it happens on one node only, tell your admin."
+    )
 
 
 def _lost_a_peer(error: Exception) -> bool:

@@ -89,9 +89,11 @@ class Handle:
 
     def _last_words(self) -> str | None:
         """What the logs end with, when nobody could tell why."""
-        logs = [line for log in sorted(self.log.parent.glob("*_log.out")) for line in _lines(log)]
-        found = (line for pattern in LAST_WORDS for line in logs if re.match(pattern, line))
+        found = (line for pattern in LAST_WORDS for line in self._all_lines() if re.match(pattern, line))
         return next(found, None)
+
+    def _all_lines(self) -> list[str]:
+        return [line for log in sorted(self.log.parent.glob("*_log.out")) for line in _lines(log)]
 
 
 class SlurmHandle(Handle):
@@ -141,7 +143,7 @@ class LocalHandle(Handle):
     poll_seconds: ClassVar[float] = 0.5
 
     def _look(self) -> State:
-        failure = self._told_by_a_rank()
+        failure = self._told_by_a_rank() or self._told_by_nccl()
         if not self.ended():
             if failure:
                 self._end_peers()
@@ -171,6 +173,16 @@ class LocalHandle(Handle):
         lines = (line for note in (self.folder / "first-failed", *notes) for line in _lines(note))
         # On a full disk a note has no text.
         return next(lines, f"{notes[0].stem} failed; see {self.log.parent}") if notes else None
+
+    def _told_by_nccl(self) -> str | None:
+        """NCCL aborts ranks that have waited for --timeout; the one they waited for has nothing to say."""
+        gave_up = r"\[Rank (\d+)\] Watchdog caught collective operation timeout"
+        waited = {int(rank) for line in self._all_lines() for rank in re.findall(gave_up, line)}
+        if not waited:
+            return None
+        missing = ",".join(str(rank) for rank in range(self.tasks) if rank not in waited)
+        peers = f"rank {missing}, which hung or was lost" if missing else "each other"
+        return f"NCCL gave up after --timeout: rank {','.join(map(str, sorted(waited)))} waited for {peers}"
 
     def _notes(self, state: str) -> list[Path]:
         return sorted(self.folder.glob(f"rank-*.{state}"))
