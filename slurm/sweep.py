@@ -13,6 +13,7 @@ from trainkit.errors import UserError
 from trainkit.jobs import local, slurm, submission, sweep
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
+from trainkit.options import MOST_IMAGES
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
@@ -134,7 +135,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="loader processes of each process, for --loader workers (default: 0)",
     )
     matrix.add_argument(
-        "--train-size", type=numbers, default=(None,), metavar="LIST", help="training images (default: all)"
+        "--train-size",
+        type=list_of(at_least(1, MOST_IMAGES)),
+        default=(None,),
+        metavar="LIST",
+        help="images of an epoch (default: all)",
     )
     matrix.add_argument(
         "--repeats",

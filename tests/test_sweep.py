@@ -464,6 +464,7 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--stages single,tp", "'tp' is not one of single, dp, ddp"),
         ("--gpus=", "'' is not a whole number"),
         ("--max-jobs 0", "0 is too small"),
+        ("--train-size 600,100000001", "100000001 is too large, it must be 1 to 100000000"),
         ("--stages single --script mine.py", "argument --script: not allowed with argument --stages"),
         ("--script mine.py", "there is no script mine.py"),
         ("--stages single --gpus 2", "no run is left (stage single uses 1 GPU, not 2)"),
