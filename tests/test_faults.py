@@ -392,7 +392,7 @@ FAILED = f"the work of this process's GPU failed ({CUDA}): --no-cuda, or CUDA_LA
         (
             "torch.distributed.DistBackendError",
             f"{NO_NETWORK}socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused",
-            "lost the other ranks (socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused)",
+            "lost the other ranks (socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection",
         ),
         (
             "torch.distributed.DistBackendError",
