@@ -19,8 +19,8 @@ from trainkit.options import Options
 from trainkit.recipes import optimizer_and_schedule
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-# Of the trial. On a CPU more inputs to a step take longer and tell the same; on a GPU each more changes it.
-TURNS, ENOUGH_SECONDS, MOST_INPUTS_ON_CPU = 5, 1.0, 128
+TURNS, ENOUGH_SECONDS = 5, 1.0  # of the trial
+MOST_INPUTS_ON_CPU = 128  # larger batches show the same there, and take seconds
 
 
 def precision_of(model: nn.Module) -> str:
@@ -111,8 +111,8 @@ def _fastest(names: list[str], model: nn.Module, options: Options, train_set: Sp
     network = bare(model)
     device = _device(network)
     devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else world.count()
-    batch, steps = options.batch_size // devices, 10
-    if device.type == "cpu":  # has no queue of work, which would be as in the training after some steps only
+    batch, steps = options.batch_size // devices, 10  # in a row: a GPU works off a queue
+    if device.type == "cpu":
         batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
     inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
     seconds = {name: [] for name in names}
