@@ -22,7 +22,7 @@ from conftest import rows_of
 
 from trainkit import world
 from trainkit.errors import UserError
-from trainkit.jobs import following, site, slurm, submission
+from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--precision", "fp32", "--no-cuda")
@@ -152,19 +152,27 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("executor", "device"), [("slurm", "cuda:0"), ("local", None)])
-def test_a_rank_that_sees_one_gpu(executor: str, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_those_that_pytorch_sees_and_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GPU_DEVICES", ("null",))  # as good as an AMD GPU's: there is one
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert local.gpus_here() == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an old driver
+    with pytest.raises(UserError, match=r"PyTorch cannot use the 2 GPU\(s\)"):
+        local.gpus_here()
+
+
+@pytest.mark.parametrize(("executor", "gpu"), [("slurm", 0), ("local", None)])
+def test_a_rank_that_sees_one_gpu(executor: str, gpu: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a job it is the rank's own (srun --gpus-per-task); two local ranks would share it."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": "submitit"}
-    if device:
-        assert str(world._device(place, use_cuda=True)) == device
+    if gpu is not None:
+        assert world._index(place) == gpu
     else:
         with pytest.raises(UserError, match="has no GPU of its own"):
-            world._device(place, use_cuda=True)
+            world._index(place)
 
 
 @pytest.mark.parametrize(
