@@ -215,6 +215,8 @@ def second_rank(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store.set("card of 0", "host 3b:00")
     for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):  # join() sets them
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(machine, "try_gpu", lambda device: None)
     monkeypatch.setattr(machine, "card", lambda device: "host 5e:00")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))

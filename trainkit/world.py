@@ -135,6 +135,9 @@ def _check_cards(store: dist.Store, place: dict, device: torch.device) -> None:
 
 
 def _join_by_nccl(store: dist.Store, place: dict, device: torch.device, timeout: int) -> None:
+    # After --timeout PyTorch would hold the GPUs for another minute, to leave a dump in the home folder.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     try:
         _init(store, place, timeout, backend="nccl", device_id=device)
     except RuntimeError as error:
