@@ -89,7 +89,9 @@ def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse
             "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
         )
     else:
-        print(f"--repeats 1 or --workers {gpus // 2} takes fewer runs")
+        print(
+            f"fewer runs, and a shorter time: --workers {gpus // 2}{' or --repeats 1' if repeats > 1 else ''}"
+        )
     matrix = plan.matrix(gpus, batch_size, train_size, repeats)
     cells = {cell: None for lists in matrix for cell in compared.cells(lists)[0]}
     in_order = sorted(cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
@@ -109,6 +111,8 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
         alone = replace(compared, folder=compared.folder / "probes" / f"batch{batch_size}")
         lists = sweep.Lists((STAGES["single"],), (1,), (batch_size,), train_sizes=(train_size,))
         if not alone.finished():
+            if probes and compared.finished():
+                break  # the sizes were chosen without it in an earlier call
             print(f"first a run on one GPU with batch {batch_size}, to choose the sizes by", flush=True)
         if sweep.finish(alone, alone.cells(lists)[0], 1, compared.folder):
             break  # mostly for want of GPU memory, of which a larger one needs even more
@@ -137,7 +141,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
             "global batch size; on GPUs that of a run on one of them (CPU workers: 256)",
         ),
         ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU workers: {CPU_TRAIN_SIZE})"),
-        ("--epochs", 2**31 - 1, f"of every run, the first to warm up (GPUs: {plan.EPOCHS}; CPU workers: 3)"),
+        (
+            "--epochs",
+            2**31 - 1,
+            f"of every run, the first to warm up (GPUs: {plan.EPOCHS}; CPU workers: {sweep.EPOCHS})",
+        ),
         ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}; CPU workers: 1)"),
     )
     for name, most, help in sizes:

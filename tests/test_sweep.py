@@ -242,7 +242,7 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
     assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
     assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
     # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, 8 to start, and 5 around each.
-    assert "7 runs, 0 of them finished; the others take about 4 minutes" in done.stdout
+    assert "7 runs, 0 of them finished; the others take about 4 minute(s)" in done.stdout
     (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
     table = pd.read_csv(on_cluster.sweep / "comparison.csv")
     rows = sorted(zip(table.global_batch, table.devices, table.stage, strict=True))
@@ -258,6 +258,7 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
     again = on_cluster.run(*shlex.split(go_on))
     assert "7 runs, 7 of them finished" in again.stdout, again.stdout + again.stderr
     assert "batch 1024 on each GPU, epochs of 900,000 images" in again.stdout
+    assert "to choose the sizes" not in again.stdout
     assert sorted(on_cluster.sweep.rglob("runs/*.csv")) == before
 
 
@@ -287,8 +288,8 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     too_short = checkout.python("results/compare.py", "--train-size", 200)
     assert (too_short.returncode, too_short.stderr) == (
         1,
-        "error: --train-size 200 has no whole step at batch 256 on each of 1 GPUs (weak scaling): raise it, "
-        "or lower --batch-size.\n",
+        "error: --train-size 200 has not one step with batch 256 on each of 1 GPU(s): raise it, or lower "
+        "--batch-size.\n",
     )
     checkout.plant("single", "raise errors.UserError('planted')")
     broken = checkout.python("results/compare.py")

@@ -59,15 +59,15 @@ def batch_sizes(gpus: int, given: int | None, train_size: int | None) -> list[in
     """The batch sizes of one GPU to choose from: those that all numbers of GPUs can share.
 
     Raises:
-        UserError: if an epoch of `train_size` images has not one step of any, with weak scaling.
+        UserError: if an epoch of `train_size` images has not one step with any of them on every GPU.
     """
     shared_by = math.lcm(*device_counts(gpus))
     batches = [-(-batch // shared_by) * shared_by for batch in ([given] if given else BATCH_SIZES)]
     fitting = [batch for batch in batches if batch * gpus <= (train_size or MOST_IMAGES)]
     if not fitting:
         raise UserError(
-            f"--train-size {train_size or MOST_IMAGES} has no whole step at batch {batches[0]} on each of "
-            f"{gpus} GPUs (weak scaling): raise it, or lower --batch-size."
+            f"--train-size {train_size or MOST_IMAGES} has not one step with batch {batches[0]} on each of "
+            f"{gpus} GPU(s): raise it, or lower --batch-size."
         )
     return fitting
 

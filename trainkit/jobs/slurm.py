@@ -18,7 +18,7 @@ FAILED = {
     "FAILED": "",  # for this one the ranks' notes and logs tell why
     "TIMEOUT": "it reached its time limit: give more --time",
     "CANCELLED": "it was cancelled",
-    "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 16G",
+    "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
     "NODE_FAIL": "a node of it failed: submit it again",
     "BOOT_FAIL": "a node of it did not boot: submit it again",
     "PREEMPTED": "a job of higher priority took its place: submit it again",

@@ -320,7 +320,7 @@ def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> N
     todo = [cell for cell in cells if not sweep.finished(cell.name)]
     told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
     if run_seconds:
-        told += f"; the others take about {math.ceil(len(todo) * run_seconds / 60)} minutes"
+        told += f"; the others take about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
     elif not sweep.here:
         hours = sum(cell.shape.gpus for cell in todo) * sweep.minutes / 60
         told += (
