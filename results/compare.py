@@ -89,9 +89,8 @@ def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse
             "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
         )
     else:
-        print(
-            f"fewer runs, and a shorter time: --workers {gpus // 2}{' or --repeats 1' if repeats > 1 else ''}"
-        )
+        fewer = "--repeats 1 or " if repeats > 1 else ""
+        print(f"{fewer}--workers {gpus // 2} takes less time")
     matrix = plan.matrix(gpus, batch_size, train_size, repeats)
     cells = {cell: None for lists in matrix for cell in compared.cells(lists)[0]}
     in_order = sorted(cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
@@ -135,18 +134,10 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         f"cores, up to {MOST_WORKERS})",
     )
     sizes = (
-        (
-            "--batch-size",
-            options.MOST_IMAGES,
-            "global batch size; on GPUs that of a run on one of them (CPU workers: 256)",
-        ),
-        ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU workers: {CPU_TRAIN_SIZE})"),
-        (
-            "--epochs",
-            2**31 - 1,
-            f"of every run, the first to warm up (GPUs: {plan.EPOCHS}; CPU workers: {sweep.EPOCHS})",
-        ),
-        ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}; CPU workers: 1)"),
+        ("--batch-size", options.MOST_IMAGES, f"global batch size; on GPUs that of one (CPU: {BATCH_SIZE})"),
+        ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU: {CPU_TRAIN_SIZE})"),
+        ("--epochs", 2**31 - 1, f"of a run, the first to warm up (GPUs: {plan.EPOCHS}, CPU: {sweep.EPOCHS})"),
+        ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}, CPU: 1)"),
     )
     for name, most, help in sizes:
         parser.add_argument(name, type=at_least(1, most), metavar="N", help=help)
