@@ -163,12 +163,21 @@ def leave() -> None:
 
     The group's threads end with its last user, such as DistributedDataParallel, and that has to be
     before Python ends: they may still have tensors to give back, and one that asks for Python's lock
-    (the GIL) too late is ended by force within C++ code, which aborts a run that went well.
+    (the GIL) too late is ended by force within C++ code, which aborts a run that went well. We are the last
+    user, since DistributedDataParallel would wait for the threads without giving up that lock, which they may
+    wait for (PyTorch 2.4 to 2.9 at least).
     """
     if dist.is_initialized():
         dist.barrier()
+        group = dist.group.WORLD
+        backends = [group._get_backend(device) for device in group._device_types]
         dist.destroy_process_group()
-        atexit.register(gc.collect)
+        atexit.register(_end_threads, backends)
+
+
+def _end_threads(backends: list) -> None:
+    gc.collect()
+    backends.clear()
 
 
 def barrier() -> None:
