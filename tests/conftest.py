@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainkit import records, staging
-from trainkit.jobs import stages
+from trainkit.jobs import local, stages
 
 if TYPE_CHECKING:
     from cluster import RunningCluster
@@ -24,6 +24,23 @@ STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _count_gpus() -> int:
+    """Those that PyTorch can use; asked of another process, which then holds no memory of them."""
+    if not any(next(Path("/dev").glob(name), None) for name in local.GPU_DEVICES):
+        return 0
+    program = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    return int(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout)
+
+
+GPUS = _count_gpus()
+# Only tests marked gpu see them; every other result is to be the same on all machines.
+WITH_GPUS = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("HIP_VISIBLE_DEVICES", None)
 # Every worker has one thread, so that results do not depend on the number of cores.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 # Nor does it matter whether the tests themselves run inside a job.

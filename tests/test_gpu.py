@@ -1,50 +1,236 @@
-"""What only GPUs can show; skipped with the reason where there are none."""
+"""The acceptance run of a machine with GPUs: what only they can show.
 
+    .venv/bin/python -m pytest -n0 tests/test_gpu.py
+
+One GPU is enough for most of it, two for all. No other test uses them, and of these one at a time.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-from conftest import rows_of, run_stage
+from checkout import Checkout
+from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, free_port, rows_of, run_stage, stage_command
+from filelock import FileLock
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-NAME = torch.cuda.get_device_name(0) if GPUS else ""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
+    pytest.mark.usefixtures("alone_with_the_gpus"),
+]
+several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
+
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]
-several = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA GPUs, finds {GPUS}")
+
+@pytest.fixture
+def alone_with_the_gpus() -> Iterator[None]:
+    with FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock")):
+        yield
+
+
+def run(stage: str | Path, *arguments: object, **how: object) -> subprocess.CompletedProcess:
+    """Run a stage on the GPUs to its end."""
+    return run_stage(
+        stage, *arguments, device=(), **{"env": {}} | how | {"env": WITH_GPUS | how.get("env", {})}
+    )
+
+
+def train(stage: str | Path, folder: Path, *arguments: object, **how: object) -> list[dict]:
+    """The rows of a run that has to go well."""
+    done = run(stage, *arguments, "--results-dir", folder, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows_of(folder)
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """What a run said that had to fail with a sentence."""
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+# --- one GPU ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loader", ["resident", "workers"])
-def test_single_trains_on_the_gpu(loader: str, tmp_path: Path) -> None:
-    done = run_stage("single", *SHORT, "--loader", loader, "--results-dir", tmp_path, device=())
-    assert done.returncode == 0, done.stderr
-    row = rows_of(tmp_path)[-1]
-    assert (row["device_name"], row["devices"]) == (NAME, 1)
+def test_a_record_names_the_gpu(loader: str, tmp_path: Path) -> None:
+    row = train("single", tmp_path, *SHORT, "--loader", loader)[-1]
+    assert not row["device_name"].startswith("CPU")
+    assert row["devices"] == 1
+    assert row["cuda_version"] == (torch.version.cuda or f"ROCm {torch.version.hip}")
+    assert row["peak_memory_mb"] > 0
     assert row["test_accuracy"] > 90
-    assert row["cuda_version"] == torch.version.cuda
 
 
-@several
-def test_data_parallel_uses_every_gpu(tmp_path: Path) -> None:
-    done = run_stage("dp", *SHORT, "--results-dir", tmp_path, device=())
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "auto"])
+@pytest.mark.parametrize(("recipe", "goal"), [("classic", 98), ("fast", 98.5)])
+def test_every_precision_and_recipe_learns(precision: str, recipe: str, goal: float, tmp_path: Path) -> None:
+    chosen = ("--precision", precision, "--recipe", recipe, "--epochs", 2, "--batch-size", 128)
+    done = run("single", *chosen, "--results-dir", tmp_path)
+    if "needs an NVIDIA GPU of compute capability 8.0" in done.stderr:
+        pytest.skip("this GPU has no TF32")
     assert done.returncode == 0, done.stderr
-    row = rows_of(tmp_path)[-1]
-    assert (row["devices"], row["world_size"]) == (GPUS, 1)
-    assert row["test_accuracy"] > 85
+    last = rows_of(tmp_path)[-1]
+    assert last["test_accuracy"] > goal
+    assert precision in ("auto", last["precision"])
 
 
-def test_ddp_uses_every_gpu(tmp_path: Path) -> None:
-    done = run_stage("ddp", *SHORT, "--results-dir", tmp_path, processes=GPUS, device=())
-    assert done.returncode == 0, done.stderr
-    row = rows_of(tmp_path)[-1]
-    assert (row["devices"], row["world_size"], row["device_name"]) == (GPUS, GPUS, NAME)
+def test_a_signal_stops_a_run_and_it_goes_on(tmp_path: Path) -> None:
+    """Long epochs, as a GPU needs no time for one pass; the second process stops in another one."""
+    folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
+    options = (*folders, "--train-size", 50_000_000, "--batch-size", 1000, "--epochs", 1)
+    steps = []
+    for _ in range(2):
+        with subprocess.Popen(
+            stage_command("single", *options), env=ENVIRONMENT | WITH_GPUS, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout.readline().startswith("stage single")
+            time.sleep(3)  # into the epoch, or to its door
+            process.send_signal(signal.SIGUSR2)
+            told = process.stdout.read()
+        assert process.returncode == 0, told
+        steps.append(int(re.search(r"stopped after step (\d+) of epoch 1 by a signal", told)[1]))
+    assert steps[0] < steps[1]
+
+
+def test_a_checkpoint_goes_from_the_cpu_to_the_gpu_and_back(tmp_path: Path) -> None:
+    options = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--precision", "fp32")
+    options += ("--train-size", 12_800, "--results-dir", tmp_path)
+    for epochs, device in ((1, ("--no-cuda",)), (2, ()), (3, ("--no-cuda",))):
+        done = run_stage("single", *options, "--epochs", epochs, device=device, env=WITH_GPUS)
+        assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path)
+    assert [bool(row["cuda_version"]) for row in rows] == [False, True, False]
+    assert rows[0]["train_loss"] > rows[1]["train_loss"] > rows[2]["train_loss"]
+
+
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path) -> None:
+    """Ten times the steps synchronise no more often, but for the meetings, of which there is one a second."""
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert("single", "torch.cuda.set_sync_debug_mode('warn')", before="model = Net(")
+    waits = []
+    for steps in (100, 1000):
+        sizes = ("--epochs", 1, "--batch-size", 60, "--train-size", 60 * steps, "--precision", "fp32")
+        how = {"env": {"PYTHONWARNINGS": "always"}}
+        done = run(checkout.script("single"), *sizes, "--recipe", recipe, "--results-dir", tmp_path, **how)
+        assert done.returncode == 0, done.stderr
+        waits.append(done.stderr.count("called a synchronizing CUDA operation"))
+    few, many = waits
+    assert few > 0
+    assert many < few + 100
+
+
+def test_memory_that_is_full_is_one_sentence(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert("single", "torch.cuda.set_per_process_memory_fraction(1e-3)", before="run = Run(")
+    done = run(
+        checkout.script("single"), "--batch-size", 20_000, "--precision", "fp32", "--results-dir", tmp_path
+    )
+    assert "the memory of this process's GPU is full: lower --batch-size" in refused(done)
+
+
+def test_a_loss_that_is_no_number_is_one_sentence(tmp_path: Path) -> None:
+    assert "lower --lr" in refused(run("single", *SHORT, "--lr", 1e30, "--results-dir", tmp_path))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(GPUS, marks=several)])
+def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
+    row = train("ddp", tmp_path, *SHORT, processes=processes)[-1]
+    assert (row["devices"], row["world_size"]) == (processes, processes)
+    assert row["cuda_version"]
     assert row["test_accuracy"] > 85
 
 
 def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:
-    done = run_stage(
-        "ddp", "--batch-size", 60 * (GPUS + 1), "--results-dir", tmp_path, processes=GPUS + 1, device=()
-    )
-    assert done.returncode != 0
-    assert "has no GPU of its own" in done.stderr
-    assert f"{GPUS} visible GPU(s)" in done.stderr
+    batch = ("--batch-size", 60 * (GPUS + 1))
+    told = refused(run("ddp", *batch, "--results-dir", tmp_path, processes=GPUS + 1))
+    assert "has no GPU of its own" in told
+    assert f"{GPUS} visible GPU(s)" in told
+
+
+def test_a_gpu_that_two_ranks_share_is_one_sentence(tmp_path: Path) -> None:
+    """As if srun showed each rank one GPU, and both the same."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    step |= {"CUDA_VISIBLE_DEVICES": WITH_GPUS["CUDA_VISIBLE_DEVICES"].split(",")[0]}
+    command = stage_command("ddp", "--timeout", 60, "--results-dir", tmp_path)
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=ENVIRONMENT | step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    told = ranks[1].communicate(timeout=300)[1]
+    ranks[0].kill()
+    ranks[0].communicate()
+    assert ranks[1].returncode == 1
+    assert "rank 1 has the GPU of rank 0" in told
+
+
+def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:
+    options = ("--workers", 1, "--batch-size", 256, "--train-size", 60_000, "--epochs", 2, "--repeats", 1)
+    done = program("results/compare.py", "--local", *options, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "One GPU shows what DDP itself costs" in done.stdout
+    table = pd.read_csv(tmp_path / "comparison.csv")
+    assert sorted(table.stage) == ["ddp", "dp", "single"]
+    assert not table.device_name.str.startswith("CPU").any()
+
+
+def test_the_bench_names_the_device_of_every_row(tmp_path: Path) -> None:
+    done = program("results/bench/bench.py", "ladder", "memory", "ddp", "--repeats", 1, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    on_cpu = {part: pd.read_csv(tmp_path / f"{part}.csv").device_name.str.startswith("CPU") for part in
+              ("ladder", "memory", "ddp")}  # fmt: skip
+    assert not on_cpu["ladder"].any() and not on_cpu["memory"].any()
+    assert on_cpu["ddp"].all()  # two workers of one thread each, by its description
+
+
+def program(path: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, REPOSITORY / path, *map(str, arguments)]
+    return subprocess.run(command, env=ENVIRONMENT | WITH_GPUS, capture_output=True, text=True, timeout=900)
+
+
+# --- two GPUs ---------------------------------------------------------------------------------------
+
+
+@several
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
+    row = train("dp", tmp_path, *SHORT, "--recipe", recipe)[-1]
+    assert (row["devices"], row["world_size"]) == (GPUS, 1)
+    assert row["test_accuracy"] > 85
+
+
+@several
+@pytest.mark.parametrize(
+    ("fate", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended without a word"),
+        ("time.sleep(600)", "NCCL gave up after --timeout: rank 0 waited for rank 1, which hung or was lost"),
+    ],
+    ids=["is lost", "hangs"],
+)
+def test_a_peer_that(fate: str, why: str, tmp_path: Path) -> None:
+    """Killed within an epoch, or asleep for longer than the timeout; `submit.py` tells."""
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert("ddp", f"if here.rank == 1 and epoch == 2: {fate}", before="model.train()")
+    options = ("--gpus", 2, "--wait", "--timeout", 20, "--epochs", 3, "--results-dir", tmp_path)
+    done = checkout.submit_py("ddp", *options, **WITH_GPUS)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
