@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -67,9 +69,13 @@ def test_a_job_keeps_its_environment_and_its_exit_code(cluster: RunningCluster) 
     assert done.returncode == 7
 
 
+def prepares_tasks(cluster: RunningCluster) -> bool:
+    return "task_prolog" in cluster.run(["scontrol", "show", "config"]).stdout
+
+
 def test_a_task_is_prepared(cluster: RunningCluster, tmp_path: Path) -> None:
     """It is bound to its CPUs, and finds Slurm whatever its environment."""
-    if "task_prolog" not in cluster.run(["scontrol", "show", "config"]).stdout:
+    if not prepares_tasks(cluster):
         pytest.skip("this version of Slurm cannot prepare tasks here")
     number = cluster.submit("--export=NONE", "--output", tmp_path / "log", "--wrap", "srun nproc")
     assert cluster.wait(number)["JobState"] == "COMPLETED"
@@ -189,13 +195,34 @@ def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> N
     """A second one beside the first, in the other mode; then nothing is left of it."""
     with running_cluster("--mode", "one-host", nodes=1, gpus=0) as other:
         done = other.run(["srun", "sh", "-c", "echo $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES-none}"])
-        assert done.stdout == "n1 none\n", done.stderr
+        assert done.stdout == ("n1 -1\n" if prepares_tasks(cluster) else "n1 none\n"), done.stderr
         cut = run_program("network", "--name", other.name, "n1", "down")
         assert cut.returncode == 1
         assert "all nodes are on this host" in cut.stderr
         assert cluster.run(["srun", "true"]).returncode == 0
         assert traces(other.name)
     assert not traces(other.name)
+
+
+def test_the_gpus_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
+    """Nobody opens their device files where nodes are hosts; every job can tell that its own are virtual."""
+    gpu = Path("/dev/nvidia99")
+    try:
+        os.mknod(gpu, stat.S_IFCHR | 0o666, Path("/dev/zero").stat().st_rdev)
+    except PermissionError as error:
+        pytest.skip(f"no device file can be made here: {error}")
+    ask = f"head --bytes=1 {gpu} 2>/dev/null | wc --bytes; echo of $SLURM_CLUSTER_NAME"
+    try:
+        assert gpu.open("rb").read(1) == b"\0"
+        with running_cluster("--mode", "hosts", nodes=1, gpus=1) as cluster:
+            script = f"{ask}; srun sh -c '{ask}'"
+            number = cluster.submit("--export=NONE", "--output", tmp_path / "log", "--wrap", script)
+            assert cluster.wait(number)["JobState"] == "COMPLETED"
+            on_login = cluster.run(["sh", "-c", ask])
+    finally:
+        gpu.unlink()
+    assert (tmp_path / "log").read_text() == "0\nof practice\n" * 2
+    assert on_login.stdout == "0\nof\n"
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
@@ -236,7 +263,7 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
         run("up", "--name", name)
         told = run("shell", "--name", name, "--", "srun", "--nodes=2", "--gpus-per-node=1", "env")
-        assert told.count("CUDA_VISIBLE_DEVICES=0\n") == 2
+        assert len(re.findall(r"CUDA_VISIBLE_DEVICES=(-1,)?0\n", told)) == 2
         assert "all nodes are on this host" in run("status", "--name", name)
         run("down", "--name", name)
         assert not Path(f"/tmp/practice-cluster-{NOBODY}-{name}").exists()

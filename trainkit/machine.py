@@ -54,10 +54,10 @@ def check_usable() -> None:
     """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() or os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return
         here = max(_open_to_us(), torch.cuda.device_count())
-    given = 0 if os.environ.get("SLURM_CLUSTER_NAME") == "practice" else gpus_given() or 0
+    given = gpus_given() or 0
     why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
     software = f"torch {torch.__version__} is built for {build()}, and the node has {driver()}"
     if here:

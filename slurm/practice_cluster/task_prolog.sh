@@ -9,6 +9,11 @@ case $PATH in
 *) echo "export PATH=$bin:$PATH" ;;
 esac
 
+# A node that is no host of its own could open the machine's GPUs. CUDA finds those before the first wrong number.
+if [ "$(hostname)" != "$SLURMD_NODENAME" ]; then
+    echo "export CUDA_VISIBLE_DEVICES=-1${CUDA_VISIBLE_DEVICES:+,$CUDA_VISIBLE_DEVICES}"
+fi
+
 # Bind the task to as many CPUs as it asked for. Slurm's task/affinity does that on a real node, but it fails
 # for nodes that have more CPUs than the machine. Jobs, nodes and tasks start at different CPUs.
 wanted=${SLURM_CPUS_PER_TASK:-1}
