@@ -26,20 +26,24 @@ STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _count_gpus() -> int:
-    """Those that PyTorch can use; asked of another process, which then holds no memory of them."""
+def _gpus() -> str:
+    """Those that PyTorch can use, by their numbers; asked of another process, which then gives them back."""
     if not any(next(Path("/dev").glob(name), None) for name in local.GPU_DEVICES):
-        return 0
+        return ""
     program = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout)
+    count = int(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout)
+    chosen = next((os.environ[name] for name in local.VISIBLE if os.environ.get(name)), None)
+    numbers = chosen.split(",") if chosen else list(map(str, range(count)))
+    return ",".join(numbers[:count])
 
 
-GPUS = _count_gpus()
-# Only tests marked gpu see them; every other result is to be the same on all machines.
-WITH_GPUS = {
-    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
-}
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Only tests marked gpu see GPUs; every other result is to be the same on all machines. The workers of
+# pytest-xdist inherit what its first process has found, and hidden, here.
+if "GPUS_OF_THE_TESTS" not in os.environ:
+    os.environ["GPUS_OF_THE_TESTS"] = _gpus()
+WITH_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["GPUS_OF_THE_TESTS"]}
+GPUS = len(os.environ["GPUS_OF_THE_TESTS"].replace(",", " ").split())
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the empty word would hide none of AMD's
 os.environ.pop("HIP_VISIBLE_DEVICES", None)
 # Every worker has one thread, so that results do not depend on the number of cores.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
