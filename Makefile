@@ -10,17 +10,17 @@ NODES ?= 2
 GPUS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help compare sweep test data bench lessons cluster-up cluster-down clean
+.PHONY: help compare sweep test test-lowest test-middle data bench lessons cluster-up cluster-down clean
 
 help:
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
 	@echo "make sweep     many runs as jobs on a cluster: stages x GPUs x batch sizes, and their comparison"
-	@echo "make test      run all tests"
+	@echo "make test      run all tests; test-lowest, test-middle: with older packages"
 	@echo "make data      put MNIST into data/ (make compare does it too)"
 	@echo "make bench     time our stages against the classic script; takes long"
 	@echo "make cluster-up    start a Slurm cluster on this machine to practise on: slurm/practice_cluster"
 	@echo "make cluster-down  stop it and remove it"
-	@echo "make clean     remove the environment .venv (results stay)"
+	@echo "make clean     remove the environments .venv* (results stay)"
 	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2'
 
 compare: $(VENV)/ready
@@ -32,6 +32,15 @@ sweep: $(VENV)/ready
 
 test: $(VENV)/ready
 	@$(RUN) -m pytest $(ARGS)
+
+# The lowest versions that pyproject.toml allows, and those of a day in between; each in an environment of its own.
+test-lowest: VERSIONS := --resolution lowest-direct
+test-middle: VERSIONS := --exclude-newer 2026-01-01
+test-lowest test-middle:
+	@$(PYTHON) -m venv $(VENV)-$@
+	@$(VENV)-$@/bin/python -m pip install --quiet uv
+	@$(VENV)-$@/bin/uv pip install --python $(VENV)-$@/bin/python $(VERSIONS) --editable '.[test]'
+	@$(VENV)-$@/bin/python -m pytest $(ARGS)
 
 data: $(VENV)/ready
 	@$(RUN) -m trainkit.data $(ARGS)
@@ -51,7 +60,7 @@ cluster-down:
 	@$(PYTHON) slurm/practice_cluster/cluster.py down $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-test-*
 
 # Made anew when the list of dependencies changes.
 $(VENV)/ready: pyproject.toml

@@ -69,7 +69,6 @@ def check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list
             found = judging.judge(ranks, hosts, options.num_workers)
             rows += judging.bandwidths(ranks)
         found = [*(outcome.given_up or [_judge_job(outcome, log, found)]), *found]
-        return found
     finally:
         # The job's folder by its own word: one of that number may be another's, from before.
         for folder in {Path(told["place"]["folder"]) for told in read_facts(_text(log)).values()}:
@@ -78,6 +77,7 @@ def check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list
                 note.unlink(missing_ok=True)  # of ranks that were killed
         if not has_fault(found):
             log.unlink(missing_ok=True)
+    return found
 
 
 def _judge_job(outcome: Outcome, log: Path, found: list[Finding]) -> Finding:
