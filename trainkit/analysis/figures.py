@@ -60,7 +60,8 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
     figure, panels = _panels(len(sections), 1 + 0.36 * sum(heights), height_ratios=heights)
     for axes, (names, section) in zip(panels, sections, strict=True):
         labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
-        spread = [section.images_per_s - section.slowest, section.fastest - section.images_per_s]
+        spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
+        spread = [side.to_numpy() for side in spread]  # of a Series of one, matplotlib 3.10 and pandas 2 warn
         colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
         look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
         axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
