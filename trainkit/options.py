@@ -6,7 +6,8 @@ The command line is made of these declarations, and so are the options that a ch
 
 import argparse
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 
 from trainkit.command_line import Parser, above_0, at_least
@@ -42,6 +43,9 @@ def _option(
     argument = reading | {"help": help, "default": default}
     facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
     return field(default=default, metadata=facts)
+
+
+own = partial(_option, "this script")  # an option that one script has more than the others, for `parse`
 
 
 @dataclass(frozen=True)
@@ -153,15 +157,23 @@ class Options:
         }
 
 
-def parse(description: str, arguments: list[str] | None = None, known_only: bool = False) -> Options:
+def parse(
+    description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
+) -> Options:
     """Read the command line; with `known_only`, options that are not known are passed over.
+
+    Args:
+        added: the script's own options, each by its name.
 
     Raises:
         UserError: for an option or a value that is not known or makes no sense.
     """
     parser = Parser(description=description, formatter_class=_Help)
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for one in fields(Options):
+    kind = make_dataclass(
+        "Options", [(name, object, one) for name, one in added.items()], bases=(Options,), frozen=True
+    )
+    for one in fields(kind):
         name = one.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
@@ -175,7 +187,7 @@ def parse(description: str, arguments: list[str] | None = None, known_only: bool
         raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
     if values["dry_run"]:
         values["epochs"], values["checkpoint_dir"] = 1, None
-    return Options(**values)
+    return kind(**values)
 
 
 def check_sizes(options: Options, available: int | None, ranks: int = 1, gpus: int = 0) -> None:
