@@ -38,7 +38,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of an own training is one
     every = {
         "throughput.png": _throughput(table[table.images_per_s.notna()]),
-        "speedup.png": _speedup(table[table.speedup.notna()]),
+        "speedup.png": _speedup(table),
         "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
     }
     for name, figure in every.items():
@@ -61,7 +61,7 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
     for axes, (names, section) in zip(panels, sections, strict=True):
         labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
         spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
-        spread = [side.to_numpy() for side in spread]  # of a Series of one, matplotlib 3.10 and pandas 2 warn
+        spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
         colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
         look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
         axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
@@ -74,11 +74,10 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
 
 
 def _speedup(table: pd.DataFrame) -> Figure | None:
-    """One line per stage and set of equal settings. One device alone makes no line."""
+    """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
     sections = []
     for names, section in table.groupby(comparison.SECTION_BY):
-        groups = section.groupby(["stage", *comparison.MUST_BE_EQUAL], sort=False)
-        lines = [line for _, line in groups if line.devices.max() > 1]
+        lines = [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
         if lines:
             sections.append((names, lines))
     if not sections:
@@ -93,18 +92,32 @@ def _speedup(table: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _speedup_and_efficiency(left: Axes, right: Axes, lines: list[pd.DataFrame], looks: Looks) -> None:
-    every = sorted({1}.union(*(line.devices for line in lines)))
+def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:
+    """Texts for the legend, and efficiencies by device counts."""
+    known = section[section[column].notna()]
+    batch = "batch_per_device" if weak else "global_batch"
+    groups = [group for _, group in known.groupby(["stage", batch, "variant"], sort=False)]
+    return [
+        (comparison.label(group.iloc[0], count=False, weak=weak), group.set_index("devices")[column])
+        for group in groups
+        if group.devices.max() > 1
+    ]
+
+
+def _speedup_and_efficiency(
+    left: Axes, right: Axes, lines: list[tuple[str, pd.Series]], looks: Looks
+) -> None:
+    every = sorted({1}.union(*(line.index for _, line in lines)))
     most = every[-1]
     left.plot([1, most], [1, most], color="silver", linewidth=4, label="ideal")
     right.axhline(100, color="silver", linewidth=4)
-    for line in lines:
-        counts, speedups = list(line.devices), list(line.speedup)
+    for text, line in lines:
+        counts, efficiencies = list(line.index), list(line)
         if counts[0] > 1:  # the baseline is a row of another stage
-            counts, speedups = [1, *counts], [1, *speedups]
-        look = _look(comparison.label(line.iloc[0], count=False), looks)
-        left.plot(counts, speedups, **look)
-        right.plot(counts, [100 * s / n for s, n in zip(speedups, counts, strict=True)], **look)
+            counts, efficiencies = [1, *counts], [1, *efficiencies]
+        look = _look(text, looks)
+        left.plot(counts, [n * share for n, share in zip(counts, efficiencies, strict=True)], **look)
+        right.plot(counts, [100 * share for share in efficiencies], **look)
     left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
     right.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, None))
     for axes in (left, right):
