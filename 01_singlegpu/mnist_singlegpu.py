@@ -25,7 +25,7 @@ def main() -> None:
     test_batches = batches.testing(test_set, opts, here.device)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 

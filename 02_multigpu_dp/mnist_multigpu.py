@@ -27,7 +27,7 @@ def main() -> None:
     test_batches = batches.testing(test_set, opts, here.device)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up

@@ -26,7 +26,7 @@ def main() -> None:
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net().to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -35,7 +35,7 @@ def own_training(task: tuple[str, str, str]) -> str:
         "from trainkit.model import Net\n": "",
         "\n\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace("TARGETS", targets),
         "data.load(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
-        "Net().to(here.device, memory_format=torch.channels_last)": "Tables().to(here.device)",
+        "Net(opts.width).to(here.device, memory_format=torch.channels_last)": "Tables().to(here.device)",
         "F.nll_loss": loss,
         'Run("ddp"': 'Run("tables"',
     }

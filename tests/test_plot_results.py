@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from trainkit.analysis.report import report
 from trainkit.errors import UserError
-from trainkit.records import COLUMNS, Recorder
+from trainkit.records import ADDED, COLUMNS, Recorder
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +28,7 @@ FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
     """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
     row = dict.fromkeys(COLUMNS, "") | {
+        **ADDED,
         "stage": "single",
         "run_id": run_id,
         "dataset": "mnist",
@@ -43,6 +44,8 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
         "global_batch": 256,
         "batch_per_device": 256,
         "accumulate": 1,
+        "lr": 1.0,
+        "gamma": 0.7,
         "precision": "fp32",
         "compiled": False,
         "seed": 1,
@@ -140,15 +143,15 @@ def test_numbers(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000, 1100])
     write_run(tmp_path, "one-again", [10, 1200])
     write_run(tmp_path, "two", [9000, 1750, 1650, 1850], **ddp(2))
-    write_run(tmp_path, "dp", [10, 550], **dp(2))
-    write_run(tmp_path, "ddp-one", [10, 880], **ddp(1))
+    write_run(tmp_path, "dp", [10, 550, 550], **dp(2))
+    write_run(tmp_path, "ddp-one", [10, 1000, 1000], **ddp(1))
     text, table, _ = compared()
 
     # batch, images/s, min..max speedup, efficiency, accuracy, wall, memory, runs, epochs
     assert " ".join(cells(text, "single", 1)) == "256 1100 1000..1200 1.00 100 98.38 25.0 300 2 2..3"
     assert " ".join(cells(text, "ddp", 2)) == "256 1750 1650..1850 1.59 80 98.75 40.0 300 1 4"
-    assert " ".join(cells(text, "dp", 2)) == "256 550 550..550 0.50 25 98.25 20.0 300 1 2"
-    assert cells(text, "ddp", 1)[3:5] == ["0.80", "80"]  # its own row is no baseline beside a single run
+    assert " ".join(cells(text, "dp", 2)) == "256 550 550..550 0.50 25 98.50 30.0 300 1 3"
+    assert cells(text, "ddp", 1)[3:5] == ["0.91", "91"]  # its own row is no baseline beside a single run
     row = table[table.devices == 2].iloc[-1]
     assert (row.images_per_s, row.slowest, row.fastest) == (1750, 1650, 1850)
     assert row.speedup == pytest.approx(1750 / 1100) and row.efficiency == pytest.approx(1750 / 2200)
@@ -159,6 +162,102 @@ def test_numbers(tmp_path: Path, compared: Compared) -> None:
         "which is slower than one."
     )
     assert "| ddp | 2 | 256 | 1750 | 1650..1850 | 1.59 | 80 |" in (tmp_path / "out/comparison.md").read_text()
+
+
+def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
+    """The batch of one device on each: no run on one device with the large batch is needed, nor asked for."""
+    write_run(tmp_path, "one", [10, 1000, 1000], global_batch=128)
+    for devices, speed, images in ((2, 1800, 59904), (4, 3200, 59904), (8, 5600, 59392)):
+        facts = ddp(devices, global_batch=128 * devices, images=images)
+        write_run(tmp_path, f"weak-{devices}", [10, speed, speed], **facts)
+    seen = compared()
+    weak = seen.table.set_index("devices").weak_efficiency
+    assert list(weak) == pytest.approx([1, 0.9, 0.8, 0.7]) and seen.table.speedup.notna().sum() == 1
+    # batch, images/s, min..max, speedup, efficiency, weak efficiency
+    assert cells(seen.text, "ddp", 8)[:6] == ["1024", "5600", "5600..5600", "-", "-", "70"]
+    assert (
+        "DDP on 8 workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each, weak"
+        in seen.text
+    )
+    assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
+    (speedups, efficiencies) = seen.figures["speedup.png"].axes
+    assert list(speedups.lines[-1].get_ydata()) == pytest.approx([1, 1.8, 3.2, 5.6])
+    assert list(efficiencies.lines[-1].get_ydata()) == pytest.approx([100, 90, 80, 70])
+
+    write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
+    text, _, figures = compared()
+    assert text.splitlines()[-1] == (
+        "DDP on 8 workers trained 4.00x as fast as single (50 % efficiency at global batch 1024), and on 8 "
+        "workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each, weak scaling); there "
+        "is no DataParallel run."
+    )
+    assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
+
+
+def test_weak_scaling_of_equal_training_only(tmp_path: Path, compared: Compared) -> None:
+    """A learning rate may differ by the rule that all runs follow; with nothing else is it weak scaling."""
+    write_run(tmp_path, "one", [10, 1000, 1000], global_batch=128, lr=2.0, lr_scale="linear")
+    for i, facts in enumerate(
+        (
+            {"lr": 4.0},
+            {"lr": 2.0},
+            {"lr": 4.0, "precision": "bf16"},
+            {"lr": 4.0, "images": 20480},
+            {"lr": 4.0, "global_batch": 512},
+            {"lr": 4.0, "lr_scale": "none"},
+        )
+    ):
+        facts = {"global_batch": 256, "lr_scale": "linear"} | facts
+        write_run(tmp_path, f"two-{i}", [10, 1900, 1900], **ddp(2, **facts))
+    _, table, _ = compared()
+    (weak,) = table[(table.devices == 2) & table.weak_efficiency.notna()].itertuples()
+    assert (weak.weak_efficiency, weak.lr, weak.precision, weak.weak_baseline) == (0.95, 4, "fp32", "single")
+
+
+def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared: Compared) -> None:
+    """Seeds are repeats; another learning rate, decay, warm-up, rule, width or accumulation is none."""
+    different = (
+        {"lr": 0.5},
+        {"gamma": 0.9},
+        {"lr_scale": "linear"},
+        {"lr_warmup_images": 6000},
+        {"width": 64},
+    )
+    for i, facts in enumerate(({}, {"seed": 2}, *different, {"accumulate": 2})):
+        write_run(tmp_path, f"run-{i}", [10, 1000, 1000], **facts)
+    text, table, _ = compared()
+    assert sorted(table.runs) == [1, 1, 1, 1, 1, 1, 2]
+    for words in ("lr 0.5", "gamma 0.9", "linear lr scale", "lr warm-up 6000", "width 64", "accumulate 2"):
+        assert words in text
+    assert "nan" not in text.lower()
+
+
+def test_what_goes_without_saying_is_not_said(tmp_path: Path, compared: Compared) -> None:
+    """Each recipe has its own learning rate, fast has no gamma, and a rule gives each batch its rate."""
+    write_run(tmp_path, "classic", [10, 1000, 1000])
+    for i, gamma in enumerate((0.7, 0.9)):
+        write_run(tmp_path, f"fast-{i}", [10, 1000, 1000], recipe="fast", lr=0.003, gamma=gamma)
+    write_run(tmp_path, "linear", [10, 1000, 1000], lr=4.0, lr_scale="linear")
+    write_run(tmp_path, "linear-512", [10, 1000, 1000], lr=8.0, lr_scale="linear", global_batch=512)
+    _, table, _ = compared()
+    assert sorted(table.variant) == [
+        "classic",
+        "classic, linear lr scale",
+        "classic, linear lr scale",
+        "fast",
+    ]
+    assert sorted(table.runs) == [1, 1, 1, 2]
+
+
+def test_records_that_lack_the_learning_rate(tmp_path: Path, compared: Compared) -> None:
+    """They pool as before, among each other."""
+    for i in range(2):
+        write_run(tmp_path, f"old-{i}", [10, 1000, 1000], lr=float("nan"), gamma=float("nan"))
+    write_run(tmp_path, "old-two", [10, 1600, 1600], **ddp(2, lr=float("nan"), gamma=float("nan")))
+    write_run(tmp_path, "new", [10, 1000, 1000])
+    text, table, _ = compared()
+    assert list(table.runs) == [1, 2, 1] and table.speedup[2] == 1.6
+    assert "unknown" not in text and "lr 1, gamma 0.7" in text
 
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
@@ -173,7 +272,7 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"global_batch": 512}, "no otherwise equal 1-device run with global batch 512 to compare with"),
+        ({"global_batch": 768}, "no otherwise equal 1-device run with global batch 768 to compare with"),
         ({"global_batch": 1024, "images": 59392}, "no otherwise equal 1-device run with global batch 1024"),
         ({"precision": "bf16"}, "differs from the nearest 1-device run (single) in precision (bf16, fp32)"),
         ({"images": 20480}, "in images per epoch (20480, 59904)"),
@@ -183,6 +282,12 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
         ({"recipe": "fast"}, "in recipe (fast, classic)"),
         ({"compiled": True}, "in compiled (True, False)"),
         ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
+        ({"lr": 0.5}, "in learning rate (0.5, 1)"),
+        ({"lr": float("nan")}, "in learning rate (unknown, 1)"),
+        ({"gamma": 0.9}, "in gamma (0.9, 0.7)"),
+        ({"lr_scale": "sqrt"}, "in --lr-scale (sqrt, none)"),
+        ({"lr_warmup_images": 6000}, "in --lr-warmup-images (6000, 0)"),
+        ({"width": 64}, "in width (64, 32)"),
         ({"device_name": "NVIDIA A100"}, "in device (NVIDIA A100, NVIDIA H200)"),
         ({"recipe": "fast", "global_batch": 512}, "in recipe (fast, classic) and global batch (512, 256)"),
     ],
@@ -214,8 +319,8 @@ def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Comp
 
 def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None:
     for batch, one, two in ((128, 1000, 1200), (1024, 2000, 3800)):
-        write_run(tmp_path, f"one-{batch}", [10, one], global_batch=batch)
-        write_run(tmp_path, f"two-{batch}", [10, two], **ddp(2, global_batch=batch))
+        write_run(tmp_path, f"one-{batch}", [10, one, one], global_batch=batch)
+        write_run(tmp_path, f"two-{batch}", [10, two, two], **ddp(2, global_batch=batch))
     text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
     assert "1.90x as fast as single (95 % efficiency at global batch 1024) at best, 1.20x at worst" in text
@@ -404,7 +509,7 @@ def test_own_training(tmp_path: Path, compared: Compared) -> None:
         ("own-two", 90, own(2)),
         ("own-four", 160, own(4)),
     ):
-        write_run(tmp_path, run_id, [10, speed], **facts)
+        write_run(tmp_path, run_id, [10, speed, speed], **facts)
     seen = compared()
     rows = seen.table[seen.table.stage == "depth"]
     assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
@@ -423,7 +528,7 @@ def test_own_training(tmp_path: Path, compared: Compared) -> None:
 
 def test_own_training_alone(tmp_path: Path, compared: Compared) -> None:
     """Nothing is said of the tutorial's stages, and the name stays as it is written."""
-    write_run(tmp_path, "one", [10, 50], **own(1))
+    write_run(tmp_path, "one", [10, 50, 50], **own(1))
     assert compared().text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
 
 
@@ -465,9 +570,9 @@ def test_kinds_of_model_stay_apart(tmp_path: Path, compared: Compared) -> None:
 
 def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
     """A regression has none: a dash in the table, and no figure."""
-    write_run(tmp_path, "one", [10, 50], **own(1, test_accuracy=float("nan")))
+    write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
     seen = compared()
-    assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "20.0", "300", "1", "2"]
+    assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
 
 

@@ -137,7 +137,7 @@ if __name__ == "__main__":
     errors.run(main)
 """
 NUMBERS = ("nodes", "threads_per_worker", "batch_per_device", "accumulate", "test_images", "train_loss")
-NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "peak_memory_mb")
+NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "lr", "peak_memory_mb")
 
 
 def pretend(checkout: SweepCheckout) -> None:

@@ -1,4 +1,4 @@
-"""The classic MNIST network: 1,199,882 parameters, 71.6 MFLOP per training image."""
+"""The classic MNIST network: 1,199,882 parameters, 71.6 MFLOP per training image, or others of its kind."""
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,18 @@ class Net(nn.Module):
     """Two convolutions, one pooling, two linear layers, as in the PyTorch MNIST example.
 
     Takes normalised images, float32 (n, 1, 28, 28); returns log-probabilities, float32 (n, 10).
-    `precision` is what the layers compute in, "fp32" or "bf16"; the weights are float32 either way.
+    `width` is the number of channels of the first convolution. `precision` is what the layers compute in,
+    "fp32" or "bf16"; the weights are float32 either way.
     """
 
-    def __init__(self, precision: str = "fp32") -> None:
+    def __init__(self, width: int = 32, precision: str = "fp32") -> None:
         super().__init__()
         self.precision = precision
-        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
-        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.conv1 = nn.Conv2d(1, width, kernel_size=3)
+        self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3)
         self.dropout1 = Dropout(0.25)
         self.dropout2 = Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
+        self.fc1 = nn.Linear(288 * width, 128)
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

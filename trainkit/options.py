@@ -15,7 +15,9 @@ from trainkit.errors import UserError
 from trainkit.staging import DATASETS, DEFAULT_DIR
 
 DEFAULT_RESULTS = Path(__file__).resolve().parents[1] / "results"
-DEFAULT_LR = {"classic": 1.0, "fast": 0.003}
+DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
+LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}  # the power of batch size / BASE_BATCH
+BASE_BATCH = 64
 MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
 
 
@@ -62,16 +64,33 @@ class Options:
     )
     recipe: str = _option(
         "training", "classic", tuple(DEFAULT_LR), None,
-        "classic: Adadelta, step decay; fast: Adam, one-cycle, images shifted by up to a pixel",
+        "classic: Adadelta, step decay; sgd: Nesterov momentum, step decay; "
+        "fast: Adam, one-cycle, images shifted by up to a pixel",
         shapes_training=True, column="recipe",
     )
     lr: float | None = _option(
-        "training", None, above_0(), "X", "learning rate (default: 1.0 for classic, 0.003 for fast)",
+        "training", None, above_0(), "X",
+        "learning rate, with --lr-scale that of batch 64 (default: classic 1.0, sgd 0.02, fast 0.003)",
         shapes_training=True,
     )
+    lr_scale: str = _option(
+        "training", "none", tuple(LR_SCALES), None,
+        "linear: --lr times batch size / 64; sqrt: times its square root",
+        shapes_training=True, column="lr_scale",
+    )
+    lr_warmup_images: int = _option(
+        "training", 0, at_least(0, MOST_IMAGES), "N",
+        "classic and sgd: the learning rate rises from 0 over the first N images",
+        shapes_training=True, column="lr_warmup_images",
+    )
     gamma: float = _option(
-        "training", 0.7, above_0(1), "X", "classic recipe: factor on the learning rate per epoch",
-        shapes_training=True,
+        "training", 0.7, above_0(1), "X", "classic and sgd: factor on the learning rate per epoch",
+        shapes_training=True, column="gamma",
+    )
+    width: int = _option(
+        "training", 32, at_least(1, 4096), "N",
+        "channels of the first convolution; the second has twice as many",
+        shapes_training=True, column="width",
     )
     seed: int = _option(
         "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
@@ -140,6 +159,11 @@ class Options:
     )
 
     # fmt: on
+    @property
+    def scaled_lr(self) -> float:
+        """The learning rate at this batch size, after --lr-scale."""
+        return self.lr * (self.batch_size / BASE_BATCH) ** LR_SCALES[self.lr_scale]
+
     def shaping(self) -> dict[str, object]:
         """The options that make it this training and no other."""
         # The one-cycle schedule is stretched over all epochs, so their number shapes every step.

@@ -45,8 +45,8 @@ def _number(kind: type, least: float, most: float = MOST) -> Callable[[str], flo
     return number
 
 
-def _accuracy(cell: str) -> float:
-    return math.nan if cell == "nan" else _number(float, 0, 100)(cell)  # a regression has none
+def _or_nan(least: float, most: float) -> Callable[[str], float]:
+    return lambda cell: math.nan if cell == "nan" else _number(float, least, most)(cell)
 
 
 def _flag(cell: str) -> bool:
@@ -64,6 +64,11 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "model": _text(),
     "loader": _text(),
     "recipe": _text(),
+    "lr": _or_nan(0, FLOAT32),
+    "gamma": _or_nan(0, 1),
+    "lr_scale": _text(),
+    "lr_warmup_images": _number(int, 0),
+    "width": _number(int, 1),
     "world_size": _number(int, 1),
     "nodes": _number(int, 1),
     "devices": _number(int, 1),
@@ -83,10 +88,11 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "eval_seconds": _number(float, ABOVE_0),
     "train_loss": _number(float, -FLOAT32, FLOAT32),
     "test_loss": _number(float, -FLOAT32, FLOAT32),
-    "test_accuracy": _accuracy,
+    "test_accuracy": _or_nan(0, 100),  # a regression has none
     "learning_rate": _number(float, 0, FLOAT32),
     "peak_memory_mb": _number(float, 0),
     "elapsed_s": _number(float, 0),
+    "ended": _text(),
     "seed": _number(int, 0),
     "job_id": _text(),
     "node_list": _text(longest=20_000),
@@ -96,8 +102,9 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "started_at": _text(),
     "schema_version": _number(int, 1),
 }
-# Columns that files of earlier programs lack, and what held for those.
-ADDED = {"model": "Net", "test_images": 10_000}
+# Columns that files of earlier programs lack, and what held for those. Their --lr and --gamma are not known.
+ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "ended": ""}
 
 
 class RecordError(UserError):
@@ -155,7 +162,8 @@ class Recorder:
         """
         self.path = self.path.with_name(f"{facts['run_id']}.csv")
         self._facts |= facts
-        self.rows = [ADDED | row for row in rows]
+        # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
+        self.rows = [ADDED | self._facts | row for row in rows]
         if rows:
             self._write()
 

@@ -26,12 +26,20 @@ from trainkit.world import World
 class RunLog:
     """The log of one run. Only rank 0 has one.
 
-    `devices` is the number of devices that really compute, `dataset` the name of the training data.
+    `devices` is the number of devices that really compute, `dataset` the name of the training data,
+    `accumulate` the number of micro-batches of a step.
     Raises UserError if the results directory cannot be written to.
     """
 
     def __init__(
-        self, stage: str, options: Options, here: World, devices: int, dataset: str, model: nn.Module
+        self,
+        stage: str,
+        options: Options,
+        here: World,
+        devices: int,
+        dataset: str,
+        model: nn.Module,
+        accumulate: int = 1,
     ) -> None:
         self._options = options
         self._started = machine.process_start()
@@ -45,6 +53,7 @@ class RunLog:
             "stage": stage,
             "launcher": here.launcher,
             "dataset": dataset,
+            "lr": options.scaled_lr,
             "model": type(bare(model)).__name__,
             "world_size": here.size,
             "nodes": here.nodes,
@@ -52,7 +61,7 @@ class RunLog:
             "device_name": machine.device_name(here.device),
             "threads_per_worker": torch.get_num_threads(),
             "batch_per_device": options.batch_size // devices,
-            "accumulate": 1,
+            "accumulate": accumulate,
             "precision": precision_of(model),
             "compiled": False,
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
@@ -96,6 +105,7 @@ class RunLog:
                 learning_rate=trained.learning_rate,
                 peak_memory_mb=tested.peak_memory_mb,
                 elapsed_s=self._elapsed_s(),
+                ended="",
             )
         self._past_first_epoch = True
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
