@@ -1,10 +1,10 @@
-"""From the rows of many runs to a comparison: medians, speedup, efficiency, and what they show.
+"""From the rows of many runs to a comparison: medians, speedup and efficiency.
 
 rows, skipped = load(paths)
 table = compare(summarize(rows))
-print(verdict(table))
 """
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit import records
+from trainkit.analysis import trust
 from trainkit.errors import UserError, printable
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
@@ -23,6 +24,11 @@ MUST_BE_EQUAL = {
     "workers_per_loader": "loader workers",
     "threads_per_worker": "threads per worker",
     "recipe": "recipe",
+    "lr": "learning rate",
+    "gamma": "gamma",
+    "lr_scale": "--lr-scale",
+    "lr_warmup_images": "--lr-warmup-images",
+    "width": "width",
     "precision": "precision",
     "compiled": "compiled",
     "accumulate": "micro-batches per step",
@@ -42,11 +48,19 @@ _LABELS = {
     "workers_per_loader": ("{} loader workers", 0),
     "threads_per_worker": ("threads {}", None),
     "recipe": ("{}", None),
+    "lr": ("lr {}", "unknown"),
+    "gamma": ("gamma {}", "unknown"),
+    "lr_scale": ("{} lr scale", "none"),
+    "lr_warmup_images": ("lr warm-up {}", 0),
+    "width": ("width {}", 32),
     "precision": ("{}", None),
     "compiled": ("compiled", False),
     "accumulate": ("accumulate {}", 1),
-    "images": ("{} images", None),
+    "train_images": ("{} images", None),
 }
+# What these decide on needs no place in a label beside them.
+_FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
+_POWERS = {"linear": 1, "sqrt": 0.5}  # of the batch, in the rules of --lr-scale
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
 
@@ -80,6 +94,10 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         except records.RecordError as error:
             skipped.append(str(error))
     rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
+    # Files of earlier programs lack these: they pool among each other, and with no others.
+    for name in ("lr", "gamma"):
+        rows[name] = rows[name].map("{:g}".format).replace("nan", "unknown")
+    rows.loc[rows.recipe == "fast", "gamma"] = "unknown"  # which does not use it
     # A run copied into a second folder is still one run.
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     mixed = _mixed(rows)
@@ -91,10 +109,11 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
-    extremes of the same epochs (images/s), `eval_seconds` their median: NaN without such epochs.
-    `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the last
-    epoch's, `peak_memory_mb` is the largest, of a warm-up only where there is nothing else. `variant` names
-    the settings that differ within the section.
+    extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
+    such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
+    last epoch's, `peak_memory_mb` is the largest, of a warm-up only where there is nothing else.
+    `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
+    settings that differ within the section.
     """
     summary = []
     for configuration, group in rows.groupby(CONFIGURATION):
@@ -106,6 +125,7 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
             "images_per_s": steady.images_per_s.median(),
             "slowest": steady.images_per_s.min(),
             "fastest": steady.images_per_s.max(),
+            "epoch_seconds": steady.train_seconds.median(),
             "eval_seconds": steady.eval_seconds.median(),
             "test_accuracy": last.test_accuracy.dropna().median(),  # pandas 2 warns of all NaN
             "elapsed_s": last.elapsed_s.median(),
@@ -116,33 +136,37 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
         }
         summary.append(dict(zip(CONFIGURATION, configuration, strict=True)) | numbers)
     table = pd.DataFrame(summary)
-    table["variant"] = pd.concat(_variants(section) for _, section in table.groupby(SECTION_BY))
+    table["batch_per_device"] = table.global_batch // table.devices
+    for name, made in {"train_images": _train_images, "variant": _variants}.items():
+        table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
     settings = [name for name in MUST_BE_EQUAL if name != "images"]
     return table.sort_values([*settings, "stage", "devices", "nodes"], key=_order)
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
-    """Add `speedup` (X(n)/X(1)), `efficiency` (speedup/n, 1 is ideal), `baseline` and `why`.
+    """Add `speedup` (X(n)/X(1)), `efficiency` (speedup/n, 1 is ideal), `baseline`, `why` and `doubt`.
 
     `baseline` names the stage that X(1) comes from: `single` where it has an equal run, else the
     row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
-    the reason; everywhere else it is empty.
+    the reason; everywhere else it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), for which the
+    batch per device is equal in place of the global one. `doubt` is of `trust.doubt`.
     """
-    speedups = [_speedup(row, table) for row in table.itertuples()]
-    table = table.join(pd.DataFrame(speedups, index=table.index, columns=["speedup", "baseline", "why"]))
+    compared = []
+    for row in table.itertuples():
+        one, why = _one_device(row, table, "global_batch")
+        weak, _ = _one_device(row, table, "batch_per_device")
+        compared.append(
+            {
+                "speedup": row.images_per_s / one.images_per_s if one else math.nan,
+                "baseline": one.stage if one else "",
+                "why": why,
+                "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
+                "weak_baseline": weak.stage if weak else "",
+                "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
+            }
+        )
+    table = table.join(pd.DataFrame(compared, index=table.index))
     return table.assign(efficiency=table.speedup / table.devices)
-
-
-def verdict(table: pd.DataFrame) -> str:
-    """One sentence on what the comparison (from `compare`) shows at its largest device counts."""
-    clauses = []
-    for names, section in table.groupby(SECTION_BY):
-        where = [name for name, column in zip(names, SECTION_BY, strict=True) if table[column].nunique() > 1]
-        text = "; ".join(_clause(stage, section[section.stage == stage]) for stage in _judged_stages(section))
-        clauses.append(f"on {', '.join(where)}: {text}" if where else text)
-    text = "; ".join(clauses) + "."
-    # The name of an own training stays as it is written.
-    return text[0].upper() + text[1:] if text.startswith(("there ", "on ")) else text
 
 
 def is_cpu(device_name: str) -> bool:
@@ -150,14 +174,21 @@ def is_cpu(device_name: str) -> bool:
     return device_name.startswith("CPU")
 
 
-def label(row: tuple | pd.Series, count: bool = True) -> str:
-    """A configuration in a few words, as `DDP x2, batch 256`; without `count`, `DDP, batch 256`."""
+def stage_name(stage: str) -> str:
+    """A stage of the tutorial in words; somebody's own training as it is written."""
+    return TUTORIAL_STAGES.get(stage, stage)
+
+
+def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str:
+    """A configuration in a few words, as `DDP x2, batch 256`.
+
+    Without `count` it is `DDP, batch 256`; `weak` tells the batch of each device.
+    """
     nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
     devices = f" x{row.devices}{nodes}" if count and row.stage != "single" else ""
     plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
-    return ", ".join(
-        filter(None, [_name(row.stage) + devices + plain, f"batch {row.global_batch}", row.variant])
-    )
+    batch = f"batch {row.batch_per_device} each (weak)" if weak else f"batch {row.global_batch}"
+    return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
 
 
 def with_model(dataset: str, model: str) -> str:
@@ -184,10 +215,6 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
     return sentences
 
 
-def _name(stage: str) -> str:
-    return TUTORIAL_STAGES.get(stage, stage)
-
-
 def _order(column: pd.Series) -> pd.Series:
     """A key for sorting: the stages in the tutorial's order, then other trainings by name."""
     order = {stage: str(i) for i, stage in enumerate(TUTORIAL_STAGES)}
@@ -199,82 +226,69 @@ def _in_words(row: pd.Series, names: Iterable[str]) -> str:
 
 
 def _variants(section: pd.DataFrame) -> pd.Series:
-    varying = [name for name in _LABELS if section[name].nunique() > 1]
-    # Each batch size drops another rest of the same data.
-    if section.images.max() < (section.images + section.global_batch).min():
-        varying = [name for name in varying if name != "images"]
+    varying = []
+    for name in _LABELS:
+        by = _FOLLOWS_FROM.get(name)
+        if (section.groupby(by)[name].nunique().max() if by else section[name].nunique()) > 1:
+            varying.append(name)
     return pd.Series([_in_words(row, varying) for _, row in section.iterrows()], section.index)
 
 
-def _speedup(row: tuple, table: pd.DataFrame) -> tuple[float, str, str]:
-    """Speedup, stage of the baseline, and the reason if there is none."""
-    nothing = float("nan"), ""
+def _train_images(section: pd.DataFrame) -> pd.Series:
+    """The most images of those whose data may have been the same: they drop less than a batch of it."""
+    found, members, below = {}, [], 0
+    for row in section.sort_values("images").itertuples():
+        if row.images >= below:  # the rows before it cannot have had so much data
+            members, below = [], math.inf
+        members.append(row.Index)
+        below = min(below, row.images + row.global_batch)
+        found |= dict.fromkeys(members, row.images)
+    return pd.Series(found)
+
+
+def _one_device(row: tuple, table: pd.DataFrame, batch: str) -> tuple[tuple | None, str]:
+    """The run on one device to compare `row` with, equal in the column `batch`, or the reason for none."""
     if row.stage == "dp" and row.devices == 1:
-        return *nothing, "DataParallel had one device and ran the plain model: no DataParallel speed"
+        return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
     if not row.images_per_s > 0:
-        return *nothing, _WARMUP_ONLY
+        return None, _WARMUP_ONLY
     ones = table[(table.devices == 1) & (table.world_size == 1) & table.stage.isin(["single", row.stage])]
     if ones.empty:
-        return *nothing, "no 1-device run to compare with"
+        return None, "no 1-device run to compare with"
     unlike, unknown, _, one = min(
         (
-            (_unlike(row, one), not one.images_per_s > 0, one.stage != "single", one)
+            (_unlike(row, one, batch), not one.images_per_s > 0, one.stage != "single", one)
             for one in ones.itertuples()
         ),
         key=lambda choice: (len(choice[0]), *choice[1:3]),
     )
     if unlike == ["global_batch"]:
-        return (
-            *nothing,
-            f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with",
-        )
+        return None, f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with"
     if unlike:
         values = [f"{MUST_BE_EQUAL[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
-        return *nothing, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
+        return None, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
     if unknown:
-        return *nothing, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
-    return row.images_per_s / one.images_per_s, one.stage, ""
+        return None, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
+    return one, ""
 
 
-def _unlike(row: tuple, one: tuple) -> list[str]:
+def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
     """The settings whose difference forbids a speedup of `row` over `one`."""
-    unlike = [name for name in MUST_BE_EQUAL if getattr(row, name) != getattr(one, name)]
-    same_data = row.images < one.images + one.global_batch and one.images < row.images + row.global_batch
+    equal = {name: getattr(row, name) == getattr(one, name) for name in MUST_BE_EQUAL}
+    equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
+    equal["images"] = row.train_images == one.train_images
+    # Another recipe has another learning rate, and says it.
+    equal["lr"] = _same_lr(row, one) or not equal["recipe"]
+    equal["gamma"] |= not equal["recipe"]
     # A GPU does not become faster by more CPU threads beside it.
-    equal = {"images": same_data, "threads_per_worker": not is_cpu(row.device_name)}
-    return [name for name in unlike if not equal.get(name)]
+    equal["threads_per_worker"] |= not is_cpu(row.device_name)
+    return [name for name in MUST_BE_EQUAL if not equal[name]]
 
 
-def _judged_stages(section: pd.DataFrame) -> list[str]:
-    """The parallel stages and the own trainings. Beside own ones a stage of the tutorial is not missed."""
-    present = set(section.stage)
-    own = sorted(present - set(TUTORIAL_STAGES))
-    return [stage for stage in ("ddp", "dp") if stage in present or not own] + own
-
-
-def _clause(stage: str, rows: pd.DataFrame) -> str:
-    name, several = _name(stage), rows[rows.devices > 1]
-    one_process = stage == "dp" or (rows.world_size < rows.devices).any()
-    unit = "device" if one_process else "worker"
-    if rows.empty:
-        return f"there is no {name} run"
-    if several.empty:
-        return f"{name} had only one {unit} and cannot be judged here"
-    unit = f"CPU {unit}s" if is_cpu(rows.device_name.iloc[0]) else f"{unit}s"
-    judged = several[several.speedup.notna()]
-    if judged.empty:
-        why = several.why.iloc[0] if several.why.nunique() == 1 else "for the reasons noted"
-        return f"{name} on {several.devices.max()} {unit} cannot be judged here ({why})"
-    top = judged[judged.devices == judged.devices.max()].sort_values("speedup", ascending=False)
-    best, worst = top.iloc[0], top.iloc[-1]
-    one = "single" if best.baseline == "single" else f"{name} on one"
-    text = f"{name} on {best.devices} {unit} trained {best.speedup:.2f}x as fast as {one} ({_at(best)})"
-    if len(top) > 1:
-        text += f" at best, {worst.speedup:.2f}x at worst ({_at(worst)})"
-    return text + (", which is slower than one" if best.speedup < 1 else "")
-
-
-def _at(row: pd.Series) -> str:
-    nodes = f"{row.nodes} nodes" if row.nodes > 1 else ""
-    where = ", ".join(filter(None, [str(row.global_batch), row.variant, nodes]))
-    return f"{100 * row.efficiency:.0f} % efficiency at global batch {where}"
+def _same_lr(row: tuple, one: tuple) -> bool:
+    """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
+    power = _POWERS.get(row.lr_scale, 0)
+    if "unknown" in (row.lr, one.lr) or not power:
+        return row.lr == one.lr
+    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** power
+    return math.isclose(float(row.lr), scaled, rel_tol=1e-4)

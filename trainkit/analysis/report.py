@@ -1,13 +1,15 @@
 """The comparison of runs for people: tables on the terminal, comparison.md, comparison.csv and figures."""
 
 import html
+import math
 import re
 import textwrap
 from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import comparison, figures
+from trainkit.analysis import comparison, figures, trust
+from trainkit.analysis.verdict import verdict
 from trainkit.errors import UserError
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
@@ -21,7 +23,9 @@ SHOWN = {
     "min..max": ("spread", ""),
     "speedup": ("speedup", ".2f"),
     "eff. %": ("efficiency_percent", ".0f"),
+    "weak eff. %": ("weak_percent", ".0f"),
     "note": ("note", ""),
+    "doubt": ("doubt", ""),
     "acc. %": ("test_accuracy", ".2f"),
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
@@ -29,7 +33,9 @@ SHOWN = {
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-LEFT_ALIGNED = ("stage", "variant", "note")
+LEFT_ALIGNED = ("stage", "variant", "note", "doubt")
+LEAST_NEEDED = ("eval s", "mem. MB", "epochs", "runs", "wall s")
+TERMINAL = 120  # characters
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
     "speedup, eff. %: against one device of the same kind. "
@@ -50,16 +56,18 @@ def report(paths: list[Path], out: Path) -> str:
     table = comparison.compare(comparison.summarize(rows))
     shown, reasons = _as_text(table)
     notes = reasons + _notes(rows, skipped)
-    verdict = comparison.verdict(table)
-    plain, marked = [], [f"# Comparison\n\n{_escaped(verdict)}"]
+    conclusion = verdict(table)
+    narrow, left_out = _fitting(shown)
+    plain, marked = [], [f"# Comparison\n\n{_escaped(conclusion)}"]
     for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, lines = comparison.common(section), shown.loc[section.index]
-        plain.append(f"{title}: {settings}\n\n{_plain(lines.drop(columns='eval s'))}")
+        plain.append(f"{title}: {settings}\n\n{_plain(narrow.loc[section.index])}")
         marked.append(f"## {_escaped(title)}\n\n{_escaped(settings)}\n\n{_markdown(lines)}")
     # The terminal first: it is of use even where nothing can be written.
     print("\n\n".join(plain) + "\n")
-    print("\n".join(textwrap.fill(note, 110, subsequent_indent="    ") for note in notes) + "\n")
+    told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
+    print("\n".join(textwrap.fill(note, 110, subsequent_indent="    ") for note in told) + "\n")
     try:
         out.mkdir(parents=True, exist_ok=True)
         table.apply(lambda column: column.map(_no_formula)).to_csv(out / "comparison.csv", index=False)
@@ -70,7 +78,7 @@ def report(paths: list[Path], out: Path) -> str:
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
     print(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
-    return verdict
+    return conclusion
 
 
 def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -80,10 +88,12 @@ def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     )
     notes = table.why.where(table.baseline == "", own.where(table.baseline != "single", ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
-    known = table.images_per_s.notna()
+    known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
     table = table.assign(
         spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
         efficiency_percent=100 * table.efficiency,
+        # On one device it is that of the column before.
+        weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         note=[numbers.get(note, "") for note in notes],
     )
     shown = pd.DataFrame(
@@ -93,8 +103,10 @@ def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         },
         index=table.index,
     )
-    silent = [name for name in ("nodes", "variant", "note") if set(shown[name]) <= {"", "1"}]
-    return shown.drop(columns=silent), [f"{number} {note}." for note, number in numbers.items()]
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt"]
+    silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
+    notes = [f"{number} {note}." for note, number in numbers.items()]
+    return shown.drop(columns=silent), notes + trust.legend(table)
 
 
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
@@ -106,6 +118,18 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
+
+
+def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The columns that a terminal has room for, and the names of those left out, the least needed first."""
+    left_out = list(LEAST_NEEDED[:1])
+    while len(left_out) < len(LEAST_NEEDED) and _too_wide(shown.drop(columns=left_out)):
+        left_out.append(LEAST_NEEDED[len(left_out)])
+    return shown.drop(columns=left_out), left_out
+
+
+def _too_wide(shown: pd.DataFrame) -> bool:
+    return max(map(len, _plain(shown).splitlines())) > TERMINAL
 
 
 def _plain(shown: pd.DataFrame) -> str:

@@ -1,0 +1,62 @@
+"""Which rows of a comparison are not to be relied on, why, and what to do about it."""
+
+import pandas as pd
+
+FEWEST_EPOCHS = 2  # measured, the warm-up not among them
+MOST_EFFICIENCY = 1.05
+MOST_DIFFERENCE = 0.1  # of one DDP worker and stage single, which do the same work
+
+# The marks of the table; what each says of the measurement, how it shows, and what helps.
+MARKS = {
+    "q": (
+        "the machine was not quiet",
+        "one DDP worker differs by more than 10 % from single, whose work it does, or an efficiency passes "
+        "105 %",
+        "measure again with --repeats 3 and one job at a time on exclusive nodes (export SBATCH_EXCLUSIVE=1)",
+    ),
+    "e": (
+        "too little was measured",
+        "fewer than two epochs after the warm-up, of the row or of its run on one device",
+        "give --epochs 3 or more",
+    ),
+    "s": (
+        "the measurements scatter",
+        "min..max, of the row or of its run on one device, is wider than the difference of the two",
+        "give more --epochs and --repeats 3, on exclusive nodes",
+    ),
+}
+
+
+def doubt(row: tuple, ones: list[tuple]) -> str:
+    """The marks of a row of a comparison; `ones` are the rows on one device that it is held against."""
+    one_worker = row.stage == "ddp" and row.devices == 1
+    found = {
+        "q": any(
+            row.images_per_s > MOST_EFFICIENCY * row.devices * one.images_per_s
+            or (one_worker and abs(row.images_per_s / one.images_per_s - 1) > MOST_DIFFERENCE)
+            for one in ones
+        ),
+        "e": min(run.steady_epochs for run in (row, *ones)) < FEWEST_EPOCHS,
+        "s": row.devices > 1 and any(_scatter(row, one) for one in ones),
+    }
+    return "".join(mark for mark, holds in found.items() if holds)
+
+
+def legend(table: pd.DataFrame) -> list[str]:
+    """A line for every mark in the table."""
+    return [f"doubt {mark}: {what} ({shows})." for mark, (what, shows, _) in _found(table)]
+
+
+def sentence(table: pd.DataFrame) -> str:
+    """What not to rely on, and what to do; nothing if no row is marked."""
+    reasons = [f"{what} (doubt {mark}): {helps}" for mark, (what, _, helps) in _found(table)]
+    return f" Do not rely on the marked rows: {'; '.join(reasons)}." if reasons else ""
+
+
+def _scatter(row: tuple, one: tuple) -> bool:
+    spread = max(run.fastest - run.slowest for run in (row, one))
+    return spread > abs(row.images_per_s - one.images_per_s)
+
+
+def _found(table: pd.DataFrame) -> list[tuple[str, tuple[str, str, str]]]:
+    return [(mark, texts) for mark, texts in MARKS.items() if table.doubt.str.contains(mark).any()]
