@@ -331,14 +331,18 @@ def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> N
 
 
 def _without_one_device(cells: list[Cell], folder: Path) -> list[str]:
-    """A sentence for every batch size that has cells without an equal one on a single device."""
+    """A sentence for every batch size that has cells without one on a single device to be compared with."""
     known = {cell.configuration for cell in cells}
     known |= {earlier.name.rpartition("-r")[0] for earlier in folder.glob("*-r*")}
     single = STAGES["single"]
     shape, lacking = geometry(single, gpus=1), {}
     for cell in cells:
         stages = {cell.stage} if cell.stage.own else {cell.stage, single}
-        ones = {replace(cell, stage=stage, shape=shape).configuration for stage in stages}
+        batches = {cell.batch_size, cell.batch_size // cell.shape.gpus}  # for strong and for weak scaling
+        ones = {
+            replace(cell, stage=stage, shape=shape, batch_size=batch).configuration
+            for stage, batch in product(stages, batches)
+        }
         if cell.shape.gpus > 1 and not ones & known:
             lacking.setdefault(cell.batch_size, set()).add(cell.configuration)
     which = "" if cells[0].stage.own else "--stages single "
