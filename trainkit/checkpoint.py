@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import machine, world
 from trainkit.epoch import PartialEpoch, not_a_number
@@ -52,8 +51,8 @@ class Checkpoints:
     """The checkpoints of one run, in `--checkpoint-dir`; without that option it does nothing.
 
     All ranks make one and call its methods at the same points. With `--resume auto` the newest
-    checkpoint is loaded here, into `model`, `optimizer`, `schedule` and `log`. From here on the
-    signals USR2 and SIGTERM mean: save at the next step and stop.
+    checkpoint is loaded here, into `model`, `parts` (by name; each has a state_dict) and `log`. From here
+    on the signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
         UserError: if the folder cannot be written to, is another run's, holds another training, or
@@ -65,12 +64,11 @@ class Checkpoints:
         options: Options,
         dataset: str,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRScheduler,
+        parts: dict[str, object],
         log: RunLog | None,
     ) -> None:
         # Without the wrappers, so that every stage can load it.
-        self._parts = {"model": bare(model), "optimizer": optimizer, "schedule": schedule}
+        self._parts = {"model": bare(model)} | parts
         # What makes it this training and no other.
         names = {"dataset": dataset, "model": type(bare(model)).__name__}
         self._identity = options.shaping() | names

@@ -36,6 +36,8 @@ class Run:
     Args:
         name: what the record calls the run: "single", "dp", "ddp", or a name of your own.
         devices: the number of devices that really compute, on all ranks together.
+        accumulate: the number of micro-batches that each batch is cut into.
+        also: more of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
@@ -51,11 +53,16 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: LRScheduler,
         devices: int,
+        accumulate: int = 1,
+        also: dict[str, object] | None = None,
     ) -> None:
         self._options, self._model, self._schedule = options, model, schedule
         # None but on rank 0.
-        self._log = world.on_first(lambda: RunLog(name, options, here, devices, train_set.name, model))
-        self._checkpoints = Checkpoints(options, train_set.name, model, optimizer, schedule, self._log)
+        self._log = world.on_first(
+            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate)
+        )
+        parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
+        self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log)
         self._meeting = Meeting(here.device)
 
     def epochs(self) -> range:

@@ -1,0 +1,65 @@
+"""Train the classic MNIST network with DistributedDataParallel, each batch in micro-batches.
+
+Try: torchrun --standalone --nproc-per-node=2 accumulate.py --accumulate 4 --epochs 2
+"""
+
+from contextlib import nullcontext
+
+from trainkit import batches, data, errors, options, world
+from trainkit.command_line import at_least
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    accumulate = options.own(4, at_least(1), "K", "micro-batches of a batch, one after the other")
+    opts = options.parse(__doc__, accumulate=accumulate)
+    here = world.join(not opts.no_cuda, opts.timeout)
+    what = f"micro-batches ({here.size} processes x --accumulate {opts.accumulate})"
+    options.check_divides(opts.batch_size, here.size * opts.accumulate, what)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    choose_precision(model, opts, train_set)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    ranks, parts = here.size, opts.accumulate
+    run = Run("ddp-accumulate", opts, here, train_set, model, optimizer, schedule, ranks, accumulate=parts)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = 0
+            micro_batches = zip(images.chunk(parts), labels.chunk(parts), strict=True)
+            for part, (inputs, targets) in enumerate(micro_batches, start=1):
+                # The gradients of all parts add up. They are exchanged in the last backward pass only.
+                with model.no_sync() if part < parts else nullcontext():
+                    share = F.nll_loss(model(inputs), targets) / parts
+                    share.backward()
+                loss += share.detach()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
