@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "results" / "plot_results.py"
 GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
 FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
+SIZE = "size.png"  # only where there is more than one
 
 
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
@@ -125,7 +126,7 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 
         monkeypatch.setattr(Figure, "savefig", save)
         verdict = report(list(paths) or [tmp_path], out)
-        assert sorted(figures) == sorted(name for name in FIGURES if (out / name).exists())
+        assert sorted(figures) == sorted(name for name in (*FIGURES, SIZE) if (out / name).exists())
         text = f"{capsys.readouterr().out}{verdict}\n".replace("\n    ", " ")
         return Seen(text, pd.read_csv(out / "comparison.csv"), figures)
 
@@ -258,6 +259,84 @@ def test_records_that_lack_the_learning_rate(tmp_path: Path, compared: Compared)
     text, table, _ = compared()
     assert list(table.runs) == [1, 2, 1] and table.speedup[2] == 1.6
     assert "unknown" not in text and "lr 1, gamma 0.7" in text
+
+
+def timed(folder: Path, devices: int, images: int, epoch: float, run: float, **facts: object) -> None:
+    """A run of so many images and devices whose epochs, and which as a whole, took so many seconds."""
+    facts |= {"images": images, "train_seconds": epoch, "elapsed_s": run}
+    facts = ddp(devices, **facts) if devices > 1 else facts
+    write_run(folder, f"{devices}-{images}-{len(facts)}", [10, images / epoch, images / epoch], **facts)
+
+
+def test_the_size_from_which_more_devices_pay(tmp_path: Path, compared: Compared) -> None:
+    for devices, images, epoch, run in (
+        (1, 2048, 1, 10),
+        (2, 2048, 1.5, 20),
+        (4, 2048, 0.9, 40),
+        (1, 10240, 5, 30),
+        (2, 10240, 3, 25),
+        (4, 10240, 2, 35),
+    ):
+        timed(tmp_path, devices, images, epoch, run)
+    seen = compared()
+    for told in (
+        "DDP x2, batch 256 is sooner done than one device: with an epoch from about 3,686 images on; with a "
+        "run of 3 epochs, its start included, from about 7,509 images on.",
+        "DDP x4, batch 256 is sooner done than one device: with an epoch at all measured sizes; with a run "
+        "of 3 epochs, its start included, not within the measured sizes.",
+    ):
+        assert seen.text.count(told) == 1
+        assert told in (tmp_path / "out" / "comparison.md").read_text()
+    assert seen.legend(SIZE) == [f"{stage}, batch 256" for stage in ("single", "DDP x2", "DDP x4")]
+    epochs, runs = seen.figures[SIZE].axes
+    assert [list(line.get_xdata()) for line in runs.lines] == [[2048, 10240]] * 3
+    assert [list(line.get_ydata()) for line in epochs.lines] == [[1, 5], [1.5, 3], [0.9, 2]]
+    assert [list(line.get_ydata()) for line in runs.lines] == [[10, 30], [20, 25], [40, 35]]
+    seen.figures[SIZE].draw_without_rendering()
+    assert not [text for text in runs.get_xticklabels() if "$" in text.get_text()]
+
+
+def test_sizes_of_unequal_runs_make_no_line(tmp_path: Path, compared: Compared) -> None:
+    """Another batch drops another rest of the same data; other precisions or devices are no sizes."""
+    timed(tmp_path, 1, 59904, 5, 30)
+    timed(tmp_path, 1, 59392, 5, 30, global_batch=1024)
+    timed(tmp_path, 1, 2048, 5, 30, precision="bf16")
+    timed(tmp_path, 2, 10240, 5, 30)
+    assert SIZE not in compared().figures
+
+
+def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) -> None:
+    """Each batch size is one case: images/s of single and of another run, and the mark of the latter."""
+    few, loud, wide = "too little was measured", "the machine was not quiet", "the measurements scatter"
+    cases = {
+        300: ([1000, 1000], ddp(2), [1600, 1650], ""),
+        320: ([1000, 1000], ddp(2), [2090, 2090], ""),
+        340: ([1000, 1000], ddp(2), [2110, 2110], "q"),
+        360: ([1000, 1000], ddp(1), [905, 905], ""),
+        380: ([1000, 1000], ddp(1), [890, 890], "q"),
+        400: ([1000, 1000], ddp(1), [1110, 1110], "q"),
+        420: ([1000, 1000], ddp(2), [1600], "e"),
+        440: ([1000], ddp(2), [1600, 1600], "e"),
+        460: ([1000, 1000], ddp(2), [1200, 1600], ""),
+        480: ([1000, 1000], ddp(2), [1000, 1500], "s"),
+        500: ([800, 1200], ddp(2), [1300, 1300], "s"),
+        520: ([1000, 1000], dp(2), [1100, 1000], "s"),
+        540: ([1000, 1000], ddp(4), [4400], "qe"),
+    }
+    for batch, (single, other, speeds, _) in cases.items():
+        write_run(tmp_path, f"single-{batch}", [10, *single], global_batch=batch)
+        write_run(tmp_path, f"other-{batch}", [10, *speeds], **other, global_batch=batch)
+    text, table, _ = compared()
+    marks = table[table.stage != "single"].set_index("global_batch").doubt.fillna("")
+    assert dict(marks) == {batch: mark for batch, (*_, mark) in cases.items()}
+    assert cells(text, "ddp", 4)[5] == "qe"
+    for mark, what in (("q", loud), ("e", few), ("s", wide)):
+        assert f"doubt {mark}: {what} (" in text
+    verdict = text.splitlines()[-1]
+    assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
+    assert f"Do not rely on the marked rows: {loud} (doubt q): measure again with --repeats 3" in verdict
+    assert "on exclusive nodes" in verdict and f"{few} (doubt e): give --epochs 3 or more" in verdict
+    assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:

@@ -149,7 +149,9 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `baseline` names the stage that X(1) comes from: `single` where it has an equal run, else the
     row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
     the reason; everywhere else it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), for which the
-    batch per device is equal in place of the global one. `doubt` is of `trust.doubt`.
+    batch per device is equal in place of the global one. `epoch_saved_s` and `run_saved_s` are how much
+    sooner than on the baseline an epoch is trained, and a run of as many epochs done. `doubt` is of
+    `trust.doubt`.
     """
     compared = []
     for row in table.itertuples():
@@ -162,6 +164,10 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "why": why,
                 "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
                 "weak_baseline": weak.stage if weak else "",
+                "epoch_saved_s": one.epoch_seconds - row.epoch_seconds if one else math.nan,
+                "run_saved_s": one.elapsed_s - row.elapsed_s
+                if one and one.epochs == row.epochs
+                else math.nan,
                 "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
             }
         )

@@ -1,7 +1,8 @@
-"""The figures of a comparison: throughput, speedup and accuracy; a panel or two per section of the report."""
+"""The figures of a comparison: throughput, speedup, size, accuracy; panels for each section of the report."""
 
 import textwrap
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +13,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from trainkit.analysis import comparison
+from trainkit.analysis import comparison, sizes
 
 # Colour is never the only difference: figures are read on grey paper too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
@@ -39,6 +41,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     every = {
         "throughput.png": _throughput(table[table.images_per_s.notna()]),
         "speedup.png": _speedup(table),
+        "size.png": _size(table),
         "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
     }
     for name, figure in every.items():
@@ -75,11 +78,22 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
 
 def _speedup(table: pd.DataFrame) -> Figure | None:
     """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
-    sections = []
-    for names, section in table.groupby(comparison.SECTION_BY):
-        lines = [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
-        if lines:
-            sections.append((names, lines))
+
+    def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+        return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
+
+    return _pairs(table, lines, _speedup_and_efficiency)
+
+
+def _size(table: pd.DataFrame) -> Figure | None:
+    """One line per set of devices and equal settings, through all sizes of the data."""
+    return _pairs(table, sizes.lines, _epoch_and_run)
+
+
+def _pairs(table: pd.DataFrame, lines_of: Callable, plot: Callable) -> Figure | None:
+    """A pair of panels for each section that has lines."""
+    sections = [(names, lines_of(section)) for names, section in table.groupby(comparison.SECTION_BY)]
+    sections = [(names, lines) for names, lines in sections if lines]
     if not sections:
         return None
     figure = plt.figure(figsize=(7, 3.6 * len(sections)), layout="constrained")
@@ -87,9 +101,25 @@ def _speedup(table: pd.DataFrame) -> Figure | None:
     looks: Looks = {}
     for part, (names, lines) in zip(parts, sections, strict=True):
         part.suptitle(_title(*names), fontsize=10)
-        _speedup_and_efficiency(*part.subplots(1, 2), lines, looks)
+        plot(*part.subplots(1, 2), lines, looks)
     _legend(figure)
     return figure
+
+
+def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
+    for axes, column, what in (
+        (left, "epoch_seconds", "training of an epoch (s)"),
+        (right, "elapsed_s", "whole run, start included (s)"),
+    ):
+        for text, rows in lines:
+            axes.plot(rows.train_images, rows[column], **_look(text, looks))
+        axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
+            axis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", rotation=45)
+        axes.grid(alpha=0.3)
 
 
 def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:

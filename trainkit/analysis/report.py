@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import comparison, figures, trust
+from trainkit.analysis import comparison, figures, sizes, trust
 from trainkit.analysis.verdict import verdict
 from trainkit.errors import UserError
 
@@ -64,10 +64,13 @@ def report(paths: list[Path], out: Path) -> str:
         settings, lines = comparison.common(section), shown.loc[section.index]
         plain.append(f"{title}: {settings}\n\n{_plain(narrow.loc[section.index])}")
         marked.append(f"## {_escaped(title)}\n\n{_escaped(settings)}\n\n{_markdown(lines)}")
+        for sentence in sizes.sentences(section):
+            plain.append(_wrapped(sentence))
+            marked.append(_escaped(sentence))
     # The terminal first: it is of use even where nothing can be written.
     print("\n\n".join(plain) + "\n")
     told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
-    print("\n".join(textwrap.fill(note, 110, subsequent_indent="    ") for note in told) + "\n")
+    print("\n".join(map(_wrapped, told)) + "\n")
     try:
         out.mkdir(parents=True, exist_ok=True)
         table.apply(lambda column: column.map(_no_formula)).to_csv(out / "comparison.csv", index=False)
@@ -126,6 +129,10 @@ def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     while len(left_out) < len(LEAST_NEEDED) and _too_wide(shown.drop(columns=left_out)):
         left_out.append(LEAST_NEEDED[len(left_out)])
     return shown.drop(columns=left_out), left_out
+
+
+def _wrapped(note: str) -> str:
+    return textwrap.fill(note, 110, subsequent_indent="    ")
 
 
 def _too_wide(shown: pd.DataFrame) -> bool:
