@@ -18,8 +18,10 @@ from torch import nn
 def main() -> None:
     opts = options.parse(__doc__)
     here = world.alone(not opts.no_cuda)
+    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
+    opts = opts.for_devices(gpus, "GPUs")
     torch.manual_seed(opts.seed)
-    machine.seed_gpus(opts.seed)  # each GPU drops other neurons
+    machine.take_all_gpus(opts.seed)  # each drops other neurons
 
     # By default all images go to the device once and stay there.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
@@ -28,11 +30,9 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
         # the gradients on the first one.
-        options.check_divides(opts.batch_size, gpus, "GPUs")
         model = nn.DataParallel(model)
     else:
         print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")

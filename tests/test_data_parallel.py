@@ -128,7 +128,7 @@ GENERATORS = """\
 states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \
 torch.cuda.is_initialized = lambda: True; torch.cuda.device_count = lambda: len(states); \
 torch.cuda.get_rng_state_all = lambda: states; machine.reset_peak_memory = lambda: None; \
-machine.seed_gpus = lambda seed: print("seeded", seed); \
+machine.seed_gpus = lambda seed: print("seeded", seed); machine.try_gpu = lambda device: None; \
 torch.cuda.set_rng_state_all = lambda states: print("restored", [state.item() for state in states])"""
 
 

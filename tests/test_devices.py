@@ -3,9 +3,9 @@
 There need not be a GPU: what PyTorch, the driver and Slurm would tell is planted.
 """
 
+import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,18 +42,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path) -> None:
     """Before it has done anything; unless it is told to use the CPU."""
     checkout = Checkout(tmp_path / "a checkout")
-    checkout.plant("single", "import torch; torch.cuda.device_count = lambda: 2")
+    fault = "import torch; torch.cuda.is_available = lambda: False; torch.cuda.device_count = lambda: 2"
+    checkout.plant("single", fault)
     arguments = (checkout.script("single"), *ONE_STEP, "--results-dir", tmp_path / "results")
-    refused = checkout.python(*arguments)
+    refused = checkout.python(*arguments, CUDA_VISIBLE_DEVICES="0,1")
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
-    assert line.startswith("error: PyTorch cannot use the 2 GPU(s) of ")
-    assert (
-        f"torch {torch.__version__} is built for {machine.build()}, and the node has no NVIDIA driver" in line
-    )
-    assert "add --no-cuda" in line
+    assert line.startswith("error: PyTorch cannot use the ")
+    assert line.endswith(" or add --no-cuda.")
     assert not (tmp_path / "results").exists()
-    assert checkout.python(*arguments, "--no-cuda").returncode == 0
+    assert checkout.python(*arguments, "--no-cuda", CUDA_VISIBLE_DEVICES="0,1").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,36 @@ def test_the_reason_that_pytorch_gives_is_told(gpus: Callable, monkeypatch: pyte
     gpus(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(OLD_DRIVER, stacklevel=1)))
     monkeypatch.setattr(machine, "driver", lambda: "driver 535.104.05")
+    monkeypatch.setattr(machine, "_has_driver_library", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError) as refused:
         machine.check_usable()
-    assert f"({OLD_DRIVER})" in str(refused.value) and "the node has driver 535.104.05" in str(refused.value)
+    for told in (
+        OLD_DRIVER,
+        f"torch {torch.__version__} is built for {machine.build()}, ",
+        "driver 535.104.05",
+    ):
+        assert told in str(refused.value)
+
+
+def test_a_container_without_the_drivers_library(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apptainer without --nv: the GPUs' device files are there."""
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "_has_driver_library", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match=r"no libcuda.so.1.* \(apptainer exec --nv\)"):
+        machine.check_usable()
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0,1", "none", "NoDevFiles"])
+def test_gpus_that_are_hidden_are_not_missed(
+    visible: str, gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert world.alone(use_cuda=True).device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +139,7 @@ def test_the_driver_is_read_from_the_kernel_module(
             "held by another process in exclusive mode",
         ),
         ("CUDA out of memory. Tried to allocate 2.00 MiB.", "is full before the training starts"),
+        ("CUDA error: invalid device ordinal", "srun --gpus-per-task=1"),
         (
             "CUDA error: uncorrectable ECC error encountered\nstack",
             "(CUDA error: uncorrectable ECC error encountered)",
@@ -169,6 +195,7 @@ OWN = {
     "two ranks on one GPU": (1, 2, 1, 1, "srun", None),
     "the first of two ranks on one GPU": (0, 2, 1, 1, "srun", None),
     "more ranks of torchrun than GPUs": (1, 2, 1, None, "torchrun", None),
+    "more ranks of torchrun than several GPUs": (3, 4, 2, None, "torchrun", None),
 }
 
 
@@ -192,6 +219,7 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(world, "_meet", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
     gpus(visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if given is not None:
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(given))
     if gpu is not None:
@@ -268,12 +296,31 @@ def test_the_store_nccl_and_cuda_fail_in_their_own_words(
     assert "\n" not in str(refused.value)
 
 
-def test_each_gpu_of_a_process_draws_its_own_numbers(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, chosen = {}, []
-    monkeypatch.setattr(torch.cuda, "device", lambda index: chosen.append(index) or nullcontext())
-    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: drawn.update({chosen[-1]: seed}))
-    machine.seed_gpus(7)
-    assert drawn == {}
+def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
+    gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    generators = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr(machine, "try_gpu", lambda device: tried.append(device.index))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    gpus(0)
+    machine.take_all_gpus(7)
+    assert tried == []
     gpus(3)
-    machine.seed_gpus(7)
-    assert drawn == {0: 7, 1: 8, 2: 9}
+    machine.take_all_gpus(7)
+    assert tried == [2, 1, 0]  # PyTorch goes on with the last one
+    assert [generator.initial_seed() for generator in generators] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_every_rank_takes_its_own_slice_of_a_card(
+    launcher: str, gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm lists the slices of all ranks, and CUDA would show the first one to each."""
+    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
+    monkeypatch.setattr(world, "_place", lambda: place)
+    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    gpus(1)
+    assert world.own_device(use_cuda=True) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -96,7 +97,7 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     text = f"error{_which_rank()}: {text}"
     note(state, text)
     tell()
-    if _rank() is None:
+    if _rank() is None and threading.current_thread() is threading.main_thread():
         sys.exit(text)
     # The rank's group is still open, and at Python's own end one of its threads could abort the process.
     print(text, file=sys.stderr, flush=True)

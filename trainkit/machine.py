@@ -43,7 +43,7 @@ def driver() -> str:
         told = Path("/proc/driver/nvidia/version").read_text()
         if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", told):
             return f"driver {found[1]}"
-    return "no NVIDIA driver"
+    return "a driver of Windows" if Path("/dev/dxg").exists() else "no NVIDIA driver"
 
 
 def check_usable() -> None:
@@ -56,21 +56,25 @@ def check_usable() -> None:
         warnings.simplefilter("always")
         if torch.cuda.is_available() or os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return
-        here = max(_open_to_us(), torch.cuda.device_count())
-    given = gpus_given() or 0
+        here, given = _open_to_us(), gpus_given()
     why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
-    software = f"torch {torch.__version__} is built for {build()}, and the node has {driver()}"
+    node, software = platform.node(), f"torch {torch.__version__} is built for {build()}"
+    if here and torch.version.cuda and not _has_driver_library():
+        raise UserError(
+            f"PyTorch cannot use the {here} GPU(s) of {node}: there is no libcuda.so.1, the driver's part. "
+            "Let it into your container (apptainer exec --nv), install the driver, or add --no-cuda."
+        )
     if here:
         raise UserError(
-            f"PyTorch cannot use the {here} GPU(s) of {platform.node()}{why}: {software}. Install a PyTorch "
-            f"for this driver ({PREVIOUS_VERSIONS}), ask your admin for a newer one, or add --no-cuda."
+            f"PyTorch cannot use the {here} GPU(s) of {node}{why}: {software}, and the node has {driver()}. "
+            f"Install a PyTorch for this driver ({PREVIOUS_VERSIONS}), ask for a newer one, or add --no-cuda."
         )
     if given:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
-            f"Slurm gave this job {given} GPU(s) on {platform.node()}, but PyTorch sees "
-            f"none{why}: {software}; CUDA_VISIBLE_DEVICES is {visible}. See that a container lets the GPUs "
-            "in (apptainer --nv), or add --no-cuda."
+            f"Slurm gave this job {given} GPU(s) on {node}, but PyTorch sees none{why}: {software}, the node "
+            f"has {driver()}, CUDA_VISIBLE_DEVICES is {visible}. See that a container lets the GPUs in "
+            "(apptainer exec --nv), or add --no-cuda."
         )
 
 
@@ -81,13 +85,24 @@ def gpus_given() -> int | None:
 
 
 def _open_to_us() -> int:
-    """NVIDIA's GPUs by their device files, which are there whatever PyTorch was built for.
+    """GPUs that this process may use, whatever PyTorch was built for.
 
-    A job that asked for none may not open them, and a variable may hide them.
+    NVIDIA's have device files, which a job that asked for none may not open; others only PyTorch knows. What
+    PyTorch does not take for a number or name of a GPU hides all of them, and so it is meant.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
         return 0
-    return sum(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev").glob("nvidia[0-9]*"))
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    return sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else torch.cuda.device_count()
+
+
+def _has_driver_library() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def try_gpu(device: torch.device) -> None:
@@ -119,24 +134,43 @@ def _trouble(device: torch.device, told: str) -> str:
             "is held by another process in exclusive mode: nvidia-smi shows who computes there; ask Slurm "
             "for a GPU of your own, or your admin for `nvidia-smi --compute-mode=DEFAULT`."
         )
+    if "invalid device ordinal" in told:
+        return (
+            "is not shown by CUDA, which shows a process one slice (MIG) at most: give each process its own "
+            "by srun --gpus-per-task=1, or by CUDA_VISIBLE_DEVICES."
+        )
     return f"does not compute ({told.strip().splitlines()[0]}): see nvidia-smi, and tell your admin."
 
 
 def card(device: torch.device) -> str:
-    """Which card of which host the GPU is, alike for slices (MIG) of one; empty if PyTorch cannot tell."""
+    """Which card of which host the GPU is, alike for slices (MIG) of one.
+
+    Of an older PyTorch less: slices have names of their own, and before 2.5 there is none at all.
+    """
     properties = torch.cuda.get_device_properties(device)
     if hasattr(properties, "pci_bus_id"):
         place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    else:  # an older PyTorch
+    else:
         place = getattr(properties, "uuid", None)
     return f"{cores()[0].strip()} {place}" if place else ""
 
 
+def take_all_gpus(seed: int) -> None:
+    """Have a process that computes on all its GPUs try each of them, and seed them.
+
+    Raises:
+        UserError: as `try_gpu`.
+    """
+    if torch.cuda.is_initialized():
+        for index in reversed(range(torch.cuda.device_count())):  # the first one stays the current one
+            try_gpu(torch.device("cuda", index))
+        seed_gpus(seed)
+
+
 def seed_gpus(seed: int) -> None:
     """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
-    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        with torch.cuda.device(index):
-            torch.cuda.manual_seed(seed + index)
+    for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
+        generator.manual_seed(seed + index)
 
 
 def process_start() -> float:

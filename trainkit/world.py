@@ -130,7 +130,7 @@ def _check_cards(store: dist.Store, place: dict, device: torch.device) -> None:
             raise UserError(
                 f"rank {rank} has the GPU of rank {other}, or a slice (MIG) of its card ({_gpus_of(place)}): "
                 "start one process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
-                "--gpu-bind=closest, and on one slice of each card only."
+                "--gpu-bind=closest, and of each card on one slice only."
             )
 
 
@@ -306,6 +306,7 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
 def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process, tried; the CPU with --no-cuda, or where there is no GPU."""
     if use_cuda:
+        _take_own_slice(place)
         machine.check_usable()
     if not use_cuda or not torch.cuda.is_available():
         machine.keep_freed_memory()
@@ -318,15 +319,23 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
     return device
 
 
+def _take_own_slice(place: dict) -> None:
+    """Of several slices of cards (MIG) CUDA shows a process the first one only: name this rank's own."""
+    slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if slices[0].startswith("MIG-") and len(slices) > place["local_rank"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = slices[place["local_rank"]]
+
+
 def _index(place: dict) -> int:
-    """Which of the visible GPUs is this rank's: the local rank's, or the only one that srun lets it see."""
+    """Which of the visible GPUs is this rank's: the local rank's, or the only one that it is shown."""
     visible, tasks = torch.cuda.device_count(), place["local_size"]
     if place["local_rank"] < visible and tasks <= visible:
         return place["local_rank"]
     by_srun = place["launcher"] == "srun" or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+    by_variable = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     given = machine.gpus_given()
-    # By srun --gpus-per-task, say. Where srun hides some of them only, `_check_cards` finds two on one.
-    if by_srun and (given is None or tasks <= given):
+    # By srun --gpus-per-task, say, or a wrapper of each rank. `_check_cards` finds two with the same one.
+    if (by_srun or by_variable) and (given is None or tasks <= given):
         return 0
     raise UserError(
         f"rank {place['rank']} (local rank {place['local_rank']}) has no GPU of its own ({_gpus_of(place)}): "
