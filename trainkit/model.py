@@ -11,7 +11,7 @@ class Net(nn.Module):
 
     Takes normalised images, float32 (n, 1, 28, 28); returns log-probabilities, float32 (n, 10).
     `width` is the number of channels of the first convolution. `precision` is what the layers compute in,
-    "fp32" or "bf16"; the weights are float32 either way.
+    "fp32", "bf16" or "fp16"; the weights are float32 either way.
     """
 
     def __init__(self, width: int = 32, precision: str = "fp32") -> None:
@@ -26,7 +26,8 @@ class Net(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         # In here and not around the call: the threads of DataParallel would fall back to float16.
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        kind = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        with torch.autocast(images.device.type, kind, enabled=self.precision != "fp32"):
             return F.log_softmax(self._logits(images).float(), dim=1)
 
     def _logits(self, images: torch.Tensor) -> torch.Tensor:

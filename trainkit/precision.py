@@ -1,6 +1,6 @@
-"""What the layers of a network compute in: fp32, tf32 or bf16, and which of them is the fastest here.
+"""What the layers of a network compute in: fp32, tf32, bf16 or fp16, and which of them is the fastest here.
 
-A network that can do bf16 has the attribute `precision`, as `trainkit.model.Net` has. Every other
+A network that can do bf16 and fp16 has the attribute `precision`, as `trainkit.model.Net` has. Every other
 one computes in the type of its weights. TF32 is how newer GPUs of NVIDIA multiply float32 numbers: with
 10 bits behind the point in place of 23. It is a switch of the process, and no network knows of it.
 """
@@ -53,7 +53,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     weights, own_choice = _of_weights(network), hasattr(network, "precision")
     possible = {"fp32", "tf32"} if weights == "fp32" else {weights}
     if own_choice:
-        possible |= {"fp32", "bf16"}
+        possible |= {"fp32", "bf16", "fp16"}
     if precision not in possible:
         raise UserError(
             f"{type(network).__name__} computes in {weights} only: leave out "
@@ -65,7 +65,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
             f"{machine.device_name(_device(network))}: take such a one, or train with another --precision."
         )
     if own_choice:
-        network.precision = "bf16" if precision == "bf16" else "fp32"
+        network.precision = precision if precision in ("bf16", "fp16") else "fp32"
     _allow_tf32(precision == "tf32")
 
 
