@@ -17,6 +17,7 @@ import torch.nn.functional as F
 def main() -> None:
     opts = options.parse(__doc__)
     here = world.alone(not opts.no_cuda)
+    opts = opts.for_devices(1)
     torch.manual_seed(opts.seed)
 
     # By default all images go to the device once and stay there.

@@ -12,12 +12,13 @@ from trainkit.run import Run
 
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 
 def main() -> None:
     opts = options.parse(__doc__)
     here = world.join(not opts.no_cuda, opts.timeout)
+    opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
     # Every rank has all images, and takes its own share of every batch.
@@ -29,7 +30,7 @@ def main() -> None:
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 

@@ -122,10 +122,13 @@ class Checkpoints:
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
 
-    def finish(self) -> None:
-        """After the last epoch nobody goes on from the checkpoints in a job's own folder: remove them."""
+    def finish(self, ended: bool) -> None:
+        """After the end nobody goes on from the checkpoints in a job's own folder: remove them.
+
+        `ended`: the run is at its end, though there are more epochs.
+        """
         job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        keep = self._options.keep_checkpoints or self.epochs()  # some are still to be trained
+        keep = self._options.keep_checkpoints or (self.epochs() and not ended)
         if keep or not (world.is_first() and self._folder and job_folder):
             return
         if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
@@ -175,8 +178,9 @@ class Checkpoints:
     def _load(self, path: Path, state: dict) -> None:
         """Go on from `state`, the content of `path`, which has all keys but may hold anything."""
         try:
-            # Checkpoints of earlier programs do not name the model: theirs was Net.
-            was = {"model": "Net"} | state["options"] | {"precision": state["precision"]}
+            # Those of earlier programs do not name the model, which was Net, and what was not an option.
+            was = {"model": "Net"} | Options().shaping() | state["options"]
+            was |= {"precision": state["precision"]}
             self._check_identity(path, was)
             if state["version"] == 1 and was["model"] == "Net":
                 _to_classic_order(state)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from trainkit.errors import UserError
+from trainkit.options import Options
 
 
 class Trained(NamedTuple):
@@ -43,3 +44,16 @@ def not_a_number(what: str) -> UserError:
         f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
         "The epochs before are recorded."
     )
+
+
+def why_ended(rows: list[dict[str, object]], options: Options) -> str:
+    """Why a run with these epochs recorded ends before its last one, or "" if it goes on."""
+    if not rows or rows[-1]["epoch"] >= options.epochs:
+        return ""
+    if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:
+        return f"accuracy {options.stop_at} reached"
+    losses = [row["test_loss"] for row in rows]
+    since_best = len(losses) - 1 - losses.index(min(losses))
+    if options.patience and since_best >= options.patience:
+        return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
+    return ""

@@ -6,7 +6,7 @@ The command line is made of these declarations, and so are the options that a ch
 
 import argparse
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,9 +58,13 @@ class Options:
     epochs: int = _option(
         "training", 14, at_least(1), "N", "passes over the training images, or over --train-size of them"
     )
-    batch_size: int = _option(
-        "training", 64, at_least(1), "N", "global batch size: images per optimizer step, all GPUs together",
+    batch_size: int | None = _option(
+        "training", None, at_least(1), "N",
+        "global batch size: images per optimizer step, all GPUs together (default: 64)",
         shapes_training=True, column="global_batch",
+    )
+    batch_size_per_gpu: int | None = _option(
+        "training", None, at_least(1), "N", "in place of --batch-size: images per step on each device"
     )
     recipe: str = _option(
         "training", "classic", tuple(DEFAULT_LR), None,
@@ -91,6 +95,12 @@ class Options:
         "training", 32, at_least(1, 4096), "N",
         "channels of the first convolution; the second has twice as many",
         shapes_training=True, column="width",
+    )
+    stop_at: float | None = _option(
+        "training", None, above_0(100), "PERCENT", "end after the epoch that reaches this test accuracy"
+    )
+    patience: int | None = _option(
+        "training", None, at_least(1), "N", "end when the test loss has found no new low for N epochs"
     )
     seed: int = _option(
         "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
@@ -164,6 +174,19 @@ class Options:
         """The learning rate at this batch size, after --lr-scale."""
         return self.lr * (self.batch_size / BASE_BATCH) ** LR_SCALES[self.lr_scale]
 
+    def for_devices(self, count: int, what: str = "processes") -> "Options":
+        """With the global batch size of so many devices, or of one if there is none.
+
+        --batch-size-per-gpu leaves it open until then.
+
+        Raises:
+            UserError: if --batch-size does not divide among them.
+        """
+        if self.batch_size_per_gpu:
+            return replace(self, batch_size=self.batch_size_per_gpu * max(count, 1))
+        check_divides(self.batch_size, max(count, 1), what)
+        return self
+
     def shaping(self) -> dict[str, object]:
         """The options that make it this training and no other."""
         # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
@@ -203,8 +226,23 @@ def parse(
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
     read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
     values = vars(read)
+    if values["batch_size"] and values["batch_size_per_gpu"]:
+        raise UserError(
+            "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."
+        )
+    if not values["batch_size_per_gpu"]:
+        values["batch_size"] = values["batch_size"] or BASE_BATCH
     if values["lr"] is None:
         values["lr"] = DEFAULT_LR[values["recipe"]]
+        if values["lr_scale"] != "none":
+            raise UserError(
+                f"--lr-scale {values['lr_scale']} needs --lr, the learning rate that is good at batch "
+                f"{BASE_BATCH}: add it, such as --lr {values['lr']} for recipe {values['recipe']}."
+            )
+    if values["lr_warmup_images"] and values["recipe"] == "fast":
+        raise UserError(
+            "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own: leave it out."
+        )
     if values["num_workers"] and values["loader"] == "resident":
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
     if values["resume"] == "auto" and not values["checkpoint_dir"]:
@@ -214,23 +252,31 @@ def parse(
     return kind(**values)
 
 
-def check_sizes(options: Options, available: int | None, ranks: int = 1, gpus: int = 0) -> None:
+def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:
     """See that the sizes fit the data and the processes.
 
     Args:
         available: training images that there are, if that is known.
         ranks: processes, which share every batch.
-        gpus: GPUs of a single process (DataParallel), which share every batch.
 
     Raises:
         UserError: if they do not.
     """
+    if options.batch_size is None:
+        raise UserError(
+            "this script takes no --batch-size-per-gpu: give --batch-size, or have the script call "
+            "opts.for_devices, as the stages do."
+        )
     check_divides(options.batch_size, ranks, "processes")
-    check_divides(options.batch_size, max(gpus, 1), "GPUs")
     size = options.train_size or available
     if size and options.batch_size > size:
         raise UserError(
             f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
+        )
+    if size and options.lr_warmup_images > options.epochs * size and not options.dry_run:
+        raise UserError(
+            f"--lr-warmup-images {options.lr_warmup_images} is more than the {options.epochs * size} images "
+            f"of all epochs: lower it, or raise --epochs {options.epochs}."
         )
 
 

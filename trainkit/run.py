@@ -64,10 +64,14 @@ class Run:
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log)
         self._meeting = Meeting(here.device)
+        self._ended = world.from_first(self._has_ended())
 
-    def epochs(self) -> range:
-        """The epochs that are still to be trained, counted from 1."""
-        return self._checkpoints.epochs()
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are still to be trained, counted from 1, until --stop-at or --patience end it."""
+        for epoch in self._checkpoints.epochs():
+            if self._ended:
+                return
+            yield epoch
 
     def steps(self, epoch: int, batches: Batches) -> Iterator[Batch]:
         """The batches of `epoch` that no earlier process has trained on, on the clock.
@@ -134,13 +138,17 @@ class Run:
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
         world.on_first(lambda: self._log.epoch(epoch, self._trained, tested))
-        stop, _ = self._meeting.ask(*self._checkpoints.wishes())
-        self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs)
+        stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
+        self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
         world.on_first(lambda: self._log.finish(self._model))
-        self._checkpoints.finish()
+        self._checkpoints.finish(self._ended)
+
+    def _has_ended(self) -> bool:
+        """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""
+        return self._log is not None and self._log.ended != ""
 
 
 def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:

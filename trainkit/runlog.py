@@ -10,14 +10,15 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainkit import machine
-from trainkit.epoch import Tested, Trained
+from trainkit.epoch import Tested, Trained, why_ended
 from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
 from trainkit.model import bare
-from trainkit.options import Options
+from trainkit.options import BASE_BATCH, Options
 from trainkit.precision import precision_of
 from trainkit.records import Recorder
 from trainkit.world import World
@@ -77,6 +78,7 @@ class RunLog:
             f"{options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
             f"recipe {options.recipe}"
         )
+        tell(_configuration(options, here, self._facts["batch_per_device"]))
 
     def epoch(self, epoch: int, trained: Trained, tested: Tested) -> None:
         """Write the row of one epoch, then print its line.
@@ -90,25 +92,30 @@ class RunLog:
         accuracy = "" if math.isnan(tested.accuracy) else f"accuracy {tested.accuracy:.2f} %, "
         test = f"{accuracy}loss {tested.loss:.4f}, {tested.seconds:.1f} s"
         if self._recorder:
-            self._recorder.add(
-                epoch=epoch,
-                warmup=not self._past_first_epoch,
-                steps=trained.steps,
-                images=images,
-                train_seconds=trained.seconds,
-                images_per_s=images_per_s,
-                test_images=tested.samples,
-                eval_seconds=tested.seconds,
-                train_loss=trained.loss,
-                test_loss=tested.loss,
-                test_accuracy=tested.accuracy,
-                learning_rate=trained.learning_rate,
-                peak_memory_mb=tested.peak_memory_mb,
-                elapsed_s=self._elapsed_s(),
-                ended="",
-            )
+            row = {
+                "epoch": epoch,
+                "warmup": not self._past_first_epoch,
+                "steps": trained.steps,
+                "images": images,
+                "train_seconds": trained.seconds,
+                "images_per_s": images_per_s,
+                "test_images": tested.samples,
+                "eval_seconds": tested.seconds,
+                "train_loss": trained.loss,
+                "test_loss": tested.loss,
+                "test_accuracy": tested.accuracy,
+                "learning_rate": trained.learning_rate,
+                "peak_memory_mb": tested.peak_memory_mb,
+                "elapsed_s": self._elapsed_s(),
+            }
+            self._recorder.add(**row, ended=why_ended([*self._recorder.rows, row], self._options))
         self._past_first_epoch = True
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
+
+    @property
+    def ended(self) -> str:
+        """Why the run has ended before its last epoch, or "" if it has not."""
+        return self._recorder.rows[-1]["ended"] if self._recorder and self._recorder.rows else ""
 
     def state(self) -> dict:
         """What a checkpoint keeps of the log, so that the run can go on under its own name."""
@@ -126,7 +133,10 @@ class RunLog:
             raise ValueError("its run_id is no name of a file")
         self._facts |= state["facts"]
         self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
-        self._recorder.go_on(state["facts"], state["rows"])
+        rows = state["rows"]
+        if rows:  # the limits may be others now
+            rows[-1]["ended"] = why_ended(rows, self._options)
+        self._recorder.go_on(state["facts"], rows)
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""
@@ -137,6 +147,8 @@ class RunLog:
         if self._recorder is None:
             tell("dry run: one training step and one test batch went through; nothing was written.")
             return
+        if self.ended:
+            tell(f"ended before its last epoch: {self.ended}")
         if self._options.save_model:
             tell(f"weights: {self._save(model)}")
         tell(f"results: {self._recorder.path}")
@@ -153,3 +165,17 @@ class RunLog:
                 f"The results are in {self._recorder.path}."
             ) from None
         return path
+
+
+def _configuration(options: Options, here: World, batch_per_device: int) -> str:
+    """The line that tells how the processes were started, and what each has to do."""
+    started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
+    learning_rate = f"learning rate {options.scaled_lr:.6g}"
+    if options.lr_scale != "none":
+        learning_rate += f" ({options.lr_scale}: {options.lr:.6g} at batch {BASE_BATCH})"
+    if options.lr_warmup_images:
+        learning_rate += f" after {options.lr_warmup_images} images of warm-up"
+    return (
+        f"nodes {here.nodes} · ranks {here.size} ({started_by}) · batch {batch_per_device} per device · "
+        f"{learning_rate}"
+    )

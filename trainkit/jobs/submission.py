@@ -204,7 +204,11 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
         UserError: if it is not so.
     """
     available = None if stage.own else staging.TRAIN_IMAGES
-    options.check_sizes(opts, available, shape.tasks, 0 if opts.no_cuda else shape.gpus)
+    if stage.process_per_gpu:
+        opts = opts.for_devices(shape.tasks)
+    else:
+        opts = opts.for_devices(0 if opts.no_cuda else shape.gpus, "GPUs")
+    options.check_sizes(opts, available)
 
 
 def _goes_to_slurm(request: Request, opts: options.Options) -> bool:

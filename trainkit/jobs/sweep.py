@@ -124,6 +124,10 @@ class Sweep:
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
             raise UserError("--checkpoint-dir and --resume are every job's own matter: leave them out.")
+        if self.opts.batch_size_per_gpu:
+            raise UserError(
+                "--batch-size-per-gpu is what --scaling weak makes of --batch-size here: give those two."
+            )
 
     def cells(self, lists: Lists) -> tuple[list[Cell], Counter[str]]:
         """The cells that make sense, and the reasons for those that do not, with their numbers.
@@ -254,8 +258,9 @@ class Sweep:
             link.symlink_to(handle.log)
 
     def finished(self, name: str = "*") -> list[Path]:
-        """The CSVs that have all epochs, of the cell called `name` or of all cells."""
-        return [csv for csv, rows in self._csvs(name) if rows[-1]["epoch"] >= self.opts.epochs]
+        """The CSVs of runs that went to their end, of the cell called `name` or of all cells."""
+        last = ((csv, rows[-1]) for csv, rows in self._csvs(name))
+        return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
     def precision(self) -> str:
         """The one precision of all runs: the one asked for, or "auto" until a run has chosen."""
