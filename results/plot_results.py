@@ -6,7 +6,7 @@ Try: python results/plot_results.py results/runs
 from pathlib import Path
 
 from trainkit.analysis.report import report
-from trainkit.command_line import Parser
+from trainkit.command_line import Parser, above_0
 from trainkit.errors import run
 
 RESULTS = Path(__file__).resolve().parent
@@ -19,8 +19,12 @@ def main() -> None:
         help="CSV files of runs, or folders that hold some (default: results/runs)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
+    parser.add_argument(
+        "--target", type=above_0(100), metavar="PERCENT",
+        help="tell how long each took to reach this test accuracy, such as 98",
+    )  # fmt: skip
     args = parser.parse_args()
-    print(report(args.paths, args.out))
+    print(report(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ Compared = Callable[..., Seen]
 def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Compared:
     """Compares the runs in the test's folder, or those given. The figures are made, but not as pixels."""
 
-    def compare(*paths: Path) -> Seen:
+    def compare(*paths: Path, target: float | None = None) -> Seen:
         figures, out = {}, tmp_path / "out"
 
         def save(figure: Figure, path: Path, **_: object) -> None:
@@ -125,7 +125,7 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
             figures[path.name] = figure
 
         monkeypatch.setattr(Figure, "savefig", save)
-        verdict = report(list(paths) or [tmp_path], out)
+        verdict = report(list(paths) or [tmp_path], out, target)
         assert sorted(figures) == sorted(name for name in (*FIGURES, SIZE) if (out / name).exists())
         text = f"{capsys.readouterr().out}{verdict}\n".replace("\n    ", " ")
         return Seen(text, pd.read_csv(out / "comparison.csv"), figures)
@@ -177,8 +177,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     # batch, images/s, min..max, speedup, efficiency, weak efficiency
     assert cells(seen.text, "ddp", 8)[:6] == ["1024", "5600", "5600..5600", "-", "-", "70"]
     assert (
-        "DDP on 8 workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each, weak"
-        in seen.text
+        "DDP in weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at b" in seen.text
     )
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
     (speedups, efficiencies) = seen.figures["speedup.png"].axes
@@ -188,9 +187,9 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
     text, _, figures = compared()
     assert text.splitlines()[-1] == (
-        "DDP on 8 workers trained 4.00x as fast as single (50 % efficiency at global batch 1024), and on 8 "
-        "workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each, weak scaling); there "
-        "is no DataParallel run."
+        "DDP on 8 workers trained 4.00x as fast as single (50 % efficiency at global batch 1024), and in "
+        "weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each); "
+        "there is no DataParallel run."
     )
     assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
 
@@ -337,6 +336,28 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     assert f"Do not rely on the marked rows: {loud} (doubt q): measure again with --repeats 3" in verdict
     assert "on exclusive nodes" in verdict and f"{few} (doubt e): give --epochs 3 or more" in verdict
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
+
+
+def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
+    """To the first epoch of each run that had it: the median of the repeats that did, and how many did."""
+    slow = {"train_seconds": 8.0}
+    write_run(tmp_path, "one", [10] * 5, **slow)  # 98.5 % after 30 s, 24 of them training, and more later
+    write_run(tmp_path, "one-again", [10] * 3, **slow)
+    write_run(tmp_path, "one-short", [10] * 2, **slow)
+    write_run(tmp_path, "two", [10] * 2, **ddp(2))
+    write_run(tmp_path, "own", [10] * 3, **own(1, test_accuracy=float("nan")))
+    text, table, _ = compared(target=98.5)
+    assert "s to 98.5 %" in text
+    assert " ".join(cells(text, "single", 1)).endswith("30.0 (2 of 3)")
+    for stage, devices in (("ddp", 2), ("depth", 1)):
+        assert " ".join(cells(text, stage, devices)).endswith("not reached")
+    one = table[table.stage == "single"].iloc[0]
+    assert (one.target_s, one.target_train_s, one.target_runs) == (30, 24, 2)
+    assert "| 24.0 |" in (tmp_path / "out" / "comparison.md").read_text()
+    text, table, _ = compared(target=98)
+    assert cells(text, "ddp", 2)[-1] == "10.0" and cells(text, "single", 1)[-1] == "10.0"
+    text, table, _ = compared()
+    assert "not reached" not in text and "target_s" not in table
 
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
@@ -533,10 +554,16 @@ def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["--out=elsewhere", "--colour"])
-def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--out=elsewhere", "broken.csv: not read, it has no rows"),
+        ("--colour", "--colour. See --help"),
+        ("--target=101", "101 must be more than 0 and at most 100"),
+    ],
+)
+def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str, words: str) -> None:
     (tmp_path / "broken.csv").write_text("")
-    words = "--colour. See --help" if option == "--colour" else "broken.csv: not read, it has no rows"
     done = plot(tmp_path, option, cwd=tmp_path)
     assert done.returncode == 1
     assert words in done.stderr and "Traceback" not in done.stderr
@@ -547,9 +574,10 @@ def test_the_script(tmp_path: Path) -> None:
     """From another folder: all it tells and writes, and three PNGs with something on them."""
     write_run(tmp_path / "a", "one", [10, 1000])
     write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
-    done = plot("a", "--out", "out", cwd=tmp_path)
+    done = plot("a", "--out", "out", "--target", 98, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
+    assert "s to 98 %" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
     written = ("comparison.md", "comparison.csv", *FIGURES)
     assert f"Written to out: {', '.join(written)}\n" in done.stdout

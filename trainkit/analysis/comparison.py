@@ -105,7 +105,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     return rows[~rows.run_id.isin(mixed)], [printable(sentence) for sentence in skipped]
 
 
-def summarize(rows: pd.DataFrame) -> pd.DataFrame:
+def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
@@ -113,7 +113,8 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
     last epoch's, `peak_memory_mb` is the largest, of a warm-up only where there is nothing else.
     `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
-    settings that differ within the section.
+    settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
+    the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
     """
     summary = []
     for configuration, group in rows.groupby(CONFIGURATION):
@@ -134,6 +135,8 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
             "epochs": "..".join(map(str, epochs)),
             "steady_epochs": len(steady),
         }
+        if target is not None:
+            numbers |= _reached(group, target)
         summary.append(dict(zip(CONFIGURATION, configuration, strict=True)) | numbers)
     table = pd.DataFrame(summary)
     table["batch_per_device"] = table.global_batch // table.devices
@@ -205,6 +208,16 @@ def with_model(dataset: str, model: str) -> str:
 def common(section: pd.DataFrame) -> str:
     """The settings that all rows of one section have in common, in words."""
     return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
+def _reached(group: pd.DataFrame, target: float) -> dict[str, float]:
+    trained = group.groupby("run_id").train_seconds.cumsum()
+    first = group.assign(trained=trained)[group.test_accuracy >= target].groupby("run_id").head(1)
+    return {
+        "target_s": first.elapsed_s.median(),
+        "target_train_s": first.trained.median(),
+        "target_runs": len(first),
+    }
 
 
 def _mixed(rows: pd.DataFrame) -> dict[str, str]:
@@ -293,8 +306,7 @@ def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
 
 def _same_lr(row: tuple, one: tuple) -> bool:
     """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
-    power = _POWERS.get(row.lr_scale, 0)
-    if "unknown" in (row.lr, one.lr) or not power:
+    if "unknown" in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
-    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** power
+    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** _POWERS.get(row.lr_scale, 0)
     return math.isclose(float(row.lr), scaled, rel_tol=1e-4)

@@ -34,8 +34,8 @@ SHOWN = {
     "epochs": ("epochs", ""),
 }
 LEFT_ALIGNED = ("stage", "variant", "note", "doubt")
-LEAST_NEEDED = ("eval s", "mem. MB", "epochs", "runs", "wall s")
-TERMINAL = 120  # characters
+LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s", "min..max", "eff. %")
+TERMINAL, VARIANT = 120, 24  # characters of a line, and of a cell that has more lines than one
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
     "speedup, eff. %: against one device of the same kind. "
@@ -43,8 +43,10 @@ LEGEND = (
 )
 
 
-def report(paths: list[Path], out: Path) -> str:
+def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
+
+    With a `target` the tables tell how long it took to reach that accuracy (%).
 
     Raises:
         UserError: if a path is not there, no file can be read, or `out` cannot be written to.
@@ -53,8 +55,8 @@ def report(paths: list[Path], out: Path) -> str:
     if rows.empty:
         reasons = " ".join(skipped) or "There is no CSV."
         raise UserError(f"no runs found in {', '.join(map(str, paths))}. {reasons}")
-    table = comparison.compare(comparison.summarize(rows))
-    shown, reasons = _as_text(table)
+    table = comparison.compare(comparison.summarize(rows, target))
+    shown, reasons = _as_text(table, target)
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
     narrow, left_out = _fitting(shown)
@@ -84,7 +86,7 @@ def report(paths: list[Path], out: Path) -> str:
     return conclusion
 
 
-def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, list[str]]:
     """The table with all cells as text, and the notes that its [1], [2] point to."""
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
@@ -99,10 +101,14 @@ def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         note=[numbers.get(note, "") for note in notes],
     )
+    columns = dict(SHOWN)
+    if target is not None:
+        table = table.assign(reached=[_reached(row) for row in table.itertuples()])
+        columns |= {f"s to {target:g} %": ("reached", ""), "train s to it": ("target_train_s", ".1f")}
     shown = pd.DataFrame(
         {
             header: ["-" if pd.isna(value) else format(value, form) for value in table[column]]
-            for header, (column, form) in SHOWN.items()
+            for header, (column, form) in columns.items()
         },
         index=table.index,
     )
@@ -110,6 +116,14 @@ def _as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     notes = [f"{number} {note}." for note, number in numbers.items()]
     return shown.drop(columns=silent), notes + trust.legend(table)
+
+
+def _reached(row: tuple) -> str:
+    if not row.target_runs:
+        return "not reached"
+    return f"{row.target_s:.1f}" + (
+        f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
+    )
 
 
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
@@ -125,9 +139,10 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
 
 def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """The columns that a terminal has room for, and the names of those left out, the least needed first."""
-    left_out = list(LEAST_NEEDED[:1])
-    while len(left_out) < len(LEAST_NEEDED) and _too_wide(shown.drop(columns=left_out)):
-        left_out.append(LEAST_NEEDED[len(left_out)])
+    least_needed = [name for name in LEAST_NEEDED if name in shown]
+    left_out = least_needed[:1]
+    while len(left_out) < len(least_needed) and _too_wide(shown.drop(columns=left_out)):
+        left_out = least_needed[: len(left_out) + 1]
     return shown.drop(columns=left_out), left_out
 
 
@@ -140,12 +155,18 @@ def _too_wide(shown: pd.DataFrame) -> bool:
 
 
 def _plain(shown: pd.DataFrame) -> str:
+    lines = []
+    for row in shown.to_dict("records"):
+        # A no-break space in every setting: a line ends between two of them.
+        settings = row.get("variant", "").replace(" ", "\xa0").replace(",\xa0", ", ")
+        first, *more = textwrap.wrap(settings, VARIANT, break_on_hyphens=False) or [""]
+        lines += [row | {"variant": first}, *({"variant": text} for text in more)]
     columns = []
     for name in shown:
-        cells = [name, *shown[name]]
+        cells = [name, *(line.get(name, "") for line in lines)]
         width = max(map(len, cells))
         columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)).replace("\xa0", " ")
 
 
 def _markdown(shown: pd.DataFrame) -> str:

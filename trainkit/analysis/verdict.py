@@ -6,7 +6,7 @@ from trainkit.analysis import trust
 from trainkit.analysis.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
 
 STRICT = "global batch {0.global_batch}"
-WEAK = "batch {0.batch_per_device} on each, weak scaling"
+WEAK = "batch {0.batch_per_device} on each"
 
 
 def verdict(table: pd.DataFrame) -> str:
@@ -47,8 +47,8 @@ def _clause(stage: str, rows: pd.DataFrame) -> str:
         baseline=weak.weak_baseline,
     )
     told = [
-        f"on {rows.devices.max()} {units} trained {_pace(rows, name, batch)}"
-        for rows, batch in ((strict, STRICT), (weak, WEAK))
+        f"{scaling}on {rows.devices.max()} {units} trained {_pace(rows, name, batch)}"
+        for rows, scaling, batch in ((strict, "", STRICT), (weak, "in weak scaling ", WEAK))
         if not rows.empty
     ]
     return f"{name} {', and '.join(told)}"
