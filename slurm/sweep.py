@@ -23,7 +23,7 @@ To go on after a break, give the same command with the --out that the sweep has 
 stay, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
 
 One precision for all: with --precision auto the first run goes alone, and what it has chosen holds
-for the others. Give fp32 or bf16, and none has to wait for it.
+for the others. Give another --precision, and none has to wait for it.
 
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.

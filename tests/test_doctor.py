@@ -223,7 +223,7 @@ def test_missing_data_and_gpus_and_unwritable_results(checkout: Path, without_sl
         "SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n"
     )
     told = diagnose(here(command(checkout, "--json"), without_slurm | {"SLURM_GPUS_ON_NODE": "2"}))
-    assert "Slurm gave this job 2 GPU(s)" in found(told, "gpus", FAULT)
+    assert "Slurm gave this job 2 GPU(s)" in found(told, "gpus", WARNING)
     assert "no usable MNIST in /nowhere" in found(told, "data", FAULT)
     assert "-> get it once, on a machine with internet, with: python -m trainkit.data" in found(
         told, "data", FAULT
@@ -258,7 +258,7 @@ FOR_ROCM = {"version": "2.15.0+rocm7.0", "build": "ROCm 7.0", "nccl": "RCCL 2.26
         (FOR_ROCM, "alpine", "environment", OK, "torch 2.15.0 for ROCm 7.0, RCCL 2.26.6; no GPU here"),
         ({"gpus": [{"name": "NVIDIA T4", "gib": 14.7}]}, "alpine", "environment", OK,
          "; 1 x NVIDIA T4, 15 GiB, driver 580.65.06 -> "),
-        ({"unusable": "PyTorch cannot use the 1 GPU(s) of login (old): update."}, "alpine", "gpus", FAULT,
+        ({"unusable": "PyTorch cannot use the 1 GPU(s) of login (old): update."}, "alpine", "gpus", WARNING,
          "PyTorch cannot use the 1 GPU(s) of login (old) -> update."),
         (FOR_CPU, "alpine", "gpus", FAULT,
          "torch 2.15.0 for the CPU only, but nodes of this cluster have up to 4 GPUs -> install"),

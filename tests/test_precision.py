@@ -167,5 +167,5 @@ def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     checkout.script("single").write_text(plain)
     done = script(checkout.script("single"), *small, "--epochs", 3)
     assert done.returncode == 1
-    assert "epoch-3-step-0.pt cannot go on here: --precision tf32 needs an NVIDIA GPU" in done.stderr
+    assert "epoch-3-step-0.pt cannot go on here (--precision tf32 needs an NVIDIA GPU" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -41,6 +41,7 @@ KEYS = (
     "optimizer",
     "schedule",
 )
+KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
@@ -184,8 +185,12 @@ class Checkpoints:
             self._check_identity(path, was)
             if state["version"] == 1 and was["model"] == "Net":
                 _to_classic_order(state)
+            groups = self._parts["optimizer"].param_groups
+            kernels = [{name: group[name] for name in KERNELS if name in group} for group in groups]
             for name, thing in self._parts.items():
                 thing.load_state_dict(state[name])
+            for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
+                group.update(own)  # another stage may have made the checkpoint
             # With other ranks or GPUs than before, the numbers are new ones.
             if not _set_random_numbers(state["random_numbers"]):
                 seed = self._options.seed + world.rank() + 1000 * state["epoch"]
@@ -215,7 +220,10 @@ class Checkpoints:
         try:
             set_precision(self._parts["model"], was["precision"])
         except UserError as error:
-            raise UserError(f"{path} cannot go on here: {error}") from None
+            what = str(error).rpartition(": ")[0]
+            raise UserError(
+                f"{path} cannot go on here ({what}): take such a one, or give another --checkpoint-dir."
+            ) from None
 
     def _write(self, epoch: int, part: PartialEpoch | None, where: str, random_numbers: list) -> None:
         state = {name: thing.state_dict() for name, thing in self._parts.items()}

@@ -354,9 +354,9 @@ def seen_from_login_node() -> dict:
     facts = {"python": sys.executable} | software()
     try:
         machine.check_usable()
-    except UserError as error:
-        return facts | {"unusable": str(error)}
-    return facts | {"gpus": [_properties(number) for number in range(torch.cuda.device_count())]}
+        return facts | {"gpus": [_properties(number) for number in range(torch.cuda.device_count())]}
+    except (UserError, RuntimeError) as error:
+        return facts | {"unusable": first_line(error)}
 
 
 def _properties(device: object) -> dict:

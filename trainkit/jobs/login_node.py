@@ -129,7 +129,7 @@ def _judge_python(python: dict, level: str) -> list[Finding]:
     software = ", ".join(filter(None, [python["python"], torch, python["nccl"]]))
     if "unusable" in python:
         unusable = fault_of("gpus", python["unusable"], "see `nvidia-smi` here, ask your admin")
-        return [Finding("environment", OK, software), unusable._replace(level=level)]
+        return [Finding("environment", OK, software), unusable._replace(level=WARNING)]  # no job's GPU
     gpus = "no GPU here, as usual on a login node"
     if python["gpus"]:
         gpus = ", ".join(filter(None, [cards_in_words(python["gpus"]), python["driver"]]))

@@ -325,7 +325,9 @@ def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> N
     todo = [cell for cell in cells if not sweep.finished(cell.name)]
     told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
     if run_seconds:
-        told += f"; the others take about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
+        told += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
+        if not sweep.here:
+            told += ", and their time in the queue"
     elif not sweep.here:
         hours = sum(cell.shape.gpus for cell in todo) * sweep.minutes / 60
         told += (
@@ -489,9 +491,7 @@ class Board:
 def _watch(queue: Queue, board: Board) -> None:
     """Have every cell finished or failed, and show how they are doing."""
     if queue.waiting and queue.limit > 1 and queue.undecided():
-        board.say(
-            "the first run goes alone, and its precision holds for all (or give --precision fp32 or bf16)"
-        )
+        board.say("the first run goes alone, and its precision holds for all (or give --precision)")
     patience = Patience()
     while queue.waiting or queue.active:
         for news in (*queue.submit(), *queue.look()):
