@@ -13,9 +13,8 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, Script, free_port, run_stage, stage_command
 
-from trainkit import batches, records, staging, world
+from trainkit import batches, records, staging
 from trainkit.data import Split
-from trainkit.errors import UserError
 from trainkit.options import Options
 
 ALONE = [
@@ -142,25 +141,6 @@ def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(happens: int, tmp_path: 
     assert ranks[0].returncode == 1
     assert "error on rank 0: lost the other ranks" in complaint
     assert "Traceback" not in complaint
-
-
-@pytest.mark.parametrize(
-    ("visible", "launcher", "device"),
-    [(2, "torchrun", "cuda:1"), (1, "srun", "cuda:0"), (1, "torchrun", None), (0, "python", "cpu")],
-)
-def test_every_process_has_a_gpu_of_its_own(
-    visible: int, launcher: str, device: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of two processes on a node, by the number of GPUs it sees; no GPU is needed to decide."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
-    if device:
-        assert str(world._device(place, use_cuda=True)) == device
-    else:
-        with pytest.raises(UserError, match=r"rank 1 \(local rank 1\) has no GPU of its own.*1 visible GPU"):
-            world._device(place, use_cuda=True)
 
 
 @pytest.fixture
