@@ -1,0 +1,193 @@
+"""The options that a growing batch asks for: how they train, what is recorded, and when a run ends early."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import STAGES, Script, rows_of, run_stage
+
+from trainkit.options import parse
+from trainkit.recipes import optimizer_and_schedule
+
+SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
+STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first
+
+
+def learning_rates(*arguments: object, steps_per_epoch: int, steps: int) -> list[float]:
+    opts = parse("", list(map(str, arguments)))
+    optimizer, schedule = optimizer_and_schedule(opts, torch.nn.Linear(2, 2), steps_per_epoch)
+    used = []
+    for _ in range(steps):
+        used += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    return used
+
+
+# --- the learning rate and the batch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["classic", "sgd"])
+def test_a_warm_up_is_counted_in_images_at_any_batch(recipe: str) -> None:
+    """Of 1,024 images, in epochs of 1,536: by then it is over, and the step decay is as without it."""
+    same = ("--recipe", recipe, "--lr", 0.1, "--gamma", 0.5)
+    for batch in (64, 256):
+        steps = 3 * 1536 // batch
+        plain, warm = (
+            learning_rates(*same, "--batch-size", batch, *more, steps_per_epoch=steps // 3, steps=steps)
+            for more in ((), ("--lr-warmup-images", 1024))
+        )
+        for step, (expected, used) in enumerate(zip(plain, warm, strict=True), start=1):
+            assert used == pytest.approx(expected * min(1, step * batch / 1024))
+        assert [plain[step] for step in (0, steps // 3, steps - 1)] == pytest.approx([0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize("recipe", ["classic", "sgd", "fast"])
+@pytest.mark.parametrize(("rule", "lr"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_rules_scale_the_learning_rate_of_batch_64(recipe: str, rule: str, lr: float) -> None:
+    options = ("--recipe", recipe, "--lr", 0.1, "--lr-scale", rule, "--batch-size", 256)
+    used = learning_rates(*options, steps_per_epoch=50, steps=14 * 50)
+    assert max(used) == pytest.approx(lr)
+
+
+def test_the_rate_is_printed_and_recorded_and_a_warm_up_goes_on_after_a_resume(
+    script: Script, tmp_path: Path
+) -> None:
+    """The first process ends within the warm-up, which the second one goes on with."""
+    rule = ("--recipe", "sgd", "--lr", 0.02, "--lr-scale", "linear", "--batch-size", 128)
+    rows = {}
+    for name, *limits in (("resumed", ("--stop-at", 1), ()), ("in one go", ())):
+        place = ("--results-dir", tmp_path / name, "--checkpoint-dir", tmp_path / name / "checkpoints")
+        for limit in limits:
+            training = (*SMALL, *rule, "--lr-warmup-images", 1280, "--epochs", 3, *limit)
+            done = script("single", *training, *place, "--resume", "auto")
+            assert done.returncode == 0, done.stderr
+        rows[name] = rows_of(tmp_path / name)
+    assert (
+        "nodes 1 · ranks 1 (python) · batch 128 per device · learning rate 0.04 (linear: 0.02 at batch 64) "
+        "after 1280 images of warm-up\n" in done.stdout
+    )
+    asked = {"recipe": "sgd", "lr": 0.04, "gamma": 0.7, "lr_scale": "linear", "lr_warmup_images": 1280}
+    for row, learning_rate in zip(rows["in one go"], (0.004, 0.6 * 0.7 * 0.04, 0.49 * 0.04), strict=True):
+        assert asked.items() <= row.items()
+        assert row["learning_rate"] == pytest.approx(learning_rate)
+    for resumed, row in zip(rows["resumed"], rows["in one go"], strict=True):
+        assert resumed["ended"] == row["ended"] == ""
+        for column in ("learning_rate", "train_loss", "test_loss"):
+            assert resumed[column] == pytest.approx(row[column], rel=1e-5)
+
+
+def test_sgd_learns(trained) -> None:
+    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
+    (row,) = trained("single", "--recipe", "sgd", *sizes, "--precision", "fp32")
+    assert row["test_accuracy"] > 80
+
+
+# --- when a run ends --------------------------------------------------------------------------------
+
+
+def test_all_ranks_end_together_and_patience_counts_over_a_resume(tmp_path: Path) -> None:
+    checkpoints = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    training = (*SMALL, *STILL, "--batch-size-per-gpu", 40, "--patience", 2, *checkpoints)
+    for epochs in (2, 9):
+        done = run_stage("ddp", *training, "--epochs", epochs, "--results-dir", tmp_path, processes=2)
+        assert done.returncode == 0, done.stderr
+    assert "nodes 1 · ranks 2 (torchrun, gloo) · batch 40 per device · learning rate 1e-30\n" in done.stdout
+    assert "ended before its last epoch: no better for 2 epochs\n" in done.stdout
+    rows = rows_of(tmp_path)
+    assert [(row["epoch"], row["ended"]) for row in rows] == [(1, ""), (2, ""), (3, "no better for 2 epochs")]
+    assert {(row["global_batch"], row["batch_per_device"]) for row in rows} == {(80, 40)}
+
+
+def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script, tmp_path: Path) -> None:
+    """In a job, whose checkpoints are removed when nobody is to go on from them."""
+    folder = tmp_path / "checkpoints"
+    place = ("--results-dir", tmp_path, "--checkpoint-dir", folder, "--resume", "auto", "--epochs", 3)
+    ended = [("accuracy 1.0 reached", 1)]
+    for limits, recorded, kept in (
+        (("--stop-at", 1, "--keep-checkpoints"), ended, True),
+        (("--stop-at", 1, "--keep-checkpoints"), ended, True),
+        (("--stop-at", 100), [("", 1), ("", 2), ("", 3)], False),
+    ):
+        done = script("single", *SMALL, *place, *limits, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+        assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
+        assert folder.exists() == kept
+
+
+def test_a_sweep_of_runs_that_end_early_is_finished(tmp_path: Path, cluster: RunningCluster) -> None:
+    checkout = Checkout(tmp_path / "a checkout", cluster)
+    lists = ("--stages", "ddp", "--gpus", 2, "--batch-size", 80, "--out", tmp_path / "sweep")
+    training = (*SMALL, "--stop-at", 1, "--epochs", 9, "--checkpoint-minutes", 1)
+    done = checkout.python("slurm/sweep.py", *lists, *training)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (csv,) = (tmp_path / "sweep").glob("*/runs/*.csv")
+    (row,) = rows_of(csv.parents[1])
+    assert (row["launcher"], row["world_size"], row["ended"]) == ("submitit", 2, "accuracy 1.0 reached")
+    (note,) = (tmp_path / "sweep").glob("*/job.json")
+    (log,) = Path(json.loads(note.read_text())["folder"]).glob("*_0_log.out")
+    assert "nodes 1 · ranks 2 (submitit, gloo) · batch 40 per device · learning rate 1\n" in log.read_text()
+    assert not list(checkout.folder.glob("results/jobs/*/checkpoints"))
+    again = checkout.python("slurm/sweep.py", *lists, *training, "--dry-run")
+    assert "1 runs, 1 of them finished" in again.stdout
+
+
+# --- the width, and the batch of a device -----------------------------------------------------------
+
+
+def test_a_wider_network_and_its_checkpoint(script: Script, tmp_path: Path) -> None:
+    place = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    done = script("single", *SMALL, *place, "--epochs", 1, "--width", 8, "--save-model")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path)
+    assert row["width"] == 8
+    (path,) = (tmp_path / "models").glob("*.pt")
+    weights = torch.load(path, weights_only=True)
+    shapes = [tuple(weights[f"{layer}.weight"].shape) for layer in ("conv1", "conv2", "fc1")]
+    assert shapes == [(8, 1, 3, 3), (16, 8, 3, 3), (128, 16 * 12 * 12)]
+    refused = script("single", *SMALL, *place, "--epochs", 2)
+    assert refused.returncode == 1
+    assert "was made with --width 8: give the same, or another --checkpoint-dir.\n" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+    (newest,) = (tmp_path / "checkpoints").glob("*.pt")
+    state = torch.load(newest, weights_only=True)
+    state["options"] = {name: value for name, value in state["options"].items() if name != "width"}
+    torch.save(state, newest)  # as an earlier program left it
+    refused = script("single", *SMALL, *place, "--epochs", 2, "--width", 8)
+    assert "was made with --width 32: give the same" in refused.stderr
+
+
+def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(
+    script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(STAGES["ddp"].read_text().replace("    opts = opts.for_devices(here.size)\n", ""))
+    done = script(own, *SMALL, "--batch-size-per-gpu", 64, "--results-dir", tmp_path)
+    assert done.returncode == 1
+    assert "this script takes no --batch-size-per-gpu: give --batch-size, or have the script" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "sentence"),
+    [
+        ("03_multigpu_ddp/submit.py", "--batch-size 64 --batch-size-per-gpu 32", "of each: give one of them"),
+        ("03_multigpu_ddp/submit.py", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
+        ("02_multigpu_dp/submit.py", "--gpus 3 --batch-size-per-gpu 30000", "--batch-size 90000 is more"),
+        ("02_multigpu_dp/submit.py", "--epochs 1 --lr-warmup-images 60001", "60000 images of all epochs"),
+        ("slurm/sweep.py", "--batch-size-per-gpu 32", "is what --scaling weak makes of --batch-size"),
+    ],
+)
+def test_a_mistake_is_told_on_the_login_node(
+    program: str, arguments: str, sentence: str, tmp_path: Path
+) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    done = checkout.python(program, *arguments.split())
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (checkout.folder / "results" / "jobs").exists()
