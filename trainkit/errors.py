@@ -64,6 +64,8 @@ def run(main: Callable[[], int | None]) -> None:
         told = _told_by_the_gpu(error)
         if told and "CUDA_LAUNCH_BLOCKING" not in os.environ:  # with it the traceback shows the line
             fail(told)
+        if told := _told_by_ddp(error):
+            fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
         if _lost_a_peer(error):
@@ -170,6 +172,16 @@ def _told_by_the_gpu(error: Exception) -> str | None:
     return told and (
         f"the work of this process's GPU failed ({told[0]}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1 in the "
         "environment, shows in which line. If it happens on one node only, tell your admin."
+    )
+
+
+def _told_by_ddp(error: Exception) -> str | None:
+    """What DistributedDataParallel means when parameters got no gradient; None for other errors."""
+    unused = re.search(r"Parameter.* which did not receive grad for rank \d+: .*", str(error))
+    return unused and (
+        "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
+        f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all parameters in every step, or "
+        "see 03_multigpu_ddp/beyond/unused.py."
     )
 
 

@@ -1,0 +1,67 @@
+"""Train with DistributedDataParallel and BatchNorm: over all ranks' images, or over each rank's own.
+
+Try: torchrun --standalone --nproc-per-node=2 batchnorm.py --epochs 2
+"""
+
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sync_on_cpu import SyncOnCPU
+
+
+class NormedNet(Net):
+    """Net with BatchNorm behind each convolution."""
+
+    def __init__(self, width: int, norm: type[nn.Module]) -> None:
+        super().__init__(width)
+        self.conv1 = nn.Sequential(self.conv1, norm(width))
+        self.conv2 = nn.Sequential(self.conv2, norm(2 * width))
+
+
+def main() -> None:
+    norm = options.own("sync", ("sync", "local"), None, "over all ranks' images, or each rank's own")
+    opts = options.parse(__doc__, norm=norm)
+    here = world.join(not opts.no_cuda, opts.timeout)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    sync = nn.SyncBatchNorm if here.device.type == "cuda" else SyncOnCPU
+    model = NormedNet(opts.width, sync if opts.norm == "sync" else nn.BatchNorm2d)
+    model = model.to(here.device, memory_format=torch.channels_last)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    choose_precision(model, opts, train_set)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    run = Run(f"ddp-norm-{opts.norm}", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,36 @@
+"""What nn.SyncBatchNorm computes on GPUs, for CPUs, which that refuses."""
+
+import torch
+from torch import nn
+
+from trainkit import world
+
+
+class SyncOnCPU(nn.BatchNorm2d):
+    """BatchNorm by the mean and the variance of all ranks' images together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        x = x.float()
+        # Every rank has as many images: so the mean of their means is the mean over all images.
+        mean, square = SumOverRanks.apply(torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))]))
+        mean, square = mean / world.count(), square / world.count()
+        variance, count = square - mean.square(), world.count() * x.numel() / x.size(1)
+        with torch.no_grad():  # for evaluation
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        factor = self.weight * (variance + self.eps).rsqrt()
+        return x * factor[:, None, None] + (self.bias - mean * factor)[:, None, None]
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Each rank's loss depends on the sum, so the gradient of what a rank added is the sum over the ranks."""
+
+    @staticmethod
+    def forward(_: object, values: torch.Tensor) -> torch.Tensor:
+        return world.sum_in_place(values.clone())
+
+    @staticmethod
+    def backward(_: object, gradients: torch.Tensor) -> torch.Tensor:
+        return world.sum_in_place(gradients.clone())

@@ -1,0 +1,70 @@
+"""Train with DistributedDataParallel a network of which every second step leaves a branch out.
+
+Try: torchrun --standalone --nproc-per-node=2 unused.py --epochs 2
+"""
+
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class BranchedNet(Net):
+    """Net with a branch around its input, which a step may leave out; `always`: or multiply by 0."""
+
+    def __init__(self, width: int, always: bool) -> None:
+        super().__init__(width)
+        self.branch, self.always = nn.Conv2d(1, 1, kernel_size=3, padding=1), always
+
+    def forward(self, images: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        if skip and not self.always:
+            return super().forward(images)
+        return super().forward(images + self.branch(images) * (not skip))
+
+
+def main() -> None:
+    graph = options.own("find", ("find", "plain", "static"), None, "what is done about unused parameters")
+    opts = options.parse(__doc__, graph=graph)
+    here = world.join(not opts.no_cuda, opts.timeout)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    how = {"find_unused_parameters": opts.graph == "find", "static_graph": opts.graph == "static"}
+    model = BranchedNet(opts.width, always=how["static_graph"])
+    model = model.to(here.device, memory_format=torch.channels_last)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **how)
+    choose_precision(model, opts, train_set)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    run = Run(f"ddp-graph-{opts.graph}", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            skip = schedule.last_epoch % 2 == 0  # by the steps so far: alike on all ranks
+            loss = F.nll_loss(model(images, skip), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
