@@ -333,9 +333,26 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
         assert f"doubt {mark}: {what} (" in text
     verdict = text.splitlines()[-1]
     assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
-    assert f"Do not rely on the marked rows: {loud} (doubt q): measure again with --repeats 3" in verdict
-    assert "on exclusive nodes" in verdict and f"{few} (doubt e): give --epochs 3 or more" in verdict
+    assert f"Do not rely on this: {loud} (rows with doubt q): measure again with --repeats 3" in verdict
+    assert (
+        "on exclusive nodes" in verdict and f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
+    )
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
+
+
+def test_tables_fit_a_terminal(tmp_path: Path) -> None:
+    """With every column and many settings: the least needed ones are in comparison.md only."""
+    settings = {"loader": "workers", "workers_per_loader": 4, "width": 64, "lr_scale": "linear", "lr": 2.0}
+    write_run(tmp_path, "one", [10, 1000], global_batch=128)
+    write_run(tmp_path, "large", [10, 1000, 1000])
+    write_run(tmp_path, "two", [10, 21000, 22000], **ddp(2, nodes=2))
+    write_run(tmp_path, "other", [10, 21000, 22000], **ddp(2, nodes=2, **settings))
+    text = plot(tmp_path, "--out", tmp_path / "out", "--target", 98.25).stdout
+    table = text.split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 120 and {"variant", "doubt", "note"} <= set(table[0].split())
+    assert [line.strip() for line in table[-2:]] == ["linear lr scale,", "width 64"]  # below 4 loader workers
+    assert "In comparison.md only: eval s, train s to it, mem. MB, " in text
+    assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:

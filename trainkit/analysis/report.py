@@ -41,6 +41,13 @@ LEGEND = (
     "speedup, eff. %: against one device of the same kind. "
     "wall s: from the start of the process (rank 0) to its last evaluation."
 )
+WEAK_LEGEND = (
+    "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
+)
+TARGET_LEGEND = (
+    "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
+    "median of the repeats that had it."
+)
 
 
 def report(paths: list[Path], out: Path, target: float | None = None) -> str:
@@ -87,7 +94,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
 
 
 def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, list[str]]:
-    """The table with all cells as text, and the notes that its [1], [2] point to."""
+    """The table with all cells as text, and what its marks and columns mean that not every table has."""
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
     )
@@ -114,8 +121,12 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
     )
     silent = ["nodes", "variant", "weak eff. %", "note", "doubt"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
-    notes = [f"{number} {note}." for note, number in numbers.items()]
-    return shown.drop(columns=silent), notes + trust.legend(table)
+    legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
+    if "weak eff. %" not in silent:
+        legends.append(WEAK_LEGEND)
+    if target is not None:
+        legends.append(TARGET_LEGEND.format(target))
+    return shown.drop(columns=silent), legends
 
 
 def _reached(row: tuple) -> str:

@@ -49,8 +49,8 @@ def legend(table: pd.DataFrame) -> list[str]:
 
 def sentence(table: pd.DataFrame) -> str:
     """What not to rely on, and what to do; nothing if no row is marked."""
-    reasons = [f"{what} (doubt {mark}): {helps}" for mark, (what, _, helps) in _found(table)]
-    return f" Do not rely on the marked rows: {'; '.join(reasons)}." if reasons else ""
+    reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _found(table)]
+    return f" Do not rely on this: {'; '.join(reasons)}." if reasons else ""
 
 
 def _scatter(row: tuple, one: tuple) -> bool:
