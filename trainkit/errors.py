@@ -180,7 +180,7 @@ def _told_by_ddp(error: Exception) -> str | None:
     unused = re.search(r"Parameter.* which did not receive grad for rank \d+: .*", str(error))
     return unused and (
         "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
-        f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all parameters in every step, or "
+        f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, or "
         "see 03_multigpu_ddp/beyond/unused.py."
     )
 

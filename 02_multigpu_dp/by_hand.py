@@ -1,0 +1,98 @@
+"""Train the classic MNIST network as nn.DataParallel does, with what that does written out and timed.
+
+Try: python by_hand.py --replicas 2 --epochs 2
+"""
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from trainkit import batches, data, errors, machine, options, world
+from trainkit.command_line import at_least
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+
+
+def main() -> None:
+    replicas = options.own(2, at_least(1, 64), "N", "replicas on the CPU; otherwise there is one on each GPU")
+    opts = options.parse(__doc__, replicas=replicas)
+    here = world.alone(not opts.no_cuda)
+    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
+    devices = [torch.device("cuda", index) for index in range(gpus)] or [here.device] * opts.replicas
+    count = len(devices)
+    opts = opts.for_devices(count, "replicas")
+    torch.manual_seed(opts.seed)
+    machine.take_all_gpus(opts.seed)  # each drops other neurons
+    torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores
+
+    # By default all images go to the device once and stay there.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device)
+    test_batches = batches.testing(test_set, opts, here.device)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    choose_precision(model, opts, train_set)
+    replicas = [model, *(copy.deepcopy(model).to(device) for device in devices[1:])]
+    threads = ThreadPoolExecutor(count)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    run = Run("dp-by-hand", opts, here, train_set, model, optimizer, schedule, devices=count)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        seconds = Counter()
+        for replica in replicas:
+            replica.train()
+        for images, labels in run.steps(epoch, train_batches):
+            for replica in replicas:
+                replica.zero_grad()
+            with phase("replicate", seconds, devices), torch.no_grad():
+                for replica in replicas[1:]:
+                    for copied, weights in zip(replica.parameters(), model.parameters(), strict=True):
+                        copied.copy_(weights)
+            with phase("scatter", seconds, devices):
+                parts = [part.to(device) for part, device in zip(images.chunk(count), devices, strict=True)]
+            with phase("forward", seconds, devices):
+                outputs = list(threads.map(lambda replica, part: replica(part), replicas, parts))
+            with phase("gather", seconds, devices):
+                output = torch.cat([part.detach().to(here.device) for part in outputs]).requires_grad_()
+            loss = F.nll_loss(output, labels)
+            loss.backward()  # as far as the output
+            with phase("backward", seconds, devices):
+                gradients = [
+                    part.to(device) for part, device in zip(output.grad.chunk(count), devices, strict=True)
+                ]
+                list(threads.map(torch.autograd.backward, outputs, gradients))
+            with phase("sum", seconds, devices):
+                for replica in replicas[1:]:
+                    for weights, copied in zip(model.parameters(), replica.parameters(), strict=True):
+                        weights.grad += copied.grad.to(here.device)
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        errors.tell("seconds: " + ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items()))
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
+
+
+@contextmanager
+def phase(name: str, seconds: Counter, devices: list[torch.device]) -> Iterator[None]:
+    """Add to `seconds[name]` what is spent within, up to the end of the GPUs' work."""
+    started = time.perf_counter()
+    yield
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    seconds[name] += time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    errors.run(main)
