@@ -91,7 +91,7 @@ def test_sgd_learns(trained) -> None:
 
 def test_all_ranks_end_together_and_patience_counts_over_a_resume(tmp_path: Path) -> None:
     checkpoints = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    training = (*SMALL, *STILL, "--batch-size-per-gpu", 40, "--patience", 2, *checkpoints)
+    training = (*SMALL, *STILL, "--batch-size-per-gpu", 40, "--patience", 2, "--timeout", 60, *checkpoints)
     for epochs in (2, 9):
         done = run_stage("ddp", *training, "--epochs", epochs, "--results-dir", tmp_path, processes=2)
         assert done.returncode == 0, done.stderr
