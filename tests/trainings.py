@@ -1,12 +1,14 @@
 """Trainings one after the other in the same processes, as PyTorch takes seconds to start; dropout is off.
 
-usage: trainings.py TRAININGS.json, which is {folder: [port, script, options ...]}. What each prints goes to
+usage: trainings.py TRAININGS.json, a list of [folder, port, script, options ...]. What each prints goes to
 folder/rank-N.txt.
 """
 
+import gc
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainkit import model
+from trainkit import checkpoint, model
 
 
 def train(script: str, output: Path) -> None:
@@ -22,14 +24,19 @@ def train(script: str, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         try:
+            sys.path[0] = str(Path(script).parent)  # as Python does
             runpy.run_path(script)["main"]()
         except Exception:
             traceback.print_exc()
+            os._exit(1)  # the others would wait in a group that is half left
+    for number in checkpoint.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # the run's own keeps it alive, and its checkpoints locked
+    gc.collect()
 
 
 if __name__ == "__main__":
     model.Dropout = lambda _: nn.Identity()
-    for folder, (port, script, *options) in json.loads(Path(sys.argv[1]).read_text()).items():
+    for folder, port, script, *options in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["MASTER_PORT"] = port
-        sys.argv[1:] = [*options, "--results-dir", folder]
+        sys.argv[1:] = [*map(str, options), "--results-dir", folder]
         train(script, Path(folder, f"rank-{os.environ['RANK']}.txt"))

@@ -12,16 +12,17 @@ class SyncOnCPU(nn.BatchNorm2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(x)
-        x = x.float()
-        # Every rank has as many images: so the mean of their means is the mean over all images.
-        mean, square = SumOverRanks.apply(torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))]))
-        mean, square = mean / world.count(), square / world.count()
-        variance, count = square - mean.square(), world.count() * x.numel() / x.size(1)
+        # The ranks have equally many images: so the mean over all is the mean of the ranks' means.
+        mean = SumOverRanks.apply(x.float().mean((0, 2, 3))) / world.count()
+        centred = x - mean[:, None, None]
+        variance = SumOverRanks.apply(centred.square().mean((0, 2, 3))) / world.count()
         with torch.no_grad():  # for evaluation
+            count = world.count() * x.numel() / x.size(1)
+            self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
         factor = self.weight * (variance + self.eps).rsqrt()
-        return x * factor[:, None, None] + (self.bias - mean * factor)[:, None, None]
+        return centred * factor[:, None, None] + self.bias[:, None, None]
 
 
 class SumOverRanks(torch.autograd.Function):
