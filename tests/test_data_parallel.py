@@ -63,7 +63,9 @@ def test_a_step_with_gradients_of_other_strides(
 
     monkeypatch.setattr(torch, "_fused_adam_", as_on_a_gpu)
     for model in two:
-        optimizer, _ = optimizer_and_schedule(Options(batch_size=64, recipe=recipe, lr=0.01), model, steps_per_epoch=9)
+        optimizer, _ = optimizer_and_schedule(
+            Options(batch_size=64, recipe=recipe, lr=0.01), model, steps_per_epoch=9
+        )
         backward(model, images)
         optimizer.step()
     plain, parallel = two
