@@ -31,7 +31,6 @@ SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from torch.nn.parallel": "from torch import nn\nfrom torch.nn.parallel",
         "from trainkit.model import Net\n": "",
         "\n\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace("TARGETS", targets),
         "data.load(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
