@@ -142,6 +142,14 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(name: str, trained: Callab
     assert furthest(resumed, at_once) < ROUNDING
 
 
+@pytest.mark.parametrize("script", sorted(BEYOND.glob("*.py")), ids=lambda path: path.name)
+def test_the_difference_to_the_stage_stays_small(script: Path) -> None:
+    """DistributedDataParallel by hand is longer; what stands beside the variants is no variant."""
+    done = subprocess.run(["diff", STAGES["ddp"], script], capture_output=True, text=True)
+    added = sum(line.startswith(">") for line in done.stdout.splitlines())
+    assert added <= {"by_hand.py": 34, "sync_on_cpu.py": 37}.get(script.name, 24)
+
+
 @pytest.mark.parametrize("way", ["each", "flat"])
 def test_gradients_averaged_by_hand_train_as_ddp_does(way: str, trained: Callable) -> None:
     for ranks in (1, 2):
