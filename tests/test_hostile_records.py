@@ -22,9 +22,10 @@ GOOD = next(SAMPLE.glob("ddp-*-041110-*.csv"))  # two workers
 FORMULA, TAG, MATHS = "=cmd|'/c calc'!A0", "<script>alert(1)</script>", "$\\frac{$"
 NUMBERS = ("nan", "inf", "-inf", "-5", "1e308", "", "many", "9" * 5000)
 # Column -> cells that it never holds.
+ZERO = ["zero\0"] if sys.version_info >= (3, 11) else []  # which csv does not write, nor read, before
 REFUSED = {
     "run_id": ["\x1b]0;title\x07"],
-    "stage": ["x" * 100_000, "\x1b[31mred", "a\nb", "a\rb", "zero\0", "\u202egnp"],
+    "stage": ["x" * 100_000, "\x1b[31mred", "a\nb", "a\rb", *ZERO, "\u202egnp"],
     "device_name": ["x" * 201],
     "node_list": ["x" * 20_001],
     "devices": ["0", "1e3", *NUMBERS],
