@@ -331,8 +331,10 @@ def _index(place: dict) -> int:
     visible, tasks = torch.cuda.device_count(), place["local_size"]
     if place["local_rank"] < visible and tasks <= visible:
         return place["local_rank"]
-    by_srun = place["launcher"] == "srun" or os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-    by_variable = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    executor = os.environ.get("SUBMITIT_EXECUTOR")
+    by_srun = place["launcher"] == "srun" or executor == "slurm"
+    # trainkit.jobs.local sets the variable, too, alike for all ranks.
+    by_variable = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and executor != "local"
     given = machine.gpus_given()
     # By srun --gpus-per-task, say, or a wrapper of each rank. `_check_cards` finds two with the same one.
     if (by_srun or by_variable) and (given is None or tasks <= given):
