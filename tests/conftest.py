@@ -56,8 +56,8 @@ for name in list(ENVIRONMENT):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that mostly wait for Slurm come first, so that the others fill the time."""
-    items.sort(key=lambda item: "test_signals" not in item.nodeid)
+    """Those that mostly wait come first, for Slurm or for one fixture, so that the others fill the time."""
+    items.sort(key=lambda item: not item.path.stem.endswith(("signals", "beyond")))
 
 
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
