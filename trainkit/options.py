@@ -12,11 +12,11 @@ from pathlib import Path
 
 from trainkit.command_line import Parser, above_0, at_least
 from trainkit.errors import UserError
+from trainkit.records import LR_SCALES
 from trainkit.staging import DATASETS, DEFAULT_DIR
 
 DEFAULT_RESULTS = Path(__file__).resolve().parents[1] / "results"
 DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
-LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}  # the power of batch size / BASE_BATCH
 BASE_BATCH = 64
 MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
 

@@ -102,6 +102,9 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "started_at": _text(),
     "schema_version": _number(int, 1),
 }
+NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
+# The rules of --lr-scale: the power of the batch size with which the learning rate grows.
+LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those. Their --lr and --gamma are not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
 ADDED |= {"lr_warmup_images": 0, "width": 32, "ended": ""}
@@ -128,12 +131,7 @@ class Recorder:
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
-        for name in (
-            "run_id",
-            "stage",
-            "dataset",
-            "model",
-        ):  # what a training of one's own may call as it likes
+        for name in NAMES:
             try:
                 COLUMNS[name](str(facts[name]))
             except ValueError as error:

@@ -60,7 +60,6 @@ _LABELS = {
 }
 # What these decide on needs no place in a label beside them.
 _FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
-_POWERS = {"linear": 1, "sqrt": 0.5}  # of the batch, in the rules of --lr-scale
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
 
@@ -308,5 +307,5 @@ def _same_lr(row: tuple, one: tuple) -> bool:
     """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
     if "unknown" in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
-    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** _POWERS.get(row.lr_scale, 0)
+    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0)
     return math.isclose(float(row.lr), scaled, rel_tol=1e-4)
