@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda)
+    here = world.alone(not opts.no_cuda, opts.debug_dir)
     opts = opts.for_devices(1)
     torch.manual_seed(opts.seed)
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 def main() -> None:
     replicas = options.own(2, at_least(1, 64), "N", "replicas on the CPU; otherwise there is one on each GPU")
     opts = options.parse(__doc__, replicas=replicas)
-    here = world.alone(not opts.no_cuda)
+    here = world.alone(not opts.no_cuda, opts.debug_dir)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     devices = [torch.device("cuda", index) for index in range(gpus)] or [here.device] * opts.replicas
     count = len(devices)

@@ -17,7 +17,7 @@ from torch import nn
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda)
+    here = world.alone(not opts.no_cuda, opts.debug_dir)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     opts = opts.for_devices(gpus, "GPUs")
     torch.manual_seed(opts.seed)

@@ -17,7 +17,7 @@ from torch import nn
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 

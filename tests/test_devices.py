@@ -174,8 +174,9 @@ def test_rocm_is_recorded_as_such(tmp_path: Path, gpus: Callable, monkeypatch: p
     opts = options.parse("", ["--results-dir", str(tmp_path)])
     log = RunLog("single", opts, here, devices=1, dataset="mnist", model=Net())
     log.epoch(1, SimpleNamespace(steps=1, seconds=1, loss=1, learning_rate=1), SimpleNamespace(
-        samples=1, seconds=1, loss=1, accuracy=1, peak_memory_mb=1,
-    ))  # fmt: skip
+        samples=1, seconds=1, loss=1, accuracy=1,
+    ), [{"rank": 0, "epoch": 1, "host": "n1", "device": "cuda:0", "device_name": "MI300X", "own_seconds": 1,
+         "peak_memory_mb": 1}])  # fmt: skip
     (path,) = tmp_path.glob("runs/*.csv")
     (row,) = read(path)
     assert (row["device_name"], row["cuda_version"]) == ("AMD Instinct MI300X", "ROCm 6.4.1")

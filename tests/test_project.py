@@ -175,3 +175,16 @@ def test_bench_names_its_parts() -> None:
     assert (
         done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp, memory."
     )
+
+
+def test_every_do_and_dont_names_what_holds_it() -> None:
+    page = REPOSITORY / "03_multigpu_ddp" / "DOS_AND_DONTS.md"
+    lines = [
+        line for line in page.read_text().splitlines() if line.startswith("| ") and "held by" not in line
+    ]
+    assert len(lines) >= 25
+    for line in lines:
+        held_by = re.findall(r"\[(test_\w+)\]\((\.\./tests/\w+\.py)\)", line)
+        assert held_by, line
+        for name, file in held_by:
+            assert f"\ndef {name}(" in (page.parent / file).read_text(), name

@@ -25,7 +25,6 @@ class Tested(NamedTuple):
     seconds: float
     loss: float
     accuracy: float  # NaN where the targets are not class numbers
-    peak_memory_mb: float  # of the fullest rank; on a GPU of this epoch, on a CPU so far
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit import clock, machine, world
+from trainkit import clock, world
 from trainkit.batches import Batches
 from trainkit.epoch import Tested, not_a_number
 
@@ -40,8 +40,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     total, correct, samples = world.sum_in_place(sums).tolist()
     if not math.isfinite(total):
         raise not_a_number(f"the test loss is {total}")
-    peak = world.largest(machine.peak_memory_mb(device), device)
-    return Tested(int(samples), seconds, total / samples, 100 * correct / samples, peak)
+    return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

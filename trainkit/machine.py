@@ -195,11 +195,11 @@ def git_commit() -> str:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Megabytes (1e6 bytes) at the peak: allocated on the fullest GPU since `reset_peak_memory`, or resident
-    on a CPU since the process started.
+    """Megabytes (1e6 bytes) at the peak: allocated on the GPU since `reset_peak_memory`, or resident on a CPU
+    since the process started.
     """
     if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e6
+        return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 

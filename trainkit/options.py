@@ -5,10 +5,12 @@ The command line is made of these declarations, and so are the options that a ch
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from trainkit.command_line import Parser, above_0, at_least
 from trainkit.errors import UserError
@@ -141,6 +143,12 @@ class Options:
     timeout: int = _option(
         "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
     )
+    debug: bool = _option(
+        "machine", False, None, None,
+        "have each rank, PyTorch and NCCL write down what they do, in the job's folder or in DIR/debug/ of "
+        "--results-dir; slower",
+        column="debug",
+    )
 
     checkpoint_dir: Path | None = _option(
         "stop and go on", None, Path, "DIR",
@@ -173,6 +181,12 @@ class Options:
     def scaled_lr(self) -> float:
         """The learning rate at this batch size, after --lr-scale."""
         return self.lr * (self.batch_size / BASE_BATCH) ** LR_SCALES[self.lr_scale]
+
+    @property
+    def debug_dir(self) -> Path | None:
+        """Where --debug writes to; None without it."""
+        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+        return (Path(job_folder) if job_folder else self.results_dir / "debug") if self.debug else None
 
     def for_devices(self, count: int, what: str = "processes") -> "Options":
         """With the global batch size of so many devices, or of one if there is none.
@@ -224,6 +238,13 @@ def parse(
         name = one.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    parser.add_argument(
+        "--local-rank",
+        "--local_rank",
+        type=_refuse_local_rank,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
     read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
     values = vars(read)
     if values["batch_size"] and values["batch_size_per_gpu"]:
@@ -250,6 +271,13 @@ def parse(
     if values["dry_run"]:
         values["epochs"], values["checkpoint_dir"] = 1, None
     return kind(**values)
+
+
+def _refuse_local_rank(_: str) -> NoReturn:
+    raise UserError(
+        "--local-rank comes from torch.distributed.launch, which PyTorch has deprecated: start with "
+        "torchrun, which takes the same options."
+    )
 
 
 def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:

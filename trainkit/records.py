@@ -1,7 +1,7 @@
 """The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
 
-One file per run, one row per epoch. The file is replaced as a whole after every epoch, so that a
-reader, a kill or a full disk never meets half a row.
+One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device. The files are
+replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row.
 """
 
 import csv
@@ -9,8 +9,9 @@ import io
 import math
 import platform
 import stat
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,6 +81,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "accumulate": _number(int, 1),
     "precision": _text(),
     "compiled": _flag,
+    "debug": _flag,
     "steps": _number(int, 1),
     "images": _number(int, 1),
     "train_seconds": _number(float, ABOVE_0),
@@ -102,12 +104,23 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "started_at": _text(),
     "schema_version": _number(int, 1),
 }
+# Of the file beside it. The seconds are those of the rank, without its waiting for others (see own_time.py).
+RANK_COLUMNS: dict[str, Callable[[str], object]] = {
+    "epoch": COLUMNS["epoch"],
+    "rank": _number(int, 0),
+    "host": _text(),
+    "device": _text(),
+    "device_name": _text(),
+    "own_seconds": _or_nan(0, MOST),
+    "peak_memory_mb": COLUMNS["peak_memory_mb"],
+}
+SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
 NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
 # The rules of --lr-scale: the power of the batch size with which the learning rate grows.
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those. Their --lr and --gamma are not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "debug": 0, "ended": ""}
 
 
 class RecordError(UserError):
@@ -117,7 +130,7 @@ class RecordError(UserError):
 class Recorder:
     """Writes `<results_dir>/runs/<run_id>.csv`.
 
-    `rows` are the rows so far.
+    `rows` are the rows so far, and `of_ranks` those of the file beside it.
 
     Args:
         results_dir: created if it is not there.
@@ -138,20 +151,24 @@ class Recorder:
                 raise UserError(f"the {name}'s name cannot be recorded ({error}): give another.") from None
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
         self.rows: list[dict[str, object]] = []
+        self.of_ranks: list[dict[str, object]] = []
         fix = "free the space, mend the permissions, or give another --results-dir."
         check_writable(self.path.parent, "results", fix)
 
-    def add(self, **row: object) -> None:
-        """Append the row of one epoch and put the whole file in place.
+    def add(self, of_ranks: Iterable[dict[str, object]] = (), **row: object) -> None:
+        """Append the row of one epoch, and those of its devices, and put both files in place.
 
         Raises:
             UserError: if the file cannot be written; the text tells where the rows are then.
         """
         self.rows.append(self._facts | row)
+        self.of_ranks += of_ranks
         self._write()
 
-    def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
-        """Continue the file of an earlier process of the run, which had written `rows`.
+    def go_on(
+        self, facts: dict[str, object], rows: list[dict[str, object]], of_ranks: list[dict[str, object]]
+    ) -> None:
+        """Continue the files of an earlier process of the run, which had written `rows` and `of_ranks`.
 
         `facts`, `run_id` among them, stay as they were there.
 
@@ -162,6 +179,7 @@ class Recorder:
         self._facts |= facts
         # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
         self.rows = [ADDED | self._facts | row for row in rows]
+        self.of_ranks = of_ranks
         if rows:
             self._write()
 
@@ -176,10 +194,10 @@ class Recorder:
 
     def _put(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        with replacing(folder / self.path.name) as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows({name: _to_text(row[name]) for name in COLUMNS} for row in self.rows)
+        file = folder / self.path.name
+        _put_table(file, COLUMNS, self.rows)
+        if self.of_ranks:  # a run of an earlier program, which goes on, had none
+            _put_table(beside(file), RANK_COLUMNS, self.of_ranks, delimiter="\t")
 
     def _rescue(self) -> str:
         """Write the rows to another place, and tell where they are."""
@@ -192,6 +210,11 @@ class Recorder:
         return "No other place could be written to either; what was recorded before stays."
 
 
+def beside(path: Path) -> Path:
+    """The file with the rows of the ranks, for a run's CSV."""
+    return path.with_name(f"{path.stem}.ranks.tsv")
+
+
 def read(path: Path) -> list[dict[str, object]]:
     """The rows of one run's CSV, each cell as its column in `COLUMNS` reads it.
 
@@ -199,9 +222,42 @@ def read(path: Path) -> list[dict[str, object]]:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
             no run writes.
     """
+    return _read(path, _row_of_run)
+
+
+def read_ranks(path: Path) -> list[dict[str, object]]:
+    """The rows of the file beside a run's CSV, each cell as its column in `RANK_COLUMNS` reads it.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(beside(path), lambda line, where: _row(line, where, RANK_COLUMNS), delimiter="\t")
+
+
+def slow_rank(of_ranks: Iterable[dict[str, object]]) -> tuple[str, float] | None:
+    """The slowest rank, as "rank 3 on n2", and how many times the median of the others it takes.
+
+    None if it is not `SLOW`, has no others, or if its seconds are not known.
+    """
+    seconds, hosts = {}, {}
+    for row in of_ranks:
+        # All devices of a rank have its seconds, and one of them is enough.
+        seconds.setdefault(row["rank"], {})[row["epoch"]] = row["own_seconds"]
+        hosts[row["rank"]] = row["host"]
+    sums = {rank: sum(of_epochs.values()) for rank, of_epochs in seconds.items()}
+    if len(sums) < 2 or not min(sums.values()) > 0:
+        return None
+    slowest = max(sums, key=sums.get)
+    times = sums.pop(slowest) / statistics.median(sums.values())
+    return (f"rank {slowest} on {hosts[slowest]}", times) if times >= SLOW else None
+
+
+def _read(
+    path: Path, row: Callable[[dict[str, str], str], dict[str, object]], **dialect: str
+) -> list[dict[str, object]]:
     try:
-        lines = csv.DictReader(io.StringIO(_content(path), newline=""))
-        rows = [_row(line, f"line {lines.line_num}") for line in lines]
+        lines = csv.DictReader(io.StringIO(_content(path), newline=""), **dialect)
+        rows = [row(_whole(line, f"line {lines.line_num}"), f"line {lines.line_num}") for line in lines]
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
     if not rows:
@@ -223,9 +279,13 @@ def _content(path: Path) -> str:
         raise ValueError("it is not a text file") from None
 
 
-def _row(line: dict[str, str], where: str) -> dict[str, object]:
+def _whole(line: dict[str, str], where: str) -> dict[str, str]:
     if None in line or None in line.values():
         raise ValueError(f"{where} is cut short or too long")
+    return line
+
+
+def _row_of_run(line: dict[str, str], where: str) -> dict[str, object]:
     if "schema_version" not in line:
         raise ValueError("it has no schema_version column: not a record of a run")
     version = line["schema_version"]
@@ -235,17 +295,27 @@ def _row(line: dict[str, str], where: str) -> dict[str, object]:
             f"its schema version {version[:30] or '(none)'} is {age} "
             f"(this program reads version {SCHEMA_VERSION})"
         )
-    cells = ADDED | line
-    missing = [name for name in COLUMNS if name not in cells]
+    return _row(ADDED | line, where, COLUMNS)
+
+
+def _row(cells: dict[str, str], where: str, columns: dict[str, Callable[[str], object]]) -> dict[str, object]:
+    missing = [name for name in columns if name not in cells]
     if missing:
         raise ValueError(f"it has no column {', '.join(missing)}")
     row = {}
-    for name, read_cell in COLUMNS.items():
+    for name, read_cell in columns.items():
         try:
             row[name] = read_cell(str(cells[name]))
         except ValueError as error:
             raise ValueError(f"{where}, column {name}: {error}") from None
     return row
+
+
+def _put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, **dialect)
+        writer.writeheader()
+        writer.writerows({name: _to_text(row[name]) for name in columns} for row in rows)
 
 
 def _to_text(value: object) -> str:

@@ -1,5 +1,6 @@
 """What surrounds the training step: the clock, the progress bar, the record, checkpoints, and going on."""
 
+import platform
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from trainkit.epoch import PartialEpoch, Tested, Trained, not_a_number
 from trainkit.errors import UserError
 from trainkit.meeting import Meeting
 from trainkit.options import Options
+from trainkit.own_time import OwnTime
 from trainkit.runlog import RunLog
 from trainkit.world import World
 
@@ -64,6 +66,10 @@ class Run:
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log)
         self._meeting = Meeting(here.device)
+        self._own_time = OwnTime(model, optimizer, here.device)
+        self._devices = [here.device]
+        if here.device.type == "cuda" and devices > here.size:  # DataParallel: from the first one on
+            self._devices = [torch.device("cuda", i) for i in range(devices // here.size)]
         self._ended = world.from_first(self._has_ended())
 
     def epochs(self) -> Iterator[int]:
@@ -101,6 +107,7 @@ class Run:
             disable=None if world.is_first() and sys.stderr else True,
         )
         started = clock.start(device)
+        self._own_time.begin()
         for step, batch in enumerate(bar, start=done.steps + 1):
             yield batch
             if self._added != step:
@@ -116,6 +123,7 @@ class Run:
                 part = PartialEpoch(step, seconds, done.learning_rate, _mean_over_ranks(losses).cpu())
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
+            self._own_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
 
         losses = _mean_over_ranks(self._losses)
@@ -137,7 +145,8 @@ class Run:
         """
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested))
+        of_ranks = sum(world.gather(self._own_rows(epoch)), [])
+        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks))
         stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
 
@@ -145,6 +154,23 @@ class Run:
         """Save the weights if asked to, and say where everything is."""
         world.on_first(lambda: self._log.finish(self._model))
         self._checkpoints.finish(self._ended)
+
+    def _own_rows(self, epoch: int) -> list[dict[str, object]]:
+        """A row for each device of this rank, of `records.RANK_COLUMNS`."""
+        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through.
+        own_seconds = self._own_time.per_step() * self._trained.steps
+        return [
+            {
+                "epoch": epoch,
+                "rank": world.rank(),
+                "host": platform.node(),
+                "device": str(device),
+                "device_name": machine.device_name(device),
+                "own_seconds": own_seconds,
+                "peak_memory_mb": machine.peak_memory_mb(device),
+            }
+            for device in self._devices
+        ]
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""

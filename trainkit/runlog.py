@@ -20,7 +20,7 @@ from trainkit.files import replacing
 from trainkit.model import bare
 from trainkit.options import BASE_BATCH, Options
 from trainkit.precision import precision_of
-from trainkit.records import Recorder
+from trainkit.records import Recorder, slow_rank
 from trainkit.world import World
 
 
@@ -80,8 +80,8 @@ class RunLog:
         )
         tell(_configuration(options, here, self._facts["batch_per_device"]))
 
-    def epoch(self, epoch: int, trained: Trained, tested: Tested) -> None:
-        """Write the row of one epoch, then print its line.
+    def epoch(self, epoch: int, trained: Trained, tested: Tested, of_ranks: list[dict[str, object]]) -> None:
+        """Write the row of one epoch and those of its ranks, then print its line.
 
         Raises:
             UserError: if the row cannot be written; the text tells where it is then.
@@ -105,12 +105,16 @@ class RunLog:
                 "test_loss": tested.loss,
                 "test_accuracy": tested.accuracy,
                 "learning_rate": trained.learning_rate,
-                "peak_memory_mb": tested.peak_memory_mb,
+                "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
                 "elapsed_s": self._elapsed_s(),
             }
-            self._recorder.add(**row, ended=why_ended([*self._recorder.rows, row], self._options))
+            ended = why_ended([*self._recorder.rows, row], self._options)
+            self._recorder.add(of_ranks, **row, ended=ended)
         self._past_first_epoch = True
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
+        if slow := slow_rank(of_ranks):
+            who, times = slow
+            tell(f"{who} takes {times:.1f}x the median of the other ranks for its own part of a step.")
 
     @property
     def ended(self) -> str:
@@ -120,7 +124,8 @@ class RunLog:
     def state(self) -> dict:
         """What a checkpoint keeps of the log, so that the run can go on under its own name."""
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
-        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
+        kept = {"rows": self._recorder.rows, "of_ranks": self._recorder.of_ranks}
+        return {"facts": facts, "elapsed_s": self._elapsed_s()} | kept
 
     def go_on(self, state: dict) -> None:
         """Continue the run that `state` was kept of; epochs written after that count as not written.
@@ -136,7 +141,7 @@ class RunLog:
         rows = state["rows"]
         if rows:  # the limits may be others now
             rows[-1]["ended"] = why_ended(rows, self._options)
-        self._recorder.go_on(state["facts"], rows)
+        self._recorder.go_on(state["facts"], rows, state.get("of_ranks", []))
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""
@@ -149,6 +154,10 @@ class RunLog:
             return
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
+        of_ranks = self._recorder.of_ranks
+        peaks = [f"{row['peak_memory_mb']:.0f}" for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
+        if len(peaks) > 1:
+            tell(f"peak memory of each device, MB: {', '.join(peaks)}")
         if self._options.save_model:
             tell(f"weights: {self._save(model)}")
         tell(f"results: {self._recorder.path}")

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
-from trainkit import machine
+from trainkit import debugging, machine
 from trainkit.errors import PeerError, UserError, fail, first_line
 
 PATIENCE_SECONDS = 20  # beyond --timeout, with processes that meet
@@ -38,8 +39,8 @@ class World:
     device: torch.device
 
 
-def alone(use_cuda: bool) -> World:
-    """The world of one process, for the stages that are a single process.
+def alone(use_cuda: bool, debug_dir: Path | None = None) -> World:
+    """The world of one process, for the stages that are a single process; `debug_dir` is as in `join`.
 
     Raises:
         UserError: if a launcher started several processes: each would train the whole model.
@@ -53,22 +54,29 @@ def alone(use_cuda: bool) -> World:
             f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
             "03_multigpu_ddp/mnist_ddp.py."
         )
+    if debug_dir:
+        debugging.begin(debug_dir, place["rank"], every=60)
     device = _device(place, use_cuda)
     machine.limit_threads([machine.cores()])
+    if debug_dir:
+        debugging.introduce(debug_dir, place["rank"], device, gather)
     return World(**place, device=device)
 
 
-def join(use_cuda: bool, timeout: int) -> World:
+def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
     """Meet the other processes: nccl between GPUs, gloo between CPUs.
 
     A rank that waits for a peer longer than `timeout` seconds gives up, so that a job with a lost
-    or sleeping rank ends instead of holding its GPUs until the time limit.
+    or sleeping rank ends instead of holding its GPUs until the time limit. With a `debug_dir` every rank
+    writes down there where it is (see debugging.py).
 
     Raises:
         UserError: if the environment contradicts itself, PyTorch cannot use the GPUs, two ranks have one GPU,
             or the ranks, or NCCL, cannot connect.
     """
     place = _place()
+    if debug_dir:  # twice before the others give up on a rank
+        debugging.begin(debug_dir, place["rank"], every=timeout / 2)
     device = _device(place, use_cuda)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -88,6 +96,8 @@ def join(use_cuda: bool, timeout: int) -> World:
             "them run, that every node resolves the address, and that nothing else uses the port."
         ) from None
     machine.limit_threads(gather(machine.cores()))
+    if debug_dir:
+        debugging.introduce(debug_dir, place["rank"], device, gather)
     return World(**place, device=device)
 
 

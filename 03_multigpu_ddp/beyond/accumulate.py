@@ -21,7 +21,7 @@ from torch import nn
 def main() -> None:
     accumulate = options.own(4, at_least(1), "K", "micro-batches of a batch, one after the other")
     opts = options.parse(__doc__, accumulate=accumulate)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     what = f"micro-batches ({here.size} processes x --accumulate {opts.accumulate})"
     options.check_divides(opts.batch_size, here.size * opts.accumulate, what)

@@ -29,7 +29,7 @@ class NormedNet(Net):
 def main() -> None:
     norm = options.own("sync", ("sync", "local"), None, "over all ranks' images, or each rank's own")
     opts = options.parse(__doc__, norm=norm)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 

@@ -19,7 +19,7 @@ def main() -> None:
     flat = options.own(False, None, None, "average all gradients in one call, not one by one")
     forget = options.own(False, None, None, "do not average: the ranks drift apart", shapes_training=True)
     opts = options.parse(__doc__, flat=flat, forget=forget)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
 

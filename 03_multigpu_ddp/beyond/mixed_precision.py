@@ -18,7 +18,7 @@ from torch import nn
 def main() -> None:
     precision = options.own("fp16", ("fp16",), None, "what the layers compute in")
     opts = options.parse(__doc__, precision=precision)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 

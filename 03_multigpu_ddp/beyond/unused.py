@@ -31,7 +31,7 @@ class BranchedNet(Net):
 def main() -> None:
     graph = options.own("find", ("find", "plain", "static"), None, "what is done about unused parameters")
     opts = options.parse(__doc__, graph=graph)
-    here = world.join(not opts.no_cuda, opts.timeout)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 

@@ -31,6 +31,7 @@ MUST_BE_EQUAL = {
     "width": "width",
     "precision": "precision",
     "compiled": "compiled",
+    "debug": "--debug",
     "accumulate": "micro-batches per step",
     "images": "images per epoch",
     "global_batch": "global batch",
@@ -55,6 +56,7 @@ _LABELS = {
     "width": ("width {}", 32),
     "precision": ("{}", None),
     "compiled": ("compiled", False),
+    "debug": ("with --debug", False),
     "accumulate": ("accumulate {}", 1),
     "train_images": ("{} images", None),
 }
@@ -70,7 +72,9 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with the columns of `records.COLUMNS`, and the sentences.
+        Rows with the columns of `records.COLUMNS`, and two that are of the whole run: `slow_rank`, a
+        sentence on the rank that holds up the others or "", and `least_memory_mb`, the peak of the device
+        with the lowest one, NaN where it is not known; then the sentences.
 
     Raises:
         UserError: if a path is not there.
@@ -89,9 +93,17 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
             files |= {os.path.realpath(file): file for file in found}
     for _, file in sorted(files.items()):
         try:
-            runs.append(pd.DataFrame(records.read(file)))
+            run = records.read(file)
         except records.RecordError as error:
             skipped.append(str(error))
+            continue
+        of_ranks = []
+        if records.beside(file).exists():  # not of earlier programs
+            try:
+                of_ranks = records.read_ranks(file)
+            except records.RecordError as error:
+                skipped.append(str(error))
+        runs.append(pd.DataFrame(run).assign(**_by_rank(run, of_ranks)))
     rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
     # Files of earlier programs lack these: they pool among each other, and with no others.
     for name in ("lr", "gamma"):
@@ -130,6 +142,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
             "test_accuracy": last.test_accuracy.dropna().median(),  # pandas 2 warns of all NaN
             "elapsed_s": last.elapsed_s.median(),
             "peak_memory_mb": (group if steady.empty else steady).peak_memory_mb.max(),
+            "least_memory_mb": group.least_memory_mb.min(),
             "runs": len(runs),
             "epochs": "..".join(map(str, epochs)),
             "steady_epochs": len(steady),
@@ -197,6 +210,21 @@ def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str
     plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
     batch = f"batch {row.batch_per_device} each (weak)" if weak else f"batch {row.global_batch}"
     return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
+
+
+def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
+    """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
+    measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
+    of_ranks = [row for row in of_ranks if row["epoch"] in measured]
+    peaks = {}
+    for row in of_ranks:
+        device = (row["host"], row["rank"], row["device"])
+        peaks[device] = max(row["peak_memory_mb"], peaks.get(device, 0))
+    slow = records.slow_rank(of_ranks)
+    return {
+        "slow_rank": f"{slow[0]} took {slow[1]:.1f}x the median of the others" if slow else "",
+        "least_memory_mb": min(peaks.values(), default=math.nan),
+    }
 
 
 def with_model(dataset: str, model: str) -> str:

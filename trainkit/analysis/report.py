@@ -29,7 +29,7 @@ SHOWN = {
     "acc. %": ("test_accuracy", ".2f"),
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
-    "mem. MB": ("peak_memory_mb", ".0f"),
+    "mem. MB": ("memory", ""),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
@@ -44,6 +44,7 @@ LEGEND = (
 WEAK_LEGEND = (
     "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
 )
+MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -107,6 +108,7 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
         # On one device it is that of the column before.
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         note=[numbers.get(note, "") for note in notes],
+        memory=[_memory(row) for row in table.itertuples()],
     )
     columns = dict(SHOWN)
     if target is not None:
@@ -124,9 +126,17 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     if "weak eff. %" not in silent:
         legends.append(WEAK_LEGEND)
+    if shown["mem. MB"].str.contains("..", regex=False).any():
+        legends.append(MEMORY_LEGEND)
     if target is not None:
         legends.append(TARGET_LEGEND.format(target))
     return shown.drop(columns=silent), legends
+
+
+def _memory(row: tuple) -> str:
+    """The most of any device, or from the least to the most where that is known to differ."""
+    most, least = f"{row.peak_memory_mb:.0f}", f"{row.least_memory_mb:.0f}"
+    return most if row.devices == 1 or least in (most, "nan") else f"{least}..{most}"
 
 
 def _reached(row: tuple) -> str:
@@ -143,6 +153,8 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
         notes.append("SYNTHETIC DATA: generated digits, NOT MNIST. Its accuracies say nothing about MNIST.")
     devices = filter(comparison.is_cpu, sorted(set(rows.device_name)))
     notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
+    slow = rows[rows.slow_rank != ""].drop_duplicates("run_id")
+    notes += [f"In {row.run_id} {row.slow_rank} for its own part of a step." for row in slow.itertuples()]
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
     return notes + [f"Skipped: {sentence}" for sentence in skipped]

@@ -26,6 +26,7 @@ from trainkit import errors, files
 from trainkit.command_line import Parser
 from trainkit.errors import UserError, first_line
 from trainkit.jobs.finding import NOTE, facts_line
+from trainkit.network import interface
 
 # Seconds. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode), and
 # the ranks then come to the group as far apart.
@@ -296,21 +297,12 @@ def _visit(rank: int, size: int) -> dict:
                 f"what answers at {address}:{port} is not rank 0 (it may be another program): submit again, "
                 "the port follows the job's number"
             ) from None
-        return verdict | {"offset_s": offset, "interface": _interface(connection.getsockname()[0])}
+        return verdict | {"offset_s": offset, "interface": interface(connection.getsockname()[0])}
 
 
 def _send(lines: object, **message: object) -> None:
     lines.write(json.dumps(message) + "\n")
     lines.flush()
-
-
-def _interface(address: str) -> str:
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [entry.address.partition("%")[0] for entry in addresses]:
-            return name
-    return "unknown"
 
 
 def _load_data(data_dir: Path) -> dict:

@@ -1,0 +1,58 @@
+"""The ways to start stage 03 that its README lists: those without Slurm, as they stand there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ENVIRONMENT, STAGES, free_port, rows_of
+
+README = STAGES["ddp"].with_name("README.md")
+SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
+
+
+def commands(first_word: str) -> str:
+    """The block of the README that begins so."""
+    (block,) = re.findall(rf"^```\n({first_word} .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    return block
+
+
+def start(text: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run the lines of a shell, with fewer images and a port that is free."""
+    text = text.replace("--epochs 2", f"{SMALL} --results-dir '{folder}'").replace("29500", free_port())
+    path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", text],
+        cwd=README.parent,
+        env=ENVIRONMENT | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
+    """Both machines are this one; what comes out is the same to the last digit."""
+    by_hand = start(commands("export"), tmp_path / "hand")
+    first, second = commands("torchrun").replace("=first ", "=localhost ").splitlines()
+    by_torchrun = start(f"export OMP_NUM_THREADS=1\n{first} &\n{second}\nwait", tmp_path / "torchrun")
+    (hand,), (torchrun,) = rows_of(tmp_path / "hand"), rows_of(tmp_path / "torchrun")
+    assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1), by_hand.stderr
+    assert (torchrun["launcher"], torchrun["world_size"], torchrun["nodes"]) == ("torchrun", 2, 2), (
+        by_torchrun.stderr
+    )
+    assert (hand["train_loss"], hand["test_loss"]) == (torchrun["train_loss"], torchrun["test_loss"])
+
+
+def test_the_old_launcher_is_refused(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=1"]
+    done = subprocess.run(
+        [*launcher, f"--master-port={free_port()}", STAGES["ddp"], "--results-dir", tmp_path],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "--local-rank comes from torch.distributed.launch" in done.stderr
+    assert "start with torchrun" in done.stderr
+    assert not list(tmp_path.iterdir())

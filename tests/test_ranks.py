@@ -1,0 +1,189 @@
+"""What is told of each rank: its own seconds and memory, who is slow, and with --debug where each one is."""
+
+import os
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import Script, rows_of, run_stage
+from test_checkpoint import start
+
+from trainkit import records
+from trainkit.analysis import comparison
+from trainkit.analysis.report import report
+
+SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
+
+
+def of_ranks(results: Path) -> pd.DataFrame:
+    """The file beside the CSV of the one run in `results`, as a user reads it."""
+    (path,) = (results / "runs").glob("*.ranks.tsv")
+    return pd.read_csv(path, sep="\t")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The results of two ranks, of which the second sleeps in every step, and what rank 0 has told."""
+    place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
+    place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
+    ranks = start(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2)
+    told = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    return place.folder / "results", told[0]
+
+
+def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixture) -> None:
+    results, told = slow
+    table = of_ranks(results)
+    assert list(zip(table.epoch, table["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    # Both wait for the slower one in every step, so only without the waiting do their times differ.
+    for (_, of_epoch), row in zip(table.groupby("epoch"), rows_of(results), strict=True):
+        first, second = of_epoch.own_seconds
+        assert 2 <= second <= row["train_seconds"]
+        assert 0 < first < second / records.SLOW
+    who = rf"rank 1 on {re.escape(os.uname().nodename)} (takes|took) \d+\.\dx the median of the other"
+    assert len(re.findall(who, told)) == 2
+    report([results], results)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"In ddp-\S+ {who}s for its own part of a step\.", shown)
+
+
+def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
+    results, told = slow
+    least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])
+    assert 100 < least <= most == rows_of(results)[-1]["peak_memory_mb"]
+    (line,) = re.findall(r"peak memory of each device, MB: (\d+), (\d+)", told)
+    assert sorted(map(int, line)) == [round(least), round(most)]
+
+
+def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script) -> None:
+    """DataParallel has one rank and several devices, of which the first is the fullest."""
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("dp", "run._devices = [torch.device('cuda', i) for i in range(3)]", before="for epoch in")
+    names = "machine.device_name = lambda device: 'H200'"
+    memory = "machine.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
+    place.insert("dp", f"{names}; {memory}", before="for epoch in")
+    done = script(place.script("dp"), *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
+    assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
+    assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
+
+
+def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
+    """The CSV of a run, and what is beside it."""
+    results = folder / "results"
+    sample = Path(__file__).parents[1] / "results" / "sample" / "cpu-2-cores" / "runs"
+    (source,) = sample.glob("ddp-*-041110-*.csv")
+    rows = records.read(source)
+    recorder = records.Recorder(results, rows[0])
+    for epoch in range(1, epochs + 1):
+        beside = [
+            {"epoch": epoch, "rank": rank, "host": f"n{rank // 2}", "device": "cuda:0", "device_name": "H200"}
+            | {"own_seconds": seconds if epoch > 1 else 99, "peak_memory_mb": 500 + rank}
+            for rank, seconds in own_seconds.items()
+        ]
+        recorder.add(beside, epoch=epoch, warmup=epoch == 1)
+    return recorder.path
+
+
+SLOW = {
+    "one of four": ({0: 1.0, 1: 1.1, 2: 1.0, 3: 1.6}, ("rank 3 on n1", 1.6)),
+    "a little": ({0: 1.0, 1: 1.2}, None),
+    "alone": ({0: 1.0}, None),
+    "not known": ({0: float("nan"), 1: 1.0}, None),
+}
+
+
+@pytest.mark.parametrize(("own_seconds", "found"), SLOW.values(), ids=SLOW)
+def test_who_is_slow(own_seconds: dict, found: tuple | None, tmp_path: Path) -> None:
+    """Against the median of the others, without the warm-up."""
+    path = write(tmp_path, own_seconds)
+    rows = [row for row in records.read_ranks(path) if row["epoch"] > 1]
+    slow = records.slow_rank(rows)
+    assert slow == (found and (found[0], pytest.approx(found[1])))
+    (told,) = set(comparison.load([path])[0].slow_rank)
+    assert told == (f"{found[0]} took {found[1]}x the median of the others" if found else "")
+
+
+DAMAGE = {
+    "cut short": lambda text: text[:-10],
+    "another column": lambda text: text.replace("own_seconds", "seconds"),
+    "no number": lambda text: text.replace("\t99\t", "\tinf\t"),
+    "empty": lambda text: "",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named_and_the_run_is_compared(damage: object, tmp_path: Path) -> None:
+    path = write(tmp_path, {0: 1.0, 1: 2.0})
+    beside = records.beside(path)
+    beside.write_text(damage(beside.read_text()))
+    rows, skipped = comparison.load([tmp_path])
+    assert len(rows) == 3 and set(rows.slow_rank) == {""}
+    assert len(skipped) <= 1 and all(sentence.startswith(f"{beside}: not read") for sentence in skipped)
+    assert skipped or not beside.read_text()
+
+
+def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
+    folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
+    for epochs in (1, 2):
+        done = script("single", *SMALL, *folders, "--epochs", epochs)
+        assert done.returncode == 0, done.stderr
+    table = of_ranks(tmp_path)
+    assert list(table.epoch) == [1, 2]
+    for row, own_seconds in zip(rows_of(tmp_path), table.own_seconds, strict=True):
+        assert 0 < own_seconds <= row["train_seconds"]
+
+
+# --- --debug ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
+    """The exercise of the README of stage 03."""
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
+    where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 10)
+    done = run_stage(place.script("ddp"), *SMALL, *where, processes=2)
+    assert done.returncode == 1
+    host = re.escape(os.uname().nodename)
+    for rank in (0, 1):
+        assert re.search(
+            rf"^rank {rank} on {host}: cpu CPU: .+, \d+ core\(s\) [\d,-]+, gloo, network \w+$",
+            done.stdout,
+            re.M,
+        )
+    assert "error on rank 0: lost the other ranks" in done.stderr
+    texts = [(tmp_path / "results" / "debug" / f"debug-rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
+    source = place.script("ddp").read_text().splitlines()
+    stacks = [re.findall(r'mnist_ddp\.py", line (\d+) in main', text) for text in texts]
+    first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
+    assert second.endswith("time.sleep(3600)") and "sleep" not in first
+    assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
+
+
+def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout", cluster)
+    (_, row) = place.train("srun", *SMALL, "--debug", sbatch=("--nodes=2", "--ntasks-per-node=1"))
+    log = place.log(row["job_id"])
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, network ", log, re.M), log
+    found = sorted(
+        path.relative_to(place.folder / "results" / "jobs") for path in place.folder.rglob("debug-*")
+    )
+    assert found == [Path(row["job_id"], f"debug-rank-{rank}.txt") for rank in (0, 1)]
+
+
+def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
+    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, network none$", done.stdout, re.M)
+    (tmp_path / "file" / "debug").parent.mkdir()
+    (tmp_path / "file" / "debug").touch()
+    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path / "file")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --debug cannot write to ") and done.stderr.count("\n") == 1

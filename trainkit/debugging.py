@@ -1,0 +1,84 @@
+"""--debug: what each rank knows of itself, and where it is when it stands still, in a file of its own."""
+
+import faulthandler
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainkit import machine
+from trainkit.errors import UserError, tell
+from trainkit.network import interface
+
+# The variables that decide who a rank is, and how it connects.
+TOLD = re.compile(r"NCCL|GLOO|TORCH|CUDA|OMP|MASTER|(LOCAL_)?(RANK|WORLD_SIZE)|SLURM_(JOB_ID|PROCID|NODEL)")
+
+
+def begin(folder: Path, rank: int, every: float) -> None:
+    """Have NCCL, PyTorch and Python write down what they do, before the ranks meet.
+
+    `debug-rank-N.txt` gets the variables that decide how the ranks connect and, `every` so many seconds, the
+    stack of every thread; `debug-rank-N-nccl.txt` what NCCL tells. PyTorch's own errors become more exact:
+    see TORCH_DISTRIBUTED_DEBUG in its manual.
+
+    Raises:
+        UserError: if the folder cannot be written to.
+    """
+    path = folder / f"debug-rank-{rank}.txt"
+    settings = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl.txt")),
+        # With DETAIL, DistributedDataParallel crashes on gloo (PyTorch 2.15).
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    }
+    os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
+    dist.set_debug_level_from_env()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")  # left open: of all that this process does from here on
+        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
+        file.write(f"Where this rank is, every {every:g} s:\n")
+        file.flush()
+    except OSError as error:
+        raise UserError(
+            f"--debug cannot write to {folder} ({error.strerror}): free the space, mend the permissions, or "
+            "give another --results-dir."
+        ) from None
+    faulthandler.enable(file)  # and where NCCL aborts it
+    faulthandler.dump_traceback_later(every, repeat=True, file=file)
+
+
+def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
+    """Print on rank 0 where each rank is and how it talks to the others."""
+    cores = sorted(machine.cores()[1])
+    backend = dist.get_backend() if dist.is_initialized() else "no group"
+    names = gather(
+        f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, {len(cores)} core(s) "
+        f"{_ranges(cores)}, {backend}, network {_network()}"
+    )
+    if rank == 0:
+        for name in names:
+            tell(name)
+        tell(f"where each rank stands, again and again, and what NCCL tells: {folder}/debug-rank-*.txt")
+
+
+def _network() -> str:
+    """The interface towards rank 0, or the one asked for: NCCL may find a faster one, and its file tells."""
+    asked = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
+    if asked or "MASTER_ADDR" not in os.environ:
+        return asked or "none"
+    with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
+        way.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), int(os.environ["MASTER_PORT"])))
+        return interface(way.getsockname()[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0,1,2,5 as 0-2,5."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
