@@ -24,7 +24,7 @@ SCRIPTS = {
 
 def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
-    produced = {"results": ("runs", "jobs", "sweeps", "comparisons", "models", "sample")}
+    produced = {"results": ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample")}
     for name in ("trainkit", *FOLDERS.values(), "slurm", "results"):
         left_out = ("practice_cluster", "site.sh", "*.log", "__pycache__", *produced.get(name, ()))
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(*left_out))

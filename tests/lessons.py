@@ -1,7 +1,8 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
-A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B` or
-`table FILE.md`, with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
+A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
+`table FILE.md` or `table FILE.md columns A, B, ...`, with paths relative to the README. Run this file
+(`make lessons`) to bring all up to date.
 """
 
 import difflib
@@ -39,8 +40,10 @@ def up_to_date(readme: Path) -> str:
     """The text of `readme` with every quote as its source has it now."""
 
     def quoted(match: re.Match) -> str:
-        kind, *names = match[2].split()
-        text = {"diff": _diff, "table": _table}[kind](*(readme.parent / name for name in names))
+        source, _, columns = match[2].partition(" columns ")
+        kind, *names = source.split()
+        paths = [readme.parent / name for name in names]
+        text = _diff(*paths) if kind == "diff" else _table(*paths, columns.split(", ") if columns else [])
         return f"{match[1]}{text}\n{match[3]}"
 
     return QUOTE.sub(quoted, readme.read_text())
@@ -58,8 +61,11 @@ def _diff(before: Path, after: Path) -> str:
     return "\n".join(["```diff", *lines, "```"])
 
 
-def _table(comparison: Path) -> str:
-    return "\n".join(line for line in comparison.read_text().splitlines() if line.startswith("|"))
+def _table(comparison: Path, columns: list[str]) -> str:
+    """All columns of the tables of a comparison, or those named."""
+    rows = [line[2:-2].split(" | ") for line in comparison.read_text().splitlines() if line.startswith("|")]
+    chosen = [rows[0].index(name) for name in columns or rows[0]]
+    return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ README = STAGES["ddp"].with_name("README.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
 
 
-def commands(first_word: str) -> str:
+def commands(beginning: str) -> str:
     """The block of the README that begins so."""
-    (block,) = re.findall(rf"^```\n({first_word} .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(rf"^```\n({beginning}.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     return block
 
 
@@ -33,14 +33,14 @@ def start(text: str, folder: Path) -> subprocess.CompletedProcess:
 
 def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     """Both machines are this one; what comes out is the same to the last digit."""
-    by_hand = start(commands("export"), tmp_path / "hand")
-    first, second = commands("torchrun").replace("=first ", "=localhost ").splitlines()
-    by_torchrun = start(f"export OMP_NUM_THREADS=1\n{first} &\n{second}\nwait", tmp_path / "torchrun")
+    by_hand = start(commands("place="), tmp_path / "hand")
+    assert by_hand.returncode == 0, by_hand.stderr
+    first, second = commands("torchrun ").replace("=first ", "=localhost ").splitlines()
+    by_torchrun = start(f"export OMP_NUM_THREADS=1\n{second} &\n{first}", tmp_path / "torchrun")
+    assert by_torchrun.returncode == 0, by_torchrun.stderr
     (hand,), (torchrun,) = rows_of(tmp_path / "hand"), rows_of(tmp_path / "torchrun")
-    assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1), by_hand.stderr
-    assert (torchrun["launcher"], torchrun["world_size"], torchrun["nodes"]) == ("torchrun", 2, 2), (
-        by_torchrun.stderr
-    )
+    assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1)
+    assert (torchrun["launcher"], torchrun["world_size"], torchrun["nodes"]) == ("torchrun", 2, 2)
     assert (hand["train_loss"], hand["test_loss"]) == (torchrun["train_loss"], torchrun["test_loss"])
 
 
@@ -51,6 +51,7 @@ def test_the_old_launcher_is_refused(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 1
     assert "--local-rank comes from torch.distributed.launch" in done.stderr

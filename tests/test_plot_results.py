@@ -399,6 +399,7 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
         ({"recipe": "fast"}, "in recipe (fast, classic)"),
         ({"compiled": True}, "in compiled (True, False)"),
         ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
+        ({"debug": True}, "in --debug (True, False)"),
         ({"lr": 0.5}, "in learning rate (0.5, 1)"),
         ({"lr": float("nan")}, "in learning rate (unknown, 1)"),
         ({"gamma": 0.9}, "in gamma (0.9, 0.7)"),

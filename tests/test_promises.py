@@ -192,6 +192,8 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, tmp_path: Path) 
     script = checkout.folder / SCRIPTS[launcher]
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
     assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)
+    # Slurm says who sees which GPU.
+    assert "VISIBLE_DEVICES" not in script.read_text() + (checkout.folder / "slurm/job_env.sh").read_text()
 
     checkout.fake(
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"

@@ -1,19 +1,22 @@
 """What is told of each rank: its own seconds and memory, who is slow, and with --debug where each one is."""
 
+import math
 import os
 import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from checkout import Checkout
 from cluster import RunningCluster
 from conftest import Script, rows_of, run_stage
 from test_checkpoint import start
 
-from trainkit import records
+from trainkit import machine, records
 from trainkit.analysis import comparison
 from trainkit.analysis.report import report
+from trainkit.own_time import OwnTime
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
 
@@ -42,13 +45,14 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
     # Both wait for the slower one in every step, so only without the waiting do their times differ.
     for (_, of_epoch), row in zip(table.groupby("epoch"), rows_of(results), strict=True):
         first, second = of_epoch.own_seconds
-        assert 2 <= second <= row["train_seconds"]
-        assert 0 < first < second / records.SLOW
-    who = rf"rank 1 on {re.escape(os.uname().nodename)} (takes|took) \d+\.\dx the median of the other"
-    assert len(re.findall(who, told)) == 2
+        assert 0 < first < 2 <= second <= row["train_seconds"]
+    who = (
+        f"rank 1 on {re.escape(os.uname().nodename)}"
+        + r" takes \d+\.\dx the median of the others for its own"
+    )
+    assert len(re.findall(who, told)) == 1, "that of the epoch after the warm-up"
     report([results], results)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(rf"In ddp-\S+ {who}s for its own part of a step\.", shown)
+    assert re.search(rf"In ddp-\S+ {who}", " ".join(capsys.readouterr().out.split()))
 
 
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
@@ -62,15 +66,66 @@ def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
 def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script) -> None:
     """DataParallel has one rank and several devices, of which the first is the fullest."""
     place = Checkout(tmp_path / "a checkout")
-    place.insert("dp", "run._devices = [torch.device('cuda', i) for i in range(3)]", before="for epoch in")
+    gpus = "machine.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
     names = "machine.device_name = lambda device: 'H200'"
     memory = "machine.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    place.insert("dp", f"{names}; {memory}", before="for epoch in")
+    place.insert("dp", f"{gpus}; {names}; {memory}", before="for epoch in")
     done = script(place.script("dp"), *SMALL, "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
     assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
+
+
+def test_the_gpus_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: [0, 5, 7, 0][gpu.index])
+    assert machine.devices_in_use(torch.device("cuda", 1)) == [torch.device("cuda", i) for i in (1, 2)]
+    assert machine.devices_in_use(torch.device("cpu")) == [torch.device("cpu")]
+
+
+class Moment:
+    """In place of torch.cuda.Event: recorded at the milliseconds that the GPU has reached."""
+
+    reached = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = self.reached
+
+    def elapsed_time(self, other: "Moment") -> float:
+        return other.at - self.at
+
+
+def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of a batch, then a wait for the others, then the update; and a step that has no update."""
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    own_time = OwnTime(model, optimizer, torch.device("cuda", 0))
+    assert math.isnan(own_time.per_step())
+    for milliseconds, wait, update in ((100, 1000, True), (300, 2000, False), (200, 50, True)):
+        for _ in range(2):
+            Moment.reached += milliseconds / 2
+            model(torch.ones(3, 2)).sum().backward()
+        Moment.reached += wait
+        if update:
+            optimizer.step()
+        own_time.end_of_step()
+    assert own_time.per_step() == pytest.approx(0.15)
+
+
+def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
+    tell = "print('sum', here.rank, sum(weights.sum().item() for weights in model.parameters()), flush=True)"
+    place.insert("ddp", tell, before="run.finish()")
+    done = run_stage(place.script("ddp"), *SMALL, "--results-dir", tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
 
 
 def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
@@ -91,22 +146,29 @@ def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
 
 
 SLOW = {
-    "one of four": ({0: 1.0, 1: 1.1, 2: 1.0, 3: 1.6}, ("rank 3 on n1", 1.6)),
-    "a little": ({0: 1.0, 1: 1.2}, None),
-    "alone": ({0: 1.0}, None),
-    "not known": ({0: float("nan"), 1: 1.0}, None),
+    "one of four": ({0: 1.0, 1: 1.1, 2: 1.0, 3: 1.6}, "rank 3 on n1 takes 1.6x the median of the others"),
+    "a little": ({0: 1.0, 1: 1.2}, ""),
+    "alone": ({0: 1.0}, ""),
+    "not known": ({0: 1.0, 1: math.nan, 2: 9.0}, ""),
 }
 
 
 @pytest.mark.parametrize(("own_seconds", "found"), SLOW.values(), ids=SLOW)
-def test_who_is_slow(own_seconds: dict, found: tuple | None, tmp_path: Path) -> None:
-    """Against the median of the others, without the warm-up."""
+def test_who_is_slow(own_seconds: dict, found: str, tmp_path: Path) -> None:
+    """Against the median of the others, without the warm-up, where all took 99 s."""
     path = write(tmp_path, own_seconds)
-    rows = [row for row in records.read_ranks(path) if row["epoch"] > 1]
-    slow = records.slow_rank(rows)
-    assert slow == (found and (found[0], pytest.approx(found[1])))
     (told,) = set(comparison.load([path])[0].slow_rank)
-    assert told == (f"{found[0]} took {found[1]}x the median of the others" if found else "")
+    assert told == (f"{found} for its own part of a step" if found else "")
+
+
+def test_a_slow_rank_is_named_with_the_node_where_it_was_slow() -> None:
+    """A job that was requeued has gone on elsewhere."""
+    rows = [
+        {"rank": rank, "epoch": epoch, "own_seconds": seconds, "host": host}
+        for epoch, host, of_epoch in ((1, "n1", (1.0, 4.0)), (2, "n2", (1.0, 1.0)))
+        for rank, seconds in enumerate(of_epoch)
+    ]
+    assert records.slow_rank(rows).startswith("rank 1 on n1 takes 2.5x ")
 
 
 DAMAGE = {
@@ -124,8 +186,8 @@ def test_a_damaged_file_is_named_and_the_run_is_compared(damage: object, tmp_pat
     beside.write_text(damage(beside.read_text()))
     rows, skipped = comparison.load([tmp_path])
     assert len(rows) == 3 and set(rows.slow_rank) == {""}
-    assert len(skipped) <= 1 and all(sentence.startswith(f"{beside}: not read") for sentence in skipped)
-    assert skipped or not beside.read_text()
+    (sentence,) = skipped
+    assert sentence.startswith(f"{beside}: not read")
 
 
 def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
@@ -146,23 +208,19 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     """The exercise of the README of stage 03."""
     place = Checkout(tmp_path / "a checkout")
     place.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
-    where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 10)
+    where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 20)
     done = run_stage(place.script("ddp"), *SMALL, *where, processes=2)
     assert done.returncode == 1
-    host = re.escape(os.uname().nodename)
+    place_of = rf"on {re.escape(os.uname().nodename)}: cpu CPU: .+, \d+ core\(s\) [\d,-]+, gloo"
     for rank in (0, 1):
-        assert re.search(
-            rf"^rank {rank} on {host}: cpu CPU: .+, \d+ core\(s\) [\d,-]+, gloo, network \w+$",
-            done.stdout,
-            re.M,
-        )
+        assert re.search(rf"^rank {rank} {place_of}, interface \S+ towards rank 0$", done.stdout, re.M)
     assert "error on rank 0: lost the other ranks" in done.stderr
     texts = [(tmp_path / "results" / "debug" / f"debug-rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
     source = place.script("ddp").read_text().splitlines()
     stacks = [re.findall(r'mnist_ddp\.py", line (\d+) in main', text) for text in texts]
     first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
-    assert second.endswith("time.sleep(3600)") and "sleep" not in first
+    assert second.endswith("time.sleep(3600)") and first == "loss.backward()"
     assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
 
 
@@ -171,17 +229,17 @@ def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_pa
     (_, row) = place.train("srun", *SMALL, "--debug", sbatch=("--nodes=2", "--ntasks-per-node=1"))
     log = place.log(row["job_id"])
     for rank in (0, 1):
-        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, network ", log, re.M), log
-    found = sorted(
-        path.relative_to(place.folder / "results" / "jobs") for path in place.folder.rglob("debug-*")
-    )
+        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, interface ", log, re.M), log
+    jobs = place.folder / "results" / "jobs"
+    found = sorted(path.relative_to(jobs) for path in place.folder.rglob("debug-*"))
+    assert "SLURM_LOCALID=0" in (jobs / found[1]).read_text()
     assert found == [Path(row["job_id"], f"debug-rank-{rank}.txt") for rank in (0, 1)]
 
 
 def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
     done = script("single", *SMALL, "--debug", "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, network none$", done.stdout, re.M)
+    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, interface unknown$", done.stdout, re.M)
     (tmp_path / "file" / "debug").parent.mkdir()
     (tmp_path / "file" / "debug").touch()
     done = script("single", *SMALL, "--debug", "--results-dir", tmp_path / "file")

@@ -181,7 +181,7 @@ def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
     done = run_stage("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # PyTorch 2.9's own
     assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-    assert len(lines) == 5  # what runs and how, two epochs, where the results are
+    assert len(lines) == 6  # what runs and how, two epochs, the memory of each, where the results are
 
 
 def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Path) -> None:

@@ -204,17 +204,25 @@ class WorkerBatches(Batches):
             generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
             pin_memory=device.type == "cuda",
         )
+        # Now, before the training: at a fork, a thread of the process group that has just been at work may be
+        # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.
+        if num_workers:
+            self._samples()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A new pass of the loader; the first one starts its processes."""
         # Slurm signals every process of a job, and the one that trains decides when to stop. The workers
         # inherit that these signals wait, for ever.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        samples = iter(self.loader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # PyTorch would raise a worker's death wherever the training stands just then, not in the loop below.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return samples
+
+    def __iter__(self) -> Iterator[Batch]:
         try:
-            samples = iter(self.loader)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            # PyTorch would raise a worker's death wherever the training stands just then, not in this loop.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for (inputs, targets), offset in zip(samples, self._offsets(), strict=True):
+            for (inputs, targets), offset in zip(self._samples(), self._offsets(), strict=True):
                 # Only images have a channels_last layout.
                 layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
                 inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)

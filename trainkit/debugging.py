@@ -5,7 +5,9 @@ import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,15 +18,18 @@ from trainkit.errors import UserError, tell
 from trainkit.network import interface
 
 # The variables that decide who a rank is, and how it connects.
-TOLD = re.compile(r"NCCL|GLOO|TORCH|CUDA|OMP|MASTER|(LOCAL_)?(RANK|WORLD_SIZE)|SLURM_(JOB_ID|PROCID|NODEL)")
+TOLD = re.compile(
+    r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
+    r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
+)
 
 
 def begin(folder: Path, rank: int, every: float) -> None:
     """Have NCCL, PyTorch and Python write down what they do, before the ranks meet.
 
-    `debug-rank-N.txt` gets the variables that decide how the ranks connect and, `every` so many seconds, the
-    stack of every thread; `debug-rank-N-nccl.txt` what NCCL tells. PyTorch's own errors become more exact:
-    see TORCH_DISTRIBUTED_DEBUG in its manual.
+    `debug-rank-N.txt` gets, behind what an earlier start of the job has left there, the variables that decide
+    how the ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt`
+    what NCCL tells. PyTorch's own errors become more exact: see TORCH_DISTRIBUTED_DEBUG in its manual.
 
     Raises:
         UserError: if the folder cannot be written to.
@@ -32,7 +37,7 @@ def begin(folder: Path, rank: int, every: float) -> None:
     path = folder / f"debug-rank-{rank}.txt"
     settings = {
         "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl.txt")),
+        "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
         # With DETAIL, DistributedDataParallel crashes on gloo (PyTorch 2.15).
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
     }
@@ -40,7 +45,8 @@ def begin(folder: Path, rank: int, every: float) -> None:
     dist.set_debug_level_from_env()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")  # left open: of all that this process does from here on
+        file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
+        file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
         file.write(f"Where this rank is, every {every:g} s:\n")
         file.flush()
@@ -54,12 +60,12 @@ def begin(folder: Path, rank: int, every: float) -> None:
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
-    """Print on rank 0 where each rank is and how it talks to the others."""
+    """Print on rank 0 where each rank is, and how it reaches rank 0."""
     cores = sorted(machine.cores()[1])
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
         f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, {len(cores)} core(s) "
-        f"{_ranges(cores)}, {backend}, network {_network()}"
+        f"{_ranges(cores)}, {backend}, interface {_interface()}"
     )
     if rank == 0:
         for name in names:
@@ -67,14 +73,16 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
         tell(f"where each rank stands, again and again, and what NCCL tells: {folder}/debug-rank-*.txt")
 
 
-def _network() -> str:
-    """The interface towards rank 0, or the one asked for: NCCL may find a faster one, and its file tells."""
-    asked = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
-    if asked or "MASTER_ADDR" not in os.environ:
-        return asked or "none"
-    with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
-        way.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), int(os.environ["MASTER_PORT"])))
-        return interface(way.getsockname()[0])
+def _interface() -> str:
+    """The one that was asked for, else the one towards rank 0; gloo and NCCL may choose another."""
+    if asked := os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return asked
+    with suppress(OSError, KeyError):
+        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+        with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
+            way.connect((address, 1))
+            return f"{interface(way.getsockname()[0])} towards rank 0"
+    return "unknown"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -194,6 +194,14 @@ def git_commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def devices_in_use(device: torch.device) -> list[torch.device]:
+    """All GPUs on which this process has had memory, or its CPU."""
+    if device.type != "cuda":
+        return [device]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [gpu for gpu in gpus if torch.cuda.max_memory_allocated(gpu)]
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """Megabytes (1e6 bytes) at the peak: allocated on the GPU since `reset_peak_memory`, or resident on a CPU
     since the process started.

@@ -12,52 +12,69 @@ class OwnTime:
 
     All ranks leave DistributedDataParallel's backward pass together, so a clock around the step shows the
     same on each of them, however slow one is. What differs is when a rank has computed its own gradients.
+    Where ranks also meet in the forward pass (SyncBatchNorm; the buffers of BatchNorm, which rank 0 sends),
+    that waiting counts as their own.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._device = device
-        self._steps: list[tuple] = []  # beginning and end of each
-        self._last: torch.Tensor | None = None
+        self._seconds, self._steps = 0.0, 0
+        self._measured: list[tuple] = []  # beginning and end of each step that is not in the sum yet
         self._hooks = [
             (weights, weights.register_post_accumulate_grad_hook(self._gradient))
             for weights in model.parameters()
             if weights.requires_grad
         ]
         optimizer.register_step_pre_hook(self._exchanged)
+        self._start()
 
     def begin(self) -> None:
-        """From now on this rank works by itself."""
-        self._last, self._began = None, self._now()
+        """From now on this rank works by itself. The GPU has to be idle."""
+        self._seconds += sum(self._between(*moments) for moments in self._measured)
+        self._steps += len(self._measured)
+        self._measured = []
+        self._start()
+
+    def end_of_step(self) -> None:
+        """A step without an update, such as GradScaler leaves out after an overflow, does not count."""
+        if self._last is not None:
+            self._start()
 
     def per_step(self) -> float:
-        """The mean over the steps since the last call, in seconds; NaN if none was seen.
+        """The mean over the steps since the last call, in seconds; NaN if none counted.
 
         The GPU has to be idle.
         """
-        steps, self._steps = self._steps, []
-        if not steps:
-            return math.nan
-        if self._device.type == "cuda":
-            return sum(began.elapsed_time(ended) for began, ended in steps) / 1000 / len(steps)
-        return sum(ended - began for began, ended in steps) / len(steps)
+        self.begin()
+        mean = self._seconds / self._steps if self._steps else math.nan
+        self._seconds, self._steps = 0.0, 0
+        return mean
+
+    def _start(self) -> None:
+        self._last, self._began = None, self._now()
 
     def _gradient(self, weights: torch.Tensor) -> None:
         self._last, self._ended = weights, self._now()
 
     def _exchanged(self, *_: object) -> None:
         """Before the optimizer's step, when all ranks have all gradients."""
-        if self._last is not None:
-            self._steps.append((self._began, self._ended))
-            for weights, hook in self._hooks:
-                if weights is not self._last:  # the last one is the same in every step
-                    hook.remove()
-            self._hooks = []
-        self.begin()
+        if self._last is None:
+            return
+        self._measured.append((self._began, self._ended))
+        # To be called for one tensor is enough. Of a branch that the first step leaves out, none is chosen.
+        for weights, hook in self._hooks:
+            if weights is not self._last:
+                hook.remove()
+        self._hooks = []
+        self._start()
 
     def _now(self) -> float | torch.cuda.Event:
         """A moment of the GPU's own time, where there is one: the CPU is ahead of it."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def _between(self, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+        return began.elapsed_time(ended) / 1000 if self._device.type == "cuda" else ended - began

@@ -165,10 +165,8 @@ class Recorder:
         self.of_ranks += of_ranks
         self._write()
 
-    def go_on(
-        self, facts: dict[str, object], rows: list[dict[str, object]], of_ranks: list[dict[str, object]]
-    ) -> None:
-        """Continue the files of an earlier process of the run, which had written `rows` and `of_ranks`.
+    def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
+        """Continue the file of an earlier process of the run, which had written `rows`, and that beside it.
 
         `facts`, `run_id` among them, stay as they were there.
 
@@ -179,7 +177,9 @@ class Recorder:
         self._facts |= facts
         # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
         self.rows = [ADDED | self._facts | row for row in rows]
-        self.of_ranks = of_ranks
+        with suppress(RecordError):  # somebody may have removed it
+            epochs = {row["epoch"] for row in rows}
+            self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
         if rows:
             self._write()
 
@@ -234,22 +234,23 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     return _read(beside(path), lambda line, where: _row(line, where, RANK_COLUMNS), delimiter="\t")
 
 
-def slow_rank(of_ranks: Iterable[dict[str, object]]) -> tuple[str, float] | None:
-    """The slowest rank, as "rank 3 on n2", and how many times the median of the others it takes.
+def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
+    """A clause on the rank that holds up the others, by the mean of its own seconds over all epochs.
 
-    None if it is not `SLOW`, has no others, or if its seconds are not known.
+    "" if none is `SLOW`, if there is only one, or if the seconds of one are not known.
     """
-    seconds, hosts = {}, {}
+    by_rank: dict[int, list[tuple[float, str]]] = {}
     for row in of_ranks:
-        # All devices of a rank have its seconds, and one of them is enough.
-        seconds.setdefault(row["rank"], {})[row["epoch"]] = row["own_seconds"]
-        hosts[row["rank"]] = row["host"]
-    sums = {rank: sum(of_epochs.values()) for rank, of_epochs in seconds.items()}
-    if len(sums) < 2 or not min(sums.values()) > 0:
-        return None
-    slowest = max(sums, key=sums.get)
-    times = sums.pop(slowest) / statistics.median(sums.values())
-    return (f"rank {slowest} on {hosts[slowest]}", times) if times >= SLOW else None
+        by_rank.setdefault(row["rank"], []).append((row["own_seconds"], row["host"]))
+    means = {rank: statistics.fmean(seconds for seconds, _ in found) for rank, found in by_rank.items()}
+    if len(means) < 2 or not all(mean > 0 for mean in means.values()):
+        return ""
+    slowest = max(means, key=means.get)
+    times = means.pop(slowest) / statistics.median(means.values())
+    if times < SLOW:
+        return ""
+    _, host = max(by_rank[slowest])  # where it was slowest: a job that was requeued may have moved
+    return f"rank {slowest} on {host} takes {times:.1f}x the median of the others for its own part of a step"
 
 
 def _read(
@@ -257,7 +258,12 @@ def _read(
 ) -> list[dict[str, object]]:
     try:
         lines = csv.DictReader(io.StringIO(_content(path), newline=""), **dialect)
-        rows = [row(_whole(line, f"line {lines.line_num}"), f"line {lines.line_num}") for line in lines]
+        rows = []
+        for line in lines:
+            where = f"line {lines.line_num}"
+            if None in line or None in line.values():
+                raise ValueError(f"{where} is cut short or too long")
+            rows.append(row(line, where))
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
     if not rows:
@@ -277,12 +283,6 @@ def _content(path: Path) -> str:
         return content.decode()
     except UnicodeDecodeError:
         raise ValueError("it is not a text file") from None
-
-
-def _whole(line: dict[str, str], where: str) -> dict[str, str]:
-    if None in line or None in line.values():
-        raise ValueError(f"{where} is cut short or too long")
-    return line
 
 
 def _row_of_run(line: dict[str, str], where: str) -> dict[str, object]:

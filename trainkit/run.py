@@ -67,9 +67,7 @@ class Run:
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log)
         self._meeting = Meeting(here.device)
         self._own_time = OwnTime(model, optimizer, here.device)
-        self._devices = [here.device]
-        if here.device.type == "cuda" and devices > here.size:  # DataParallel: from the first one on
-            self._devices = [torch.device("cuda", i) for i in range(devices // here.size)]
+        self._device = here.device
         self._ended = world.from_first(self._has_ended())
 
     def epochs(self) -> Iterator[int]:
@@ -112,6 +110,7 @@ class Run:
             yield batch
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
+            self._own_time.end_of_step()
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
@@ -169,7 +168,7 @@ class Run:
                 "own_seconds": own_seconds,
                 "peak_memory_mb": machine.peak_memory_mb(device),
             }
-            for device in self._devices
+            for device in machine.devices_in_use(self._device)
         ]
 
     def _has_ended(self) -> bool:

@@ -110,11 +110,10 @@ class RunLog:
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
             self._recorder.add(of_ranks, **row, ended=ended)
-        self._past_first_epoch = True
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
-        if slow := slow_rank(of_ranks):
-            who, times = slow
-            tell(f"{who} takes {times:.1f}x the median of the other ranks for its own part of a step.")
+        if self._past_first_epoch and (slow := slow_rank(of_ranks)):
+            tell(f"{slow}.")
+        self._past_first_epoch = True
 
     @property
     def ended(self) -> str:
@@ -124,8 +123,7 @@ class RunLog:
     def state(self) -> dict:
         """What a checkpoint keeps of the log, so that the run can go on under its own name."""
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
-        kept = {"rows": self._recorder.rows, "of_ranks": self._recorder.of_ranks}
-        return {"facts": facts, "elapsed_s": self._elapsed_s()} | kept
+        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
     def go_on(self, state: dict) -> None:
         """Continue the run that `state` was kept of; epochs written after that count as not written.
@@ -141,7 +139,7 @@ class RunLog:
         rows = state["rows"]
         if rows:  # the limits may be others now
             rows[-1]["ended"] = why_ended(rows, self._options)
-        self._recorder.go_on(state["facts"], rows, state.get("of_ranks", []))
+        self._recorder.go_on(state["facts"], rows)
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""
@@ -155,9 +153,10 @@ class RunLog:
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
         of_ranks = self._recorder.of_ranks
-        peaks = [f"{row['peak_memory_mb']:.0f}" for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
+        peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
         if len(peaks) > 1:
-            tell(f"peak memory of each device, MB: {', '.join(peaks)}")
+            each = ", ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
+            tell(f"peak memory of each device, MB: {each}")
         if self._options.save_model:
             tell(f"weights: {self._save(model)}")
         tell(f"results: {self._recorder.path}")

@@ -73,7 +73,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
     Returns:
         Rows with the columns of `records.COLUMNS`, and two that are of the whole run: `slow_rank`, a
-        sentence on the rank that holds up the others or "", and `least_memory_mb`, the peak of the device
+        clause on the rank that holds up the others or "", and `least_memory_mb`, the peak of the device
         with the lowest one, NaN where it is not known; then the sentences.
 
     Raises:
@@ -220,9 +220,8 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     for row in of_ranks:
         device = (row["host"], row["rank"], row["device"])
         peaks[device] = max(row["peak_memory_mb"], peaks.get(device, 0))
-    slow = records.slow_rank(of_ranks)
     return {
-        "slow_rank": f"{slow[0]} took {slow[1]:.1f}x the median of the others" if slow else "",
+        "slow_rank": records.slow_rank(of_ranks),
         "least_memory_mb": min(peaks.values(), default=math.nan),
     }
 

@@ -134,9 +134,9 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
 
 
 def _memory(row: tuple) -> str:
-    """The most of any device, or from the least to the most where that is known to differ."""
-    most, least = f"{row.peak_memory_mb:.0f}", f"{row.least_memory_mb:.0f}"
-    return most if row.devices == 1 or least in (most, "nan") else f"{least}..{most}"
+    """The most of any device, or from the least to the most where that is known to differ by 5 % or more."""
+    uneven = row.devices > 1 and row.least_memory_mb < 0.95 * row.peak_memory_mb
+    return f"{row.least_memory_mb:.0f}..{row.peak_memory_mb:.0f}" if uneven else f"{row.peak_memory_mb:.0f}"
 
 
 def _reached(row: tuple) -> str:
@@ -154,7 +154,7 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     devices = filter(comparison.is_cpu, sorted(set(rows.device_name)))
     notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
     slow = rows[rows.slow_rank != ""].drop_duplicates("run_id")
-    notes += [f"In {row.run_id} {row.slow_rank} for its own part of a step." for row in slow.itertuples()]
+    notes += [f"In {row.run_id} {row.slow_rank}." for row in slow.itertuples()]
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
