@@ -188,6 +188,21 @@ def test_loader_processes_end_with_the_one_that_trains(with_loaders: tuple) -> N
     assert not psutil.wait_procs(loaders, timeout=120)[1]
 
 
+def test_loader_processes_start_before_the_training() -> None:
+    """With nothing to do yet: what they prepared now would be of another order than the first epoch's."""
+    before = psutil.Process().children()
+    split = Split("early", torch.arange(6.0).view(6, 1), torch.zeros(6), prepare_one=lambda sample: sample)
+    settings = Options(loader="workers", num_workers=2, test_batch_size=2)
+    loop = batches.testing(split, settings, torch.device("cpu"))
+    started = set(psutil.Process().children()) - set(before)
+    assert len(started) == 2
+    for _ in range(2):
+        assert [inputs.flatten().tolist() for inputs, _ in loop] == [[0, 1], [2, 3], [4, 5]]
+    assert set(psutil.Process().children()) - set(before) == started
+    del loop
+    assert not psutil.wait_procs(started, timeout=120)[1]
+
+
 def slowly(sample: torch.Tensor) -> torch.Tensor:
     time.sleep(sample.item())
     return sample

@@ -150,6 +150,25 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     assert (row["devices"], row["world_size"]) == (processes, processes)
     assert row["cuda_version"]
     assert row["test_accuracy"] > 85
+    (beside,) = (tmp_path / "runs").glob("*.ranks.tsv")
+    last = pd.read_csv(beside, sep="\t").query("epoch == 2")
+    assert len(last) == processes and last.peak_memory_mb.max() == row["peak_memory_mb"]
+    assert last.own_seconds.between(0, row["train_seconds"], inclusive="right").all()
+
+
+@several
+def test_data_parallel_tells_the_memory_of_each_gpu(tmp_path: Path) -> None:
+    train("dp", tmp_path, *SHORT)
+    (beside,) = (tmp_path / "runs").glob("*.ranks.tsv")
+    last = pd.read_csv(beside, sep="\t").query("epoch == 2")
+    assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
+    assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
+
+
+def test_debug_has_nccl_write_what_it_does(tmp_path: Path) -> None:
+    train("ddp", tmp_path, *SHORT, "--debug", processes=1)
+    (by_nccl,) = (tmp_path / "debug").glob("debug-rank-0-nccl-*.txt")
+    assert "NCCL INFO" in by_nccl.read_text()
 
 
 def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:

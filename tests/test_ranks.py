@@ -101,10 +101,10 @@ class Moment:
 
 def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts of a batch, then a wait for the others, then the update; and a step that has no update."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters())
     own_time = OwnTime(model, optimizer, torch.device("cuda", 0))
     assert math.isnan(own_time.per_step())
     for milliseconds, wait, update in ((100, 1000, True), (300, 2000, False), (200, 50, True)):

@@ -207,7 +207,9 @@ class WorkerBatches(Batches):
         # Now, before the training: at a fork, a thread of the process group that has just been at work may be
         # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.
         if num_workers:
+            order.first_step = len(order)  # no steps: the processes have nothing to do yet
             self._samples()
+            order.first_step = 0
 
     def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A new pass of the loader; the first one starts its processes."""
