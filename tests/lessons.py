@@ -1,14 +1,16 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE.md` or `table FILE.md columns A, B, ...`, with paths relative to the README. Run this file
-(`make lessons`) to bring all up to date.
+`table FILE.md`, `table FILE.md columns A, B, ...` or, of a comparison.csv, `pivot FILE.csv ROWS COLUMNS
+VALUES CONDITION`, with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import difflib
 import re
 import subprocess
 from pathlib import Path
+
+import pandas as pd
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -40,10 +42,14 @@ def up_to_date(readme: Path) -> str:
     """The text of `readme` with every quote as its source has it now."""
 
     def quoted(match: re.Match) -> str:
-        source, _, columns = match[2].partition(" columns ")
-        kind, *names = source.split()
-        paths = [readme.parent / name for name in names]
-        text = _diff(*paths) if kind == "diff" else _table(*paths, columns.split(", ") if columns else [])
+        kind, file, *words = match[2].split(maxsplit=2 if " columns " in match[2] else 5)
+        path = readme.parent / file
+        if kind == "diff":
+            text = _diff(path, readme.parent / words[0])
+        elif kind == "pivot":
+            text = _pivot(path, *words)
+        else:
+            text = _table(path, words[0].removeprefix("columns ").split(", ") if words else [])
         return f"{match[1]}{text}\n{match[3]}"
 
     return QUOTE.sub(quoted, readme.read_text())
@@ -66,6 +72,18 @@ def _table(comparison: Path, columns: list[str]) -> str:
     rows = [line[2:-2].split(" | ") for line in comparison.read_text().splitlines() if line.startswith("|")]
     chosen = [rows[0].index(name) for name in columns or rows[0]]
     return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
+
+
+def _pivot(comparison: Path, rows: str, columns: str, values: str, condition: str) -> str:
+    """A table of one column of a comparison's rows, by two others."""
+    table = (
+        pd.read_csv(comparison).query(condition).pivot_table(values, rows, columns, sort=False).sort_index()
+    )
+    lines = [[rows.replace("_", " "), *map(str, table.columns)], ["---"] * (1 + len(table.columns))]
+    lines += [
+        [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
