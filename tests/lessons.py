@@ -1,12 +1,14 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE.md`, `table FILE.md columns A, B, ...` or, of a comparison.csv, `pivot FILE.csv ROWS COLUMNS
-VALUES CONDITION`, with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
+`table FILE.md`, `table FILE.md "A, B, ..."` of these columns or, of a comparison.csv, `pivot FILE.csv ROWS
+COLUMNS VALUES "CONDITION"`, with paths relative to the README. Run this file (`make lessons`) to bring all
+up to date.
 """
 
 import difflib
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -42,20 +44,15 @@ def up_to_date(readme: Path) -> str:
     """The text of `readme` with every quote as its source has it now."""
 
     def quoted(match: re.Match) -> str:
-        kind, file, *words = match[2].split(maxsplit=2 if " columns " in match[2] else 5)
-        path = readme.parent / file
-        if kind == "diff":
-            text = _diff(path, readme.parent / words[0])
-        elif kind == "pivot":
-            text = _pivot(path, *words)
-        else:
-            text = _table(path, words[0].removeprefix("columns ").split(", ") if words else [])
+        kind, *words = shlex.split(match[2])
+        text = {"diff": _diff, "table": _table, "pivot": _pivot}[kind](readme.parent, *words)
         return f"{match[1]}{text}\n{match[3]}"
 
     return QUOTE.sub(quoted, readme.read_text())
 
 
-def _diff(before: Path, after: Path) -> str:
+def _diff(folder: Path, *names: str) -> str:
+    before, after = (folder / name for name in names)
     lines = difflib.unified_diff(
         before.read_text().splitlines(),
         after.read_text().splitlines(),
@@ -67,18 +64,17 @@ def _diff(before: Path, after: Path) -> str:
     return "\n".join(["```diff", *lines, "```"])
 
 
-def _table(comparison: Path, columns: list[str]) -> str:
-    """All columns of the tables of a comparison, or those named."""
-    rows = [line[2:-2].split(" | ") for line in comparison.read_text().splitlines() if line.startswith("|")]
-    chosen = [rows[0].index(name) for name in columns or rows[0]]
+def _table(folder: Path, name: str, columns: str = "") -> str:
+    """All columns of the table of a comparison, or those named."""
+    lines = (folder / name).read_text().splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("|")]
+    chosen = [rows[0].index(column) for column in columns.split(", ")] if columns else range(len(rows[0]))
     return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
 
 
-def _pivot(comparison: Path, rows: str, columns: str, values: str, condition: str) -> str:
+def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
     """A table of one column of a comparison's rows, by two others."""
-    table = (
-        pd.read_csv(comparison).query(condition).pivot_table(values, rows, columns, sort=False).sort_index()
-    )
+    table = pd.read_csv(folder / name).query(condition).pivot_table(values, rows, columns)
     lines = [[rows.replace("_", " "), *map(str, table.columns)], ["---"] * (1 + len(table.columns))]
     lines += [
         [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()

@@ -21,6 +21,7 @@ import torch
 from checkout import Checkout
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, free_port, rows_of, run_stage, stage_command
 from filelock import FileLock
+from test_ranks import of_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,8 +151,7 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     assert (row["devices"], row["world_size"]) == (processes, processes)
     assert row["cuda_version"]
     assert row["test_accuracy"] > 85
-    (beside,) = (tmp_path / "runs").glob("*.ranks.tsv")
-    last = pd.read_csv(beside, sep="\t").query("epoch == 2")
+    last = of_ranks(tmp_path).query("epoch == 2")
     assert len(last) == processes and last.peak_memory_mb.max() == row["peak_memory_mb"]
     assert last.own_seconds.between(0, row["train_seconds"], inclusive="right").all()
 
@@ -159,8 +159,7 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
 @several
 def test_data_parallel_tells_the_memory_of_each_gpu(tmp_path: Path) -> None:
     train("dp", tmp_path, *SHORT)
-    (beside,) = (tmp_path / "runs").glob("*.ranks.tsv")
-    last = pd.read_csv(beside, sep="\t").query("epoch == 2")
+    last = of_ranks(tmp_path).query("epoch == 2")
     assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
     assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
 

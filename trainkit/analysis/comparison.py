@@ -212,6 +212,16 @@ def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str
     return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
 
 
+def with_model(dataset: str, model: str) -> str:
+    """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
+    return dataset if model == TUTORIAL_MODEL else f"{dataset}, {model}"
+
+
+def common(section: pd.DataFrame) -> str:
+    """The settings that all rows of one section have in common, in words."""
+    return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
 def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
     measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
@@ -224,16 +234,6 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
         "slow_rank": records.slow_rank(of_ranks),
         "least_memory_mb": min(peaks.values(), default=math.nan),
     }
-
-
-def with_model(dataset: str, model: str) -> str:
-    """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
-    return dataset if model == TUTORIAL_MODEL else f"{dataset}, {model}"
-
-
-def common(section: pd.DataFrame) -> str:
-    """The settings that all rows of one section have in common, in words."""
-    return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
 
 
 def _reached(group: pd.DataFrame, target: float) -> dict[str, float]:
