@@ -95,7 +95,7 @@ def test_srun_of_several_dead_and_in_a_log_with_an_earlier_life(checkout: Checko
 
 
 def test_without_the_lines_of_srun_the_notes_tell(checkout: Checkout) -> None:
-    # Rank 1 dies once rank 0 has noted its loss: srun ends the others at once, perhaps before they can note any.
+    # Rank 1 dies once rank 0 has noted its loss: srun ends the others at once, noted or not.
     plant(checkout, "raise RuntimeError('gloo')", "wait_for('rank-0.lost'); kill('pid-1')")
     log = checkout.fail("srun", "fates.py", sbatch=("--nodes=2", "--ntasks-per-node=1", "--error=/dev/null"))
     assert verdict(log) == [

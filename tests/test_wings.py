@@ -13,6 +13,14 @@ from conftest import REPOSITORY
 BARE = ("slurm", "site", "stages", "finding", "judging", "doctor", "login_node", "checkup_job")
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
+NEEDED_BY_EXERCISES = {
+    f"trainkit.{name}" for name in ("analysis", "analysis.comparison", "command_line", "errors", "files")
+}
+NEEDED_BY_EXERCISES |= {
+    "trainkit.command_line.Parser",
+    "trainkit.errors.UserError",
+    "trainkit.files.replacing",
+}
 FRONT_DOORS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
 
 
@@ -36,18 +44,20 @@ PACKAGE = lessons.files("trainkit/*.py")
 
 
 def test_every_wing_is_there() -> None:
-    assert {wing(path) for path in PACKAGE} == {"trainkit", "jobs", "analysis"}
+    assert {wing(path) for path in PACKAGE} == {"trainkit", "jobs", "analysis", "workshop"}
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_a_wing_imports_what_it_may(path: Path) -> None:
     ours = {name for name in imports(path) if name.split(".")[0] == "trainkit" and name != "trainkit"}
-    others = {name for name in ours if name.split(".")[1] in ("jobs", "analysis")}
+    others = {name for name in ours if name.split(".")[1] in ("jobs", "analysis", "workshop")}
     if wing(path) == "trainkit":
         assert not others
     if wing(path) == "analysis":
         allowed = ("trainkit.analysis", "trainkit.records", "trainkit.errors")
         assert all(name.startswith(allowed) for name in ours)
+    if wing(path) == "workshop":
+        assert all(name.startswith("trainkit.workshop") or name in NEEDED_BY_EXERCISES for name in ours)
 
 
 def test_the_login_node_stays_light() -> None:

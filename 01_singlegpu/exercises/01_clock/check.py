@@ -1,0 +1,69 @@
+"""Gives the learner's clock a device whose time is computed, so that the true answer is known."""
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "= high", "= low", "Run the starter once more"),
+    ("clock.py", "        device.synchronize()\n", "", "stops while the device still works"),
+    ("clock.py", "        device.sync", "            device.sync", "after every step"),
+    ("clock.py", "speeds[1:]", "speeds", "first epoch"),
+    ("clock.py", "        seconds = clock()", "        seconds = -clock()", "negative"),
+]  # fmt: skip
+LAUNCH, WORK, WARMUP = 0.0002, 0.002, 5  # seconds to queue a step and to do it; how much slower at first
+
+
+class Device:
+    """Counts its seconds in place of working."""
+
+    def __init__(self, warm: bool = False) -> None:
+        self.now = self.done = 0.0
+        self.steps = 20 * warm
+
+    def train(self, images: int) -> None:
+        self.now += LAUNCH
+        self.done = max(self.now, self.done) + WORK * images / 64 * (WARMUP if self.steps < 20 else 1)
+        self.steps += 1
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.done)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def check(mine: Mine) -> str:
+    prediction = mine.answers().word("prediction", "high", "low")
+    measure = mine.module("clock.py").images_per_second
+    warm, cold = Device(warm=True), Device()
+    without_warmup, with_warmup = measure(warm, warm.clock), measure(cold, cold.clock)
+    true = 64 * 20 / (20 * WORK + LAUNCH)
+    if without_warmup < 0:
+        raise Wrong("The speed is negative: the seconds are the end minus the start.")
+    if without_warmup > 1.5 * true:
+        raise Wrong(
+            f"The clock stops while the device still works: it says {without_warmup:,.0f} images/s of a "
+            f"device that does {true:,.0f}. It sees how fast Python fills the queue."
+        )
+    if near(without_warmup, 64 / (LAUNCH + WORK), 0.01):
+        raise Wrong(
+            "The device is waited for after every step. So its queue is always empty, and each step also "
+            "pays for being queued. Wait once per epoch."
+        )
+    if not near(without_warmup, true, 0.01):
+        raise Wrong(f"The clock says {without_warmup:,.0f} images/s of a device that does {true:,.0f}.")
+    if not near(with_warmup, true, 0.01):
+        raise Wrong(
+            f"The mean has the first epoch in it, which loads kernels: {with_warmup:,.0f} images/s in place "
+            f"of {true:,.0f}."
+        )
+    if prediction == "low":
+        raise Wrong(
+            "The clock is right now, the prediction is not. Run the starter once more: is its number above "
+            "or below 32,000?"
+        )
+    return (
+        "The starter's number was far too high: it timed the filling of the queue. The warm-up alone would "
+        "have made it too low. Every images/s of this tutorial waits for the device and leaves the first "
+        "epoch out: see trainkit/clock.py."
+    )

@@ -1,0 +1,259 @@
+"""The exercises of a stage: what is done and what comes next, checks, hints, a fresh start, the solution.
+
+Every exercise is a folder beside its stage's check.py, such as `01_clock`, and is called `clock`:
+
+    README.md   `# Title`, then a line `10 minutes. What you learn.`, then the question and the commands
+    starter/    the files to work on; the first command copies them to mine/, which git ignores
+    hints.md    three hints, each under a line that begins with `## `
+    solution/   the files of starter/ that change, done
+    check.py    `check(mine)` returns what there was to see, or raises `Wrong`
+
+check.py may also have `RECORDED`, CSV files of the repository or folders of them, for whoever cannot run the
+exercise. For tests/test_exercises.py it has `STARTS_WITH`, a part of what the untouched starter is told, and
+`WRONG`, typical wrong answers: (file in mine/, text of the solution, what stands there instead, part of the
+hint that this gets); of runs, the file may be `runs/*.csv`.
+"""
+
+import difflib
+import json
+import runpy
+import shutil
+import sys
+import textwrap
+from argparse import Namespace
+from functools import cached_property
+from pathlib import Path
+
+from trainkit.command_line import Parser
+from trainkit.errors import UserError
+from trainkit.files import replacing
+from trainkit.workshop.work import Mine, Wrong
+
+PROGRESS = "progress.json"
+
+
+class Exercise:
+    """One exercise, in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name.partition("_")[2]
+        self.mine = Mine(folder / "mine")
+
+    @cached_property
+    def title(self) -> str:
+        return self._readme[0].removeprefix("# ")
+
+    @cached_property
+    def minutes(self) -> int:
+        return int(self._readme[2].split(" ")[0])
+
+    @cached_property
+    def hints(self) -> list[str]:
+        text = "\n" + (self.folder / "hints.md").read_text()
+        return [hint.partition("\n")[2].strip() for hint in text.split("\n## ")[1:]]
+
+    @property
+    def program(self) -> dict[str, object]:
+        """What check.py defines."""
+        return runpy.run_path(str(self.folder / "check.py"))
+
+    def begin(self) -> None:
+        """Lay out the starter, if it is not yet."""
+        if not self.mine.folder.exists():
+            shutil.copytree(self.folder / "starter", self.mine.folder, dirs_exist_ok=True)
+
+    def reset(self) -> Path | None:
+        """Lay out the starter again; returns where the work until now is kept."""
+        kept = None
+        if self.mine.folder.exists():
+            number = 1 + len(list(self.folder.glob("mine-*")))
+            kept = self.mine.folder.rename(self.folder / f"mine-{number}")
+        self.begin()
+        return kept
+
+    def use_recorded(self) -> None:
+        """Copy the recorded runs to where the learner's own would be."""
+        recorded = self.program.get("RECORDED")
+        if not recorded:
+            raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
+        repository = self.folder.parents[2]
+        runs = self.mine.folder / "runs"
+        runs.mkdir(exist_ok=True)
+        for path in [repository / name for name in recorded]:
+            for file in path.glob("*.csv") if path.is_dir() else [path]:
+                shutil.copy(file, runs)
+
+    def diff(self) -> str:
+        """From the learner's files to those of the solution."""
+        lines = []
+        for solution in sorted((self.folder / "solution").iterdir()):
+            mine = self.mine.folder / solution.name
+            before = mine.read_text().splitlines() if mine.exists() else []
+            after = solution.read_text().splitlines()
+            lines += difflib.unified_diff(
+                before, after, f"mine/{mine.name}", f"solution/{mine.name}", lineterm=""
+            )
+        return "\n".join(lines)
+
+    @cached_property
+    def _readme(self) -> list[str]:
+        return (self.folder / "README.md").read_text().splitlines()
+
+
+class Workbook:
+    """The exercises of a stage, in their order, and what is done of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exercises = [Exercise(path.parent) for path in sorted(folder.glob("*/check.py"))]
+        self.progress = {"done": [], "hints": {}}
+        try:
+            self.progress |= json.loads((folder / PROGRESS).read_text())
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            raise UserError(
+                f"{folder / PROGRESS} cannot be read: remove it, and check again what was done."
+            ) from None
+
+    def find(self, name: str) -> Exercise:
+        """By its name, its number, or the name of its folder."""
+        for number, exercise in enumerate(self.exercises, start=1):
+            if name.strip("/") in (exercise.name, str(number), exercise.folder.name):
+                return exercise
+        names = ", ".join(exercise.name for exercise in self.exercises)
+        raise UserError(f"there is no exercise {name!r} here: the exercises are {names}.")
+
+    def save(self) -> None:
+        with replacing(self.folder / PROGRESS) as file:
+            json.dump(self.progress, file, indent=1)
+
+    def overview(self) -> str:
+        """The list, a bar, and what comes next."""
+        width = max(len(exercise.name) for exercise in self.exercises)
+        lines = [
+            f"[{'x' if exercise.name in self.progress['done'] else ' '}] {number:2}  {exercise.name:{width}}"
+            f"  {exercise.minutes:3} min  {exercise.title}"
+            for number, exercise in enumerate(self.exercises, start=1)
+        ]
+        return "\n".join([*lines, "", self.bar()])
+
+    def bar(self) -> str:
+        """How much is done, and which exercise comes next."""
+        open_ones = [exercise for exercise in self.exercises if exercise.name not in self.progress["done"]]
+        count, done = len(self.exercises), len(self.exercises) - len(open_ones)
+        bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
+        if not open_ones:
+            return bar
+        readme = shown(open_ones[0].folder / "README.md")
+        return f"{bar} Next: {open_ones[0].name}, {open_ones[0].minutes} minutes: read {readme}"
+
+
+def main(folder: Path, description: str) -> int:
+    """The command line of the exercises in `folder`; returns the exit code.
+
+    Raises:
+        UserError: if there is no such exercise, or its files cannot be read or written.
+    """
+    parser = Parser(description=description)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command, what in {
+        "check": "check what you did",
+        "hint": "the next of three hints",
+        "reset": "put the starter back; what you wrote is kept under another name",
+        "recorded": "take recorded runs in place of runs of your own",
+        "solution": "the difference between your files and the solution",
+    }.items():
+        with_name = commands.add_parser(command, help=what, description=what)
+        with_name.add_argument("name", help="the exercise: its name or number")
+        if command == "solution":
+            with_name.add_argument("--yes", action="store_true", help="show it without asking")
+    args = parser.parse_args()
+    act = {"check": _check, "hint": _hint, "reset": _reset, "recorded": _recorded, "solution": _solution}
+    workbook = Workbook(folder)
+    try:
+        for exercise in workbook.exercises:
+            exercise.begin()
+        if args.command:
+            return act[args.command](workbook, workbook.find(args.name), args)
+    except OSError as error:
+        what = error.filename or folder
+        raise UserError(
+            f"{what} cannot be read or written ({error.strerror}): mend that, and try again."
+        ) from None
+    print(workbook.overview())
+    return 0
+
+
+def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+    done = workbook.progress["done"]
+    try:
+        seen = exercise.program["check"](exercise.mine)
+    except Wrong as wrong:
+        print(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
+        print(
+            f"Your files are in {shown(exercise.mine.folder)}. A hint: {_command(workbook, 'hint', exercise)}"
+        )
+        return 1
+    if exercise.name not in done:
+        done.append(exercise.name)
+        workbook.save()
+    print(f"{exercise.name}: done.\n{indented(seen)}\n\n{workbook.bar()}")
+    return 0
+
+
+def _hint(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+    number = min(workbook.progress["hints"].get(exercise.name, 0) + 1, len(exercise.hints))
+    workbook.progress["hints"][exercise.name] = number
+    workbook.save()
+    print(f"{exercise.name}, hint {number} of {len(exercise.hints)}:\n{indented(exercise.hints[number - 1])}")
+    if number == len(exercise.hints):
+        print(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
+    return 0
+
+
+def _reset(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+    kept = exercise.reset()
+    print(f"{exercise.name}: the starter is back in {shown(exercise.mine.folder)}.")
+    if kept:
+        print(f"What you wrote is kept in {shown(kept)}.")
+    return 0
+
+
+def _recorded(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+    exercise.use_recorded()
+    print(f"{exercise.name}: recorded runs are in {shown(exercise.mine.folder / 'runs')}.")
+    return 0
+
+
+def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise UserError("it asks before it shows the solution, and there is no terminal: give --yes.")
+        if input(f"Show the solution of {exercise.name}? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 0
+    print(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
+    return 0
+
+
+def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
+    return f"python {shown(workbook.folder / 'check.py')} {command} {exercise.name}"
+
+
+def indented(text: str) -> str:
+    """Wrapped paragraph by paragraph; lines that begin with a blank stay as they are."""
+    return "\n".join(
+        textwrap.indent(
+            line if line.startswith(" ") else textwrap.fill(line, 100, break_on_hyphens=False), "  "
+        )
+        for line in text.splitlines()
+    )
+
+
+def shown(path: Path) -> str:
+    """From the current folder where it is below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,85 @@
+"""A learner's function in several ranks that talk through gloo, on this machine and its CPU."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainkit.workshop.work import Wrong
+
+TIMEOUT = 30  # seconds that the ranks wait for each other
+
+
+def in_ranks(function: Callable[[int, int], object], size: int = 2) -> list[object]:
+    """What `function(rank, size)` returns in each of `size` new processes that form a process group.
+
+    What it returns has to be picklable; tensors are best turned into lists.
+
+    Raises:
+        Wrong: if it fails in a rank, or the ranks wait for each other in vain.
+    """
+    context = multiprocessing.get_context("fork")  # so that the function need not be importable
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            how = (function, rank, size, Path(folder) / "store", theirs)
+            process = context.Process(target=_rank, args=how, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _rank(function: Callable, rank: int, size: int, store: Path, answer: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+        answer.send((True, function(rank, size)))
+    except Wrong as wrong:
+        answer.send((False, str(wrong)))
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        answer.send((False, f"rank {rank} ends with {type(error).__name__} in line {line}: {error}"))
+    os._exit(0)
+
+
+def _collect(pipes: list[Connection]) -> list[object]:
+    results: dict[Connection, object] = {}
+    while len(results) < len(pipes):
+        ready = wait([pipe for pipe in pipes if pipe not in results], timeout=TIMEOUT + 10)
+        if not ready:
+            raise Wrong(
+                "the ranks wait for each other in vain: one of them makes a call that the others do not."
+            )
+        for pipe in ready:
+            try:
+                well, results[pipe] = pipe.recv()
+            except EOFError:
+                raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
+            if not well:
+                raise Wrong(str(results[pipe]))
+    return [results[pipe] for pipe in pipes]
