@@ -5,7 +5,7 @@ Try: python results/plot_results.py results/runs
 
 from pathlib import Path
 
-from trainkit.analysis.report import report
+from trainkit.analysis.report import report, report_each
 from trainkit.command_line import Parser, above_0
 from trainkit.errors import run
 
@@ -23,8 +23,12 @@ def main() -> None:
         "--target", type=above_0(100), metavar="PERCENT",
         help="tell how long each took to reach this test accuracy, such as 98",
     )  # fmt: skip
+    parser.add_argument(
+        "--each", action="store_true",
+        help="compare the runs of each folder apart, in one table: yours and ours, or those of a room",
+    )  # fmt: skip
     args = parser.parse_args()
-    print(report(args.paths, args.out, args.target))
+    print(report_each(args.paths, args.out) if args.each else report(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,8 @@ def test_resuming_at_another_world_size(tmp_path: Path) -> None:
 def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) -> None:
     reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
-    finish(tmp_path)
+    printed = finish(tmp_path)
+    assert f"all {EPOCHS} epochs were done before: nothing was left to do" in printed
     assert rows_of(tmp_path) == rows_of(reference)
 
 

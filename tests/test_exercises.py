@@ -1,8 +1,11 @@
 """The exercises themselves: what the untouched starter, typical wrong answers and the solution are told."""
 
+import os
+import pty
 import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,3 +122,131 @@ def test_an_exercise_has_all_its_parts(folder: Path) -> None:
 
 def test_every_stage_has_its_exercises() -> None:
     assert {folder.parents[1] for folder in FOLDERS} == {script.parent for script in STAGES.values()}
+
+
+CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "01_clock"
+
+
+@pytest.fixture
+def clock(learner: Callable[[Path], Learner]) -> Learner:
+    return learner(CLOCK)
+
+
+def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
+    assert clock.do().stdout.splitlines() == [
+        "[ ]  1  clock   10 min  What does the clock measure?",
+        "",
+        f"[.] 0 of 1 done. Next: clock, 10 minutes: read {clock.folder / 'README.md'}",
+    ]
+    clock.solve()
+    clock.check()
+    assert clock.do().stdout.splitlines()[-1] == "[#] 1 of 1 done."
+
+
+def test_hints_come_one_by_one_and_the_third_tells_of_the_solution(clock: Learner) -> None:
+    said = [clock.do("hint", "clock").stdout for _ in range(4)]
+    assert [text.splitlines()[0] for text in said] == [
+        f"clock, hint {number} of 3:" for number in (1, 2, 3, 3)
+    ]
+    assert ["solution clock" in text for text in said] == [False, False, True, True]
+
+
+def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
+    for number, text in enumerate(["first", "second"], start=1):
+        clock.do()
+        (clock.mine / "clock.py").write_text(text)
+        assert f"kept in {clock.folder}/mine-{number}" in clock.do("reset", "1").stdout
+        assert (clock.folder / f"mine-{number}" / "clock.py").read_text() == text
+        assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
+
+
+def test_the_solution_is_shown_after_asking(clock: Learner) -> None:
+    clock.do()
+    ours, theirs = pty.openpty()
+    command = [sys.executable, clock.exercises / "check.py", "solution", "clock"]
+    for answer, lines in {b"n\n": [], b"y\n": ["-prediction = ?", "+prediction = high"]}.items():
+        os.write(ours, answer)
+        done = subprocess.run(command, stdin=theirs, env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.stdout.startswith("Show the solution of clock? [y/N]")
+        assert [line for line in done.stdout.splitlines() if "prediction" in line] == lines
+    assert clock.do("solution", "clock", "--yes").stdout.count("+++ solution/") == 2
+    for stream in (ours, theirs):
+        os.close(stream)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "watch"], "there is no exercise 'watch' here: the exercises are clock."),
+        (["check"], "the following arguments are required: name"),
+        (["chekc", "clock"], "invalid choice"),
+        (["recorded", "clock"], "there are no recorded runs for clock"),
+    ],
+)
+def test_a_mistake_on_the_command_line_gets_a_sentence(
+    arguments: list[str], words: str, clock: Learner
+) -> None:
+    done = clock.do(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("answers.txt", "high", "has lines `name = value`"),
+        ("answers.txt", "prediction = high\nprediction = low", "once each"),
+        ("answers.txt", "", "`prediction = ...` is not there any more"),
+        ("answers.txt", "prediction = perhaps", "is one of high, low, not 'perhaps'"),
+        ("clock.py", "def images_per_second(:", "SyntaxError"),
+        (
+            "clock.py",
+            "import device\n\n1 / 0",
+            "clock.py ends in line 3 with ZeroDivisionError: division by zero",
+        ),
+        ("clock.py", "", "has no `images_per_second` any more"),
+        ("clock.py", "raise SystemExit('bye')", "SystemExit: bye"),
+        ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program gives it"),
+    ],
+)
+def test_what_cannot_be_read_gets_a_sentence(name: str, text: str, words: str, clock: Learner) -> None:
+    clock.solve()
+    (clock.mine / name).write_text(text)
+    code, said = clock.check()
+    assert code == 1
+    assert words in said, said
+
+
+def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> None:
+    clock.solve()
+    (clock.mine / "clock.py").unlink()
+    assert "mine/clock.py is not there: `reset` lays it out again" in clock.check()[1]
+    (clock.exercises / "progress.json").write_text("{")
+    done = clock.do()
+    assert done.returncode == 1
+    assert "progress.json cannot be read: remove it" in done.stderr
+
+
+def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from trainkit.workshop import ranks\n"
+        "ranks.TIMEOUT = 2\n"
+        "def add(rank, size):\n"
+        "    total = torch.tensor(rank); dist.all_reduce(total); return total.item()\n"
+        "def alone(rank, size):\n"
+        "    if rank == 1: add(rank, size)\n"
+        "def die(rank, size):\n"
+        "    if rank == 1: import os; os._exit(3)\n"
+        "def fail(rank, size):\n"
+        "    if rank == 1: raise ValueError('no')\n"
+        "print(ranks.in_ranks(add, 3))\n"
+        "for wrong in (alone, die, fail):\n"
+        "    try: ranks.in_ranks(wrong)\n"
+        "    except ranks.Wrong as told: print(told)\n"
+    )
+    done = forking.run(tmp_path / "ranks.py", env=ENVIRONMENT)
+    added, *told = done.stdout.splitlines()
+    assert added == "[3, 3, 3]", done.stderr
+    assert told[0].startswith("rank 1 ") or "in vain" in told[0]
+    assert told[1:] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 11: no"]

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from trainkit.analysis.report import report
+from trainkit.analysis.report import report, report_each
 from trainkit.errors import UserError
 from trainkit.records import ADDED, COLUMNS, Recorder
 
@@ -375,6 +375,45 @@ def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
     assert cells(text, "ddp", 2)[-1] == "10.0" and cells(text, "single", 1)[-1] == "10.0"
     text, table, _ = compared()
     assert "not reached" not in text and "target_s" not in table
+
+
+def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The speedup in a folder is against its own run on one device; equal configurations are neighbours."""
+    for name, factor in {"ada": 1, "bob": 2}.items():
+        runs = tmp_path / name / "runs"
+        write_run(runs, f"one-{name}", [50, 100 * factor, 100 * factor])
+        write_run(runs, f"two-{name}", [90, 180, 180], stage="ddp", world_size=2, devices=2)
+        (tmp_path / name / "comparison.csv").write_text("not a run")
+    (tmp_path / "eve" / "runs").mkdir(parents=True)
+    folders = [tmp_path / name / "runs" for name in ("ada", "bob", "eve")]
+    assert report_each(folders, tmp_path / "out").endswith("each.md, each.csv")
+    table = pd.read_csv(tmp_path / "out" / "each.csv")
+    rows = list(zip(table.folder, table.devices, table.speedup, strict=True))
+    assert rows == [("ada", 1, 1), ("bob", 1, 1), ("ada", 2, 1.8), ("bob", 2, 0.9)]
+    printed = capsys.readouterr().out
+    assert f"{folders[2]} has no runs." in printed and "Skipped" not in printed
+    assert "| ada | ddp | 2 | 256 |" in (tmp_path / "out" / "each.md").read_text()
+    with pytest.raises(UserError, match="no runs found in .*eve"):
+        report_each(folders[2:], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["room/ada/runs", "room/bob/runs"], ["ada", "bob"]),
+        (["results/runs", "results/sample/cpu/runs"], ["results/runs", "results/sample/cpu/runs"]),
+        (["mine", "ours"], ["mine", "ours"]),
+        (["alone/runs"], ["alone/runs"]),
+    ],
+)
+def test_folders_are_called_by_what_tells_them_apart(
+    folders: list[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in folders:
+        write_run(Path(folder), folder.replace("/", "-"), [50, 100, 100])
+    report_each([Path(folder) for folder in folders], Path("out"))
+    assert list(pd.read_csv("out/each.csv").folder) == names
 
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:

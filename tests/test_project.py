@@ -14,6 +14,7 @@ from conftest import ENVIRONMENT, REPOSITORY, STAGES
 
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
+    "make learn",  # test_learn.py
     "make compare",  # test_compare.py
     'make compare ARGS="--epochs 10 --batch-size 512"',
     "make test",
@@ -114,6 +115,28 @@ def test_the_training_step_stands_in_the_stage(stage: str) -> None:
         "schedule.step()",
         "run.add(loss)",
     ]
+
+
+LINK = re.compile(r"\]\(([^()\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
+
+
+def _anchors(text: str) -> set[str]:
+    """The headings of a document, as GitHub makes anchors of them."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("readme", lessons.files("*.md"), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(readme: Path) -> None:
+    """Those within the repository, down to the heading; nothing can be asked of the web here."""
+    text = re.sub(r"^```.*?^```", "", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in (first or second for first, second in LINK.findall(text)):
+        if not re.match(r"https?:", link):
+            name, _, anchor = link.partition("#")
+            path = readme.parent / name if name else readme
+            assert path.exists(), link
+            assert not anchor or anchor in _anchors(path.read_text()), link
 
 
 def _commands() -> list[tuple[Path, str]]:

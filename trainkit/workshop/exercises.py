@@ -18,18 +18,21 @@ import difflib
 import json
 import runpy
 import shutil
+import signal
 import sys
 import textwrap
 from argparse import Namespace
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 from trainkit.command_line import Parser
 from trainkit.errors import UserError
 from trainkit.files import replacing
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Mine, Wrong, as_wrong
 
 PROGRESS = "progress.json"
+PATIENCE = 180  # seconds for a check
 
 
 class Exercise:
@@ -57,6 +60,23 @@ class Exercise:
     def program(self) -> dict[str, object]:
         """What check.py defines."""
         return runpy.run_path(str(self.folder / "check.py"))
+
+    def check(self) -> str:
+        """What there was to see.
+
+        Raises:
+            Wrong: if something is not right yet, or the learner's program fails or does not end.
+        """
+        signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(PATIENCE)
+        try:
+            return self.program["check"](self.mine)
+        except (Wrong, UserError, OSError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise as_wrong(error, self.mine) from None
+        finally:
+            signal.alarm(0)
 
     def begin(self) -> None:
         """Lay out the starter, if it is not yet."""
@@ -129,25 +149,33 @@ class Workbook:
         with replacing(self.folder / PROGRESS) as file:
             json.dump(self.progress, file, indent=1)
 
-    def overview(self) -> str:
-        """The list, a bar, and what comes next."""
+    @property
+    def open(self) -> list[Exercise]:
+        """What is not done yet."""
+        return [exercise for exercise in self.exercises if exercise.name not in self.progress["done"]]
+
+    def listed(self) -> str:
+        """A line for each, with a cross where it is done."""
         width = max(len(exercise.name) for exercise in self.exercises)
-        lines = [
-            f"[{'x' if exercise.name in self.progress['done'] else ' '}] {number:2}  {exercise.name:{width}}"
+        return "\n".join(
+            f"[{' ' if exercise in self.open else 'x'}] {number:2}  {exercise.name:{width}}"
             f"  {exercise.minutes:3} min  {exercise.title}"
             for number, exercise in enumerate(self.exercises, start=1)
-        ]
-        return "\n".join([*lines, "", self.bar()])
+        )
+
+    def overview(self) -> str:
+        """The list, a bar, and what comes next."""
+        return f"{self.listed()}\n\n{self.bar()}"
 
     def bar(self) -> str:
         """How much is done, and which exercise comes next."""
-        open_ones = [exercise for exercise in self.exercises if exercise.name not in self.progress["done"]]
-        count, done = len(self.exercises), len(self.exercises) - len(open_ones)
+        count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
-        if not open_ones:
+        if not self.open:
             return bar
-        readme = shown(open_ones[0].folder / "README.md")
-        return f"{bar} Next: {open_ones[0].name}, {open_ones[0].minutes} minutes: read {readme}"
+        following = self.open[0]
+        readme = shown(following.folder / "README.md")
+        return f"{bar} Next: {following.name}, {following.minutes} minutes: read {readme}"
 
 
 def main(folder: Path, description: str) -> int:
@@ -189,7 +217,7 @@ def main(folder: Path, description: str) -> int:
 def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     done = workbook.progress["done"]
     try:
-        seen = exercise.program["check"](exercise.mine)
+        seen = exercise.check()
     except Wrong as wrong:
         print(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
         print(
@@ -239,6 +267,10 @@ def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
     return f"python {shown(workbook.folder / 'check.py')} {command} {exercise.name}"
+
+
+def _too_long(*_: object) -> NoReturn:
+    raise Wrong(f"The check takes longer than {PATIENCE} seconds: does a loop in your program ever end?")
 
 
 def indented(text: str) -> str:

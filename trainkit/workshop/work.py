@@ -7,7 +7,7 @@ import sys
 from configparser import ConfigParser, Error
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,8 +60,10 @@ class Mine:
                 raise Wrong(f"mine/{ANSWERS}: `{name}` is still open. Fill it in before you check.")
         return answers
 
-    def table(self, **equal: object) -> "pd.DataFrame":
+    def table(self, target: float | None = None, **equal: object) -> "pd.DataFrame":
         """The comparison of the runs in mine/runs (`comparison.compare`), of those with `equal` columns.
+
+        With a `target` (% accuracy) it has the columns of `comparison.summarize` on when it was reached.
 
         Raises:
             Wrong: if there is none with an epoch behind the warm-up.
@@ -71,7 +73,7 @@ class Mine:
         runs = self.folder / "runs"
         rows, skipped = comparison.load([runs] if runs.is_dir() else [])
         if len(rows):
-            table = comparison.compare(comparison.summarize(rows))
+            table = comparison.compare(comparison.summarize(rows, target))
             chosen = table.images_per_s > 0
             for name, value in equal.items():
                 chosen &= table[name] == value
@@ -83,21 +85,32 @@ class Mine:
             "`recorded` to take runs of ours." + "".join(f"\n{sentence}" for sentence in skipped)
         )
 
-    def module(self, name: str) -> ModuleType:
-        """The learner's program, imported.
+    def row(self, target: float | None = None, **equal: object) -> "pd.Series":
+        """The one row of `table`.
 
         Raises:
-            Wrong: if it ends with an error.
+            Wrong: if the runs have other settings than each other, or there is none.
         """
-        program = ModuleType(name)
+        table = self.table(target, **equal)
+        if len(table) > 1:
+            what = " and ".join(f"{name} {value}" for name, value in equal.items())
+            raise Wrong(
+                f"mine/runs has runs of {what} that differ in other things, too, such as the device or the "
+                "number of images. `reset` begins anew; then give the commands of the README as they are."
+            )
+        return table.iloc[0]
+
+    def module(self, name: str) -> ModuleType:
+        """The learner's program, imported. What it lacks is `Wrong`, and so is an error in it, also later on.
+
+        Raises:
+            Wrong: if it is not there.
+        """
+        program = _Program(name)
         program.__file__ = str(self.folder / name)
         sys.path.insert(0, str(self.folder))  # where it finds files beside it
         try:
             exec(compile(self.text(name), program.__file__, "exec"), program.__dict__)
-        except Exception as error:
-            raise Wrong(
-                f"mine/{name} ends with {type(error).__name__}: {error}{_line_of(error, name)}."
-            ) from None
         finally:
             sys.path.remove(str(self.folder))
         return program
@@ -124,7 +137,10 @@ class Mine:
 
 
 class Answers(dict):
-    """What answers.txt says, by name."""
+    """What answers.txt says, by name; one that is gone is `Wrong`."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise Wrong(f"mine/{ANSWERS}: `{name} = ...` is not there any more. Put the line back.")
 
     def number(self, name: str) -> float:
         """The number in an answer; a unit or a % sign may follow it.
@@ -158,10 +174,26 @@ def near(given: float, true: float, share: float = 0.02) -> bool:
     return abs(given - true) <= share * abs(true)
 
 
-def _line_of(error: Exception, name: str) -> str:
-    trace, line = error.__traceback__, None
+def as_wrong(error: BaseException, mine: Mine) -> Wrong:
+    """What a learner is told of an error within a check: their program's, or of what it gave to the check."""
+    place, trace = None, error.__traceback__
     while trace:
-        if trace.tb_frame.f_code.co_filename.endswith(name):
-            line = trace.tb_lineno
+        if Path(trace.tb_frame.f_code.co_filename).parent == mine.folder:
+            place = trace.tb_frame.f_code.co_filename, trace.tb_lineno
         trace = trace.tb_next
-    return f" (line {line})" if line else ""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).parent == mine.folder:
+        place = error.filename, error.lineno
+    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+    if place:
+        return Wrong(f"mine/{Path(place[0]).name} ends in line {place[1]} with {what}.")
+    return Wrong(
+        f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
+        "what is returned with the starter, which `reset` lays out again."
+    )
+
+
+class _Program(ModuleType):
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Wrong(
+            f"mine/{self.__name__} has no `{name}` any more, which the check asks for: `reset` shows it."
+        )
