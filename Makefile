@@ -1,3 +1,4 @@
+# make learn      first steps: what this machine has, the exercises, and which comes next
 # make compare    run single GPU, DataParallel and DDP here, and compare them
 # make test       check everything
 # Options go through ARGS: make compare ARGS="--epochs 10"
@@ -10,9 +11,10 @@ NODES ?= 2
 GPUS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help compare sweep test test-lowest test-middle data bench lessons cluster-up cluster-down clean
+.PHONY: help learn compare sweep test test-lowest test-middle data bench lessons cluster-up cluster-down clean
 
 help:
+	@echo "make learn     first steps: checks this machine, lists the exercises, names the next one"
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
 	@echo "make sweep     many runs as jobs on a cluster: stages x GPUs x batch sizes, and their comparison"
 	@echo "make test      run all tests; test-lowest, test-middle: with older packages"
@@ -22,6 +24,9 @@ help:
 	@echo "make cluster-down  stop it and remove it"
 	@echo "make clean     remove the environments .venv* (results stay)"
 	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2'
+
+learn: $(VENV)/ready
+	@$(RUN) -m trainkit.workshop.learn
 
 compare: $(VENV)/ready
 	@$(RUN) results/compare.py $(ARGS)
@@ -48,9 +53,11 @@ data: $(VENV)/ready
 bench: $(VENV)/ready
 	@$(RUN) results/bench/bench.py $(ARGS)
 
-# The diffs and tables that the READMEs quote.
+# What the lessons are made of: diffs and tables that the READMEs quote, pictures, the notebook's outputs.
 lessons: $(VENV)/ready
 	@$(RUN) tests/lessons.py
+	@$(RUN) tests/pictures.py
+	@$(RUN) tests/notebook.py
 
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:

@@ -26,7 +26,15 @@ def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
     produced = {"results": ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample")}
     for name in ("trainkit", *FOLDERS.values(), "slurm", "results"):
-        left_out = ("practice_cluster", "site.sh", "*.log", "__pycache__", *produced.get(name, ()))
+        of_a_learner = ("mine", "mine-*", "progress.json")
+        left_out = (
+            "practice_cluster",
+            "site.sh",
+            "*.log",
+            "__pycache__",
+            *of_a_learner,
+            *produced.get(name, ()),
+        )
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
     (folder / "data").symlink_to(REPOSITORY / "data")
 

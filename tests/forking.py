@@ -10,6 +10,7 @@ from pathlib import Path
 PROGRAM = """
 import json, os, runpy, signal, sys
 import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
+import pandas  # and an exercise
 for line in sys.stdin:
     arguments, environment, *outputs = json.loads(line)
     process = os.fork()

@@ -117,28 +117,6 @@ def test_the_training_step_stands_in_the_stage(stage: str) -> None:
     ]
 
 
-LINK = re.compile(r"\]\(([^()\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
-
-
-def _anchors(text: str) -> set[str]:
-    """The headings of a document, as GitHub makes anchors of them."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("readme", lessons.files("*.md"), ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(readme: Path) -> None:
-    """Those within the repository, down to the heading; nothing can be asked of the web here."""
-    text = re.sub(r"^```.*?^```", "", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for link in (first or second for first, second in LINK.findall(text)):
-        if not re.match(r"https?:", link):
-            name, _, anchor = link.partition("#")
-            path = readme.parent / name if name else readme
-            assert path.exists(), link
-            assert not anchor or anchor in _anchors(path.read_text()), link
-
-
 def _commands() -> list[tuple[Path, str]]:
     """One by one; those that need a Slurm are test_slurm_documents.py's."""
     blocks = lessons.commands(on_a_cluster=False)
@@ -198,6 +176,18 @@ def test_bench_names_its_parts() -> None:
     assert (
         done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp, memory."
     )
+
+
+def test_the_timetables_add_up_and_name_every_exercise() -> None:
+    text = (REPOSITORY / "INSTRUCTORS.md").read_text()
+    table = text.partition("| section |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
+    minutes = [[int(cell.strip() or 0) for cell in row[1:]] for row in rows]
+    assert [sum(column) for column in zip(*minutes[:-1], strict=True)] == minutes[-1]
+    sections = [row[0] for row in rows if row[0].startswith(" exercise")]
+    named = [name for section in sections for name in re.findall(r"`(\w+)`", section)]
+    folders = sorted(REPOSITORY.glob("0*/exercises/*/check.py"))
+    assert named == [path.parent.name.partition("_")[2] for path in folders]
 
 
 def test_every_do_and_dont_names_what_holds_it() -> None:

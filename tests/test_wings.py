@@ -21,6 +21,10 @@ NEEDED_BY_EXERCISES |= {
     "trainkit.errors.UserError",
     "trainkit.files.replacing",
 }
+# And what learn.py tells of the machine.
+NEEDED_BY_EXERCISES |= {
+    f"trainkit.{name}" for name in ("machine", "staging", "jobs", "jobs.site", "jobs.slurm", "jobs.stages")
+}
 FRONT_DOORS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
 
 
@@ -58,6 +62,8 @@ def test_a_wing_imports_what_it_may(path: Path) -> None:
         assert all(name.startswith(allowed) for name in ours)
     if wing(path) == "workshop":
         assert all(name.startswith("trainkit.workshop") or name in NEEDED_BY_EXERCISES for name in ours)
+    else:
+        assert not any(name.startswith("trainkit.workshop") for name in ours)
 
 
 def test_the_login_node_stays_light() -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,13 +15,15 @@ import torch.distributed as dist
 
 from trainkit.workshop.work import Wrong
 
-TIMEOUT = 30  # seconds that the ranks wait for each other
+TIMEOUT = 15  # seconds that the ranks wait for each other
+IN_VAIN = "The ranks wait for each other in vain"
 
 
-def in_ranks(function: Callable[[int, int], object], size: int = 2) -> list[object]:
+def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool = True) -> list[object]:
     """What `function(rank, size)` returns in each of `size` new processes that form a process group.
 
-    What it returns has to be picklable; tensors are best turned into lists.
+    What it returns has to be picklable; tensors are best turned into lists. Without `group` the function
+    forms it by itself.
 
     Raises:
         Wrong: if it fails in a rank, or the ranks wait for each other in vain.
@@ -30,7 +33,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2) -> list[obje
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            how = (function, rank, size, Path(folder) / "store", theirs)
+            how = (function, rank, size, Path(folder) / "store" if group else None, theirs)
             process = context.Process(target=_rank, args=how, daemon=True)
             process.start()
             theirs.close()
@@ -44,27 +47,36 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2) -> list[obje
                 process.join()
 
 
-def _rank(function: Callable, rank: int, size: int, store: Path, answer: Connection) -> None:
+def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=TIMEOUT),
-        )
+        if store:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=TIMEOUT),
+            )
         answer.send((True, function(rank, size)))
     except Wrong as wrong:
         answer.send((False, str(wrong)))
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        answer.send((False, f"rank {rank} ends with {type(error).__name__} in line {line}: {error}"))
+        answer.send((False, _told(rank, error)))
     os._exit(0)
+
+
+def _told(rank: int, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
+    where = f"in line {(own or frames)[-1].lineno}" + (f" of {Path(own[-1].filename).name}" if own else "")
+    if re.search("[Tt]imed out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
+        return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
+    return f"rank {rank} ends with {type(error).__name__} {where}: {error}"
 
 
 def _collect(pipes: list[Connection]) -> list[object]:
@@ -72,14 +84,15 @@ def _collect(pipes: list[Connection]) -> list[object]:
     while len(results) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in results], timeout=TIMEOUT + 10)
         if not ready:
-            raise Wrong(
-                "the ranks wait for each other in vain: one of them makes a call that the others do not."
-            )
+            raise Wrong(f"{IN_VAIN}, or one of them never ends.")
+        failures = []
         for pipe in ready:
             try:
                 well, results[pipe] = pipe.recv()
             except EOFError:
                 raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
             if not well:
-                raise Wrong(str(results[pipe]))
+                failures.append(str(results[pipe]))
+        if failures:  # of a rank that failed and one that waited for it, the first is told of
+            raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
     return [results[pipe] for pipe in pipes]

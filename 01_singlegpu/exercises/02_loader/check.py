@@ -1,0 +1,83 @@
+"""Compares the learner's table with the learner's runs."""
+
+from typing import TYPE_CHECKING
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
+RECORDED = [
+    f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
+    f"{EXERCISES}/workers/single-20261122-021127-4ffdbdd1.csv",  # without loader processes
+]
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1201", "Is the first epoch in"),
+    ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1348", "of the other loader"),
+    ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 0.90", "is upside down"),
+    ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 11", "does not fit your runs"),
+    ("answers.txt", "workers_seconds = 9.7", "workers_seconds = 12.7", "has the evaluation in it"),
+    ("answers.txt", "resident_seconds = 8.7", "resident_seconds = 8.9", "an epoch trains 11,776 images"),
+    ("answers.txt", "resident_seconds = 8.7", "resident_seconds = 26.4", "of one epoch behind the warm-up"),
+]
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    resident, workers = mine.row(loader="resident"), mine.row(loader="workers", workers_per_loader=0)
+    if resident.images != workers.images:
+        raise Wrong("The two runs have different numbers of images per epoch: give both the same options.")
+    for name, row, other in (("resident", resident, workers), ("workers", workers, resident)):
+        _check_speed(f"{name}_images_per_s", answers, row, other)
+        _check_seconds(f"{name}_seconds", answers, row)
+    times = resident.images_per_s / workers.images_per_s
+    given = answers.number("times_as_fast")
+    if not near(given, times):
+        what = "is upside down" if near(given, 1 / times) else "does not fit your runs"
+        raise Wrong(f"`times_as_fast = {given:g}` {what}: divide images/s of resident by those of workers.")
+    return (
+        f"Resident is {times:.2f} times as fast here; you expected {prediction:g}. "
+        f"{_loading(resident, workers)}"
+    )
+
+
+def _check_speed(name: str, answers: dict, row: "pd.Series", other: "pd.Series") -> None:
+    given = answers.number(name)
+    if 0.995 * row.slowest <= given <= 1.005 * row.fastest:
+        return
+    if 0.995 * other.slowest <= given <= 1.005 * other.fastest:
+        raise Wrong(f"`{name} = {given:g}` is the speed of the other loader.")
+    raise Wrong(
+        f"`{name} = {given:g}` is not between the slowest and the fastest epoch behind the warm-up, "
+        f"{row.slowest:,.0f} and {row.fastest:,.0f}. Is the first epoch in your number?"
+    )
+
+
+def _check_seconds(name: str, answers: dict, row: "pd.Series") -> None:
+    given, rounding = answers.number(name), 0.06
+    if row.images / row.fastest - rounding <= given <= row.images / row.slowest + rounding:
+        return
+    if near(given, row.epoch_seconds + row.eval_seconds):
+        raise Wrong(f"`{name} = {given:g}` has the evaluation in it: that is no training.")
+    if row.images < given * row.images_per_s < row.images + row.global_batch:
+        raise Wrong(
+            f"`{name} = {given:g}`: an epoch trains {row.images:,} images, the last batch is dropped."
+        )
+    raise Wrong(
+        f"`{name} = {given:g}`: the training of one epoch behind the warm-up took {row.epoch_seconds:.1f} s."
+    )
+
+
+def _loading(resident: "pd.Series", workers: "pd.Series") -> str:
+    seconds = workers.epoch_seconds - resident.epoch_seconds
+    if seconds <= 0:
+        return "So loading costs less here than two runs differ by chance."
+    return (
+        f"The difference of {seconds:.2f} s per epoch is loading: one process makes about "
+        f"{resident.images / seconds:,.0f} images ready per second. A device that trains faster than that "
+        "waits for its images most of the time, and a second one would wait beside it. So look at the loader "
+        "before you ask for more GPUs."
+    )

@@ -1,0 +1,74 @@
+"""Finds the best number of workers in the learner's runs, and what limits it."""
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
+RECORDED = [
+    f"{EXERCISES}/workers",
+    f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
+]
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "best = 1", "best = 0", "but another one 1,336"),
+    ("answers.txt", "percent = 99", "percent = 110", "divide the best run's"),
+    ("answers.txt", "limit = training", "limit = loader", "could a loader do better"),
+    ("answers.txt", "limit = training", "limit = cores", "no loader at all"),
+    ("runs/single-20261122-021517*.csv", ",13", ",9", "which no loader can have"),
+    ("runs/single-20261122-021517*.csv", ",resident,", ",other,", "no run of loader resident"),
+]
+NUMBERS = ("0", "1", "2", "4")
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = int(answers.word("prediction", *NUMBERS))
+    runs = {int(n): mine.row(loader="workers", workers_per_loader=int(n)) for n in NUMBERS}
+    resident = mine.row(loader="resident")
+    speeds = {n: run.images_per_s for n, run in runs.items()}
+    best = max(speeds, key=speeds.get)
+    # Within the spread of the epochs, and two percent, it is chance which one is ahead.
+    equal = [n for n, run in runs.items() if run.fastest >= 0.98 * runs[best].slowest]
+    given = int(answers.word("best", *NUMBERS))
+    if given not in equal:
+        raise Wrong(
+            f"`best = {given}` trains {speeds[given]:,.0f} images/s, but another one {speeds[best]:,.0f}."
+        )
+    share = 100 * speeds[given] / resident.images_per_s
+    if share > 110:
+        raise Wrong(
+            f"`best = {given}` has {share:.0f} % of the resident run's speed, which no loader can have: "
+            "another program took the machine meanwhile. `reset`, and measure again, or take `recorded` runs."
+        )
+    percent = answers.number("percent")
+    if not near(percent, share):
+        raise Wrong(
+            f"`percent = {percent:g}`: divide the best run's images/s by the resident one's, times 100."
+        )
+    limits = {
+        "training": share > 93,
+        "cores": share < 97 and not (4 in equal and runs[4].slowest > 1.05 * runs[2].fastest),
+        "loader": share < 97 and 4 in equal and runs[4].fastest > runs[2].slowest,
+    }
+    limit = answers.word("limit", *limits)
+    if not limits[limit]:
+        raise Wrong(_not(limit, share))
+    sweep = ", ".join(f"{n}: {speed:,.0f}" for n, speed in speeds.items())
+    return (
+        f"Images/s by workers: {sweep}; resident: {resident.images_per_s:,.0f}. You expected {prediction} to "
+        f"be best, {' and '.join(map(str, equal))} came out. A CPU trains so slowly that few workers keep up "
+        "with it. A GPU that trains ten or a hundred times as fast needs more of them, each with a core of "
+        "the job (--cpus-per-task): sweep there again, and take the smallest number that reaches the top."
+    )
+
+
+def _not(limit: str, share: float) -> str:
+    if limit == "training":
+        return f"The best run has only {share:.0f} % of the resident one's speed: it does wait for images."
+    if share >= 97:
+        return (
+            f"The best run has {share:.0f} % of the resident one's speed. That one has all images at hand, "
+            "and no loader at all: could a loader do better?"
+        )
+    if limit == "loader":
+        return "Four workers are no faster than two: what would a fifth one run on?"
+    return "Four workers are faster than two, so there were cores for them: go on in this direction."

@@ -1,0 +1,77 @@
+"""Compares the learner's answers with the learner's runs at three batch sizes."""
+
+from trainkit.workshop.work import Mine, Wrong
+
+LEARNING_RATE = "results/sample/cpu-xeon-2-cores/learning_rate/runs"
+RECORDED = [
+    f"{LEARNING_RATE}/single-20261122-003525-aa763921.csv",  # batch 64
+    f"{LEARNING_RATE}/single-20261122-003637-cefd31a7.csv",  # 256
+    f"{LEARNING_RATE}/single-20261122-003831-58556310.csv",  # 1024
+]
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),
+    ("answers.txt", "accuracy = 64", "accuracy = 1024", "The column acc. %"),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "takes 84 s from its start, but another one"),
+    ("answers.txt", "steps_64 = 312", "steps_64 = 313", "not full is dropped"),
+    ("answers.txt", "steps_1024 = 19", "steps_1024 = 19456", "images of an epoch, not its steps"),
+    ("answers.txt", "why = steps", "why = images", "the same images"),
+    ("answers.txt", "why = steps", "why = seconds", "does not learn from time"),
+]
+BATCHES, TARGET = ("64", "256", "1024"), 97
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", *BATCHES)
+    runs = {batch: mine.row(TARGET, loader="resident", global_batch=int(batch)) for batch in BATCHES}
+    reached = {batch: run.target_s for batch, run in runs.items() if run.target_s > 0}
+    if not reached:
+        raise Wrong(f"No run has reached {TARGET} %: give more --epochs, the same to all three.")
+
+    given = answers.word("highest_throughput", *BATCHES)
+    if runs[given].fastest < max(run.slowest for run in runs.values()):
+        raise Wrong(f"`highest_throughput = {given}`: another batch is faster. The column images/s tells.")
+    given = answers.word("highest_accuracy", *BATCHES)
+    if runs[given].test_accuracy < max(run.test_accuracy for run in runs.values()):
+        raise Wrong(f"`highest_accuracy = {given}`: another batch ends higher. The column acc. % tells.")
+    given = answers.word("first_at_97", *BATCHES)
+    # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
+    soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}
+    if given not in soonest:
+        took = f"takes {reached[given]:.0f} s from its start" if given in reached else "never gets there"
+        raise Wrong(f"`first_at_97 = {given}` {took}, but another one {min(reached.values()):.0f} s.")
+    for batch in ("64", "1024"):
+        _check_steps(answers.number(f"steps_{batch}"), batch, int(runs[batch].images))
+    why = answers.word("why", "images", "steps", "seconds")
+    if why == "images":
+        raise Wrong(
+            "`why = images`: an epoch of each batch shows the same images, up to a last part of a batch."
+        )
+    if why == "seconds":
+        raise Wrong(
+            "`why = seconds`: it has, but a network does not learn from time. What happens once per batch?"
+        )
+
+    table = "\n".join(
+        f"  batch {batch:>4}: {run.images_per_s:6,.0f} images/s, {run.test_accuracy:.2f} % at the end, 97 % "
+        + (f"after {reached[batch]:.0f} s" if batch in reached else "never")
+        for batch, run in runs.items()
+    )
+    return (
+        f"{table}\nYou expected {prediction} to be first; it is {given}. A large batch makes fewer steps of "
+        "the same epochs. So images/s alone does not say which setting is better: seconds to an accuracy do. "
+        "More GPUs make the global batch large, and stage 03 comes back to what the learning rate can do "
+        "about that."
+    )
+
+
+def _check_steps(given: float, batch: str, images: int) -> None:
+    steps = images // int(batch)
+    if given == steps:
+        return
+    if given == images:
+        raise Wrong(f"`steps_{batch} = {given:g}` are the images of an epoch, not its steps.")
+    if given == steps + 1 or int(given) == steps:
+        raise Wrong(f"`steps_{batch} = {given:g}`: a last batch that is not full is dropped.")
+    raise Wrong(f"`steps_{batch} = {given:g}`: divide the images of an epoch by the batch, and round down.")

@@ -1,0 +1,164 @@
+"""Reads the job script as Slurm and the shell would, asks Slurm where it is, and looks for the log."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from trainkit.command_line import time_limit
+from trainkit.jobs import slurm
+from trainkit.jobs.site import read_site
+from trainkit.workshop.work import Mine, Wrong
+
+JOB = "job.sh"
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),
+    ("job.sh", "#SBATCH --mem", "# SBATCH --mem", "a comment like any other"),
+    ("job.sh", "#SBATCH --mem=8G\n", "", "`#SBATCH --mem=...` is missing"),
+    ("job.sh", "set -euo", "sleep 1\n#SBATCH --mem=9G\nset -euo", "behind the first command"),
+    ("job.sh", "--nodes=1", "--nodes=1 --partition=gpu", "slurm/site.sh"),
+    ("job.sh", "--ntasks=1 ", "--ntasks=2 ", "the same training twice"),
+    ("job.sh", "--gpus-per-node=1 ", "--gpus-per-node=2 ", "uses one GPU"),
+    ("job.sh", "--cpus-per-task=2 ", "--cpus-per-task=1 ", "share one core"),
+    ("job.sh", "00:15:00", "00:00:15", "5 minutes or more"),
+    ("job.sh", "00:15:00", "2-00:00:00", "waits longer in the queue"),
+    ("job.sh", "00:15:00", "soon", "neither HH:MM:SS"),
+    ("job.sh", "first-%j.log", "first.log", "writes into the same log"),
+    ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
+    ("job.sh", '"$DATA_DIR"', "/home/me/data", "one user's home"),
+    ("job.sh", "set -euo", "set -uo", "goes on after an error"),
+    ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "one core only"),
+    ("job.sh", "srun --c", "exec --c", "No line begins with srun"),
+    ("answers.txt", "ignored = memory", "ignored = time", "was read"),
+]
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", "terminal", "file")
+    ignored = answers.word("ignored", "name", "nodes", "memory", "time")
+    text = mine.text(JOB)
+    _check_lines(text.splitlines())
+    options = dict(re.findall(r"^#SBATCH\s+--([a-z-]+)[= ]\s*(\S+)", text, re.MULTILINE))
+    _check_options(options)
+    _check_commands(mine.folder / JOB, re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " ")))
+    if ignored != "memory":
+        raise Wrong(
+            f"`ignored = {ignored}`: that line of the starter was read. `reset` shows the starter again."
+        )
+    stage = mine.folder.parents[2]
+    right = "as you expected" if prediction == "file" else "not to the terminal"
+    return (
+        f"Every rule holds. {_ask_slurm(mine.folder / JOB, stage)} The output goes into the file of "
+        f"--output, {right}: sbatch returns before the job begins. {_log(options, stage)}"
+    )
+
+
+def _check_lines(lines: list[str]) -> None:
+    has_begun = False
+    for number, line in enumerate(lines, start=1):
+        where = f"mine/{JOB}, line {number}"
+        if "____" in line:
+            raise Wrong(f"{where}, still has a gap: {line.split('  ')[0]}")
+        if re.match(r"#\s+SBATCH", line):
+            raise Wrong(
+                f"{where}: with a blank, `# SBATCH` is a comment like any other, and Slurm says nothing."
+            )
+        if line.startswith("#SBATCH") and has_begun:
+            raise Wrong(f"{where}: Slurm does not read #SBATCH behind the first command, and says nothing.")
+        if re.match(r"#SBATCH.*\s(--(partition|account|qos|reservation)|-[pAq])\b", line):
+            raise Wrong(
+                f"{where}: what only one cluster has goes into slurm/site.sh. Then the script runs on all."
+            )
+        has_begun |= bool(line.strip()) and not line.startswith("#")
+
+
+def _check_options(options: dict[str, str]) -> None:
+    for name in ("ntasks", "gpus-per-node", "cpus-per-task", "mem", "time", "output"):
+        if name not in options:
+            raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
+    if options["ntasks"] != "1":
+        raise Wrong(
+            f"--ntasks={options['ntasks']}: srun would start the same training twice or more. It is one "
+            "process."
+        )
+    if options["gpus-per-node"].split(":")[-1] != "1":
+        raise Wrong(
+            f"--gpus-per-node={options['gpus-per-node']}: stage 01 uses one GPU; others would idle, and be "
+            "paid."
+        )
+    if not re.fullmatch(r"[2-9]|1\d", options["cpus-per-task"]):
+        raise Wrong(
+            f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or some more. With 1, the training and "
+            "its loader share one core; most of very many stay idle."
+        )
+    try:
+        minutes = time_limit(options["time"])
+    except argparse.ArgumentTypeError as error:
+        raise Wrong(f"--time: {error}.") from None
+    if minutes < 5:
+        raise Wrong(
+            f"--time={options['time']}: the job is ended after that. Starting Python takes a while: 5 "
+            "minutes or more."
+        )
+    if minutes > 120:
+        raise Wrong(
+            f"--time={options['time']}: a job that asks for so much waits longer in the queue. Ask for 2 "
+            "hours at most."
+        )
+    if "%j" not in options["output"]:
+        raise Wrong(
+            f"--output={options['output']}: every job writes into the same log. %j is the job's number."
+        )
+
+
+def _check_commands(path: Path, commands: str) -> None:
+    """`commands` are the script without comments, each in a line."""
+    syntax = slurm.ask("bash", "-n", str(path))
+    if syntax.returncode:
+        raise Wrong(
+            f"mine/{JOB}: bash cannot read it: {syntax.stderr.strip().splitlines()[0].partition(': ')[2]}"
+        )
+    if own := re.search(r"(/home|/users|/root|~|\$HOME)\b\S*", commands, re.IGNORECASE):
+        raise Wrong(
+            f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh fit every site."
+        )
+    flags = re.search(r"^set -(\w*)", commands, re.MULTILINE)
+    if not flags or not {"e", "u"} <= set(flags[1]):
+        raise Wrong(
+            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if all "
+            "were well."
+        )
+    starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
+    if not starts:
+        raise Wrong(f"mine/{JOB}: No line begins with srun, so Slurm does not start the training as a task.")
+    if not re.search(r"\s(--cpus-per-task|-c)\b", starts[-1]):
+        raise Wrong(
+            f"mine/{JOB}: srun does not take --cpus-per-task over from #SBATCH: the training gets one core "
+            "only."
+        )
+
+
+def _ask_slurm(path: Path, stage: Path) -> str:
+    if not slurm.is_here():
+        return "(There is no Slurm here to ask: `sbatch --test-only` was not tried.)"
+    environment = os.environ | read_site().sbatch
+    asked = slurm.ask("sbatch", "--test-only", str(path), cwd=stage, env=environment)
+    if asked.returncode:
+        told = slurm.told_by_sbatch(asked.stderr)
+        raise Wrong(f"Slurm would not take the job ({told}): {slurm.advice(told)}.")
+    return "Slurm was asked, and would take the job."
+
+
+def _log(options: dict[str, str], stage: Path) -> str:
+    pattern = Path(options["output"].replace("%x", options.get("job-name", "*")).replace("%j", "*")).name
+    logs = sorted(stage.glob(pattern), key=lambda log: log.stat().st_mtime)
+    if not logs:
+        return "Submit it now, if there is a cluster."
+    code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
+    if not code:
+        return f"{logs[-1].name} has no line `ended` yet: the job runs, or something killed its script."
+    if code[-1] != "0":
+        return f"Your job has run and failed: the line `why` in {logs[-1].name} tells the reason."
+    return f"And it has run: {logs[-1].name} ends with exit code 0."

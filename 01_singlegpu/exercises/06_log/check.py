@@ -1,0 +1,82 @@
+"""The answers are in the texts of starter/, which do not change."""
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "images_per_s = 178", "images_per_s = 170", "first epoch"),
+    ("answers.txt", "images_per_s = 178", "images_per_s = 154", "first epoch"),
+    ("answers.txt", "busy_cores = 0.66", "busy_cores = 1.52", "upside down"),
+    ("answers.txt", "busy_cores = 0.66", "busy_cores = 0.33", "share of the two"),
+    ("answers.txt", "busy_cores = 0.66", "busy_cores = 2", "were given to it"),
+    ("answers.txt", "busy_cores = 0.66", "busy_cores = 0.6", "minutes and seconds"),
+    ("answers.txt", "memory_mb = 808", "memory_mb = 4.9", "job script's"),
+    ("answers.txt", "memory_mb = 808", "memory_mb = 8000", "asked for"),
+    ("answers.txt", "exit_code = 137", "exit_code = 0", "begins with `ended`"),
+    ("answers.txt", "signal = 9", "signal = 15", "minus 128"),
+    ("answers.txt", "why = memory", "why = time", "30 minutes"),
+    ("answers.txt", "why = memory", "why = user", "first line"),
+]
+SPEEDS, SECONDS, CPU_SECONDS, MEGABYTES = (154, 227, 130), 139, 91.4, 808
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    _check_speed(answers.number("images_per_s"))
+    _check_cores(answers.number("busy_cores"))
+    _check_memory(answers.number("memory_mb"))
+    if answers.number("exit_code") != 137:
+        raise Wrong("`exit_code`: it is in the last line of job-4.txt, which begins with `ended`.")
+    if answers.number("signal") != 9:
+        raise Wrong("`signal`: an exit code above 128 tells of a signal, whose number is the code minus 128.")
+    why = answers.word("why", "error", "time", "memory", "user")
+    if why == "time":
+        raise Wrong("`why = time`: it ran less than a minute, and the job script asks for 30 minutes.")
+    if why != "memory":
+        raise Wrong(f"`why = {why}`: read the first line of job-4.txt that begins with slurmstepd.")
+    return (
+        f"Job 3 kept {CPU_SECONDS / SECONDS:.2f} of its 2 cores busy; you expected {prediction:g}. The "
+        "machine had other work, and so the training was slow. On a cluster, where the cores are yours "
+        "alone, the same numbers say that it waits: for a loader, a disk, or a GPU. Job 4 had asked for 600 "
+        f"MB where the training takes {MEGABYTES}. Signal 9 cannot be caught: whoever gets it ends without a "
+        "word, so look for the reason in the lines of Slurm, and in MaxRSS beside ReqMem. For the next job, "
+        "ask for what sacct says and a half more."
+    )
+
+
+def _check_speed(given: float) -> None:
+    _, *steady = SPEEDS
+    if near(given, sum(steady) / 2):
+        return
+    if near(given, sum(SPEEDS) / 3) or near(given, SPEEDS[0]):
+        raise Wrong(f"`images_per_s = {given:g}` has the first epoch in it, which is the warm-up.")
+    raise Wrong(f"`images_per_s = {given:g}`: take the median of epochs 2 and 3, which is their mean.")
+
+
+def _check_cores(given: float) -> None:
+    true = CPU_SECONDS / SECONDS
+    if near(given, true, 0.05):
+        return
+    if near(given, 1 / true, 0.05):
+        raise Wrong(f"`busy_cores = {given:g}` is upside down: divide the CPU's seconds by the clock's.")
+    if near(given, true / 2, 0.05):
+        raise Wrong(f"`busy_cores = {given:g}` is the share of the two cores: how many cores are that?")
+    if given == 2:
+        raise Wrong("`busy_cores = 2` were given to it (AllocCPUS). How long did they compute (TotalCPU)?")
+    raise Wrong(
+        f"`busy_cores = {given:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 are minutes and "
+        "seconds."
+    )
+
+
+def _check_memory(given: float) -> None:
+    if near(given, MEGABYTES, 0.04):
+        return
+    if near(given, 4.9, 0.05):
+        raise Wrong(f"`memory_mb = {given:g}` is the job script's (3.batch): the training is 3.1.")
+    if 7000 < given < 9000:
+        raise Wrong(
+            f"`memory_mb = {given:g}` is what the job had asked for (ReqMem): what did it use (MaxRSS)?"
+        )
+    raise Wrong(f"`memory_mb = {given:g}`: MaxRSS of 3.1, where 1,000K are about one MB.")

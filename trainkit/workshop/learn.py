@@ -1,0 +1,51 @@
+"""First steps: whether this machine has what the exercises need, what is done of them, and which comes next.
+
+Try: make learn
+"""
+
+import platform
+
+import torch
+
+from trainkit import errors, machine, staging
+from trainkit.errors import UserError
+from trainkit.jobs import site, slurm, stages
+from trainkit.workshop.exercises import Workbook, shown
+
+
+def main() -> None:
+    data_dir = site.read_site().data_dir
+    print(f"python  {platform.python_version()}, torch {torch.__version__} for {machine.build()}")
+    print(f"GPUs    {_gpus()}")
+    try:
+        staging.check("mnist", data_dir)
+        print(f"MNIST   in {data_dir}")
+    except UserError as error:
+        print(f"MNIST   {'missing or damaged: make data' if data_dir == staging.DEFAULT_DIR else error}")
+    without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
+    print(f"Slurm   {'here: submit.py sends jobs' if slurm.is_here() else without}")
+
+    workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
+    for workbook in workbooks:
+        print(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
+    unfinished = [workbook for workbook in workbooks if workbook.open]
+    if not unfinished:
+        print("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
+        return
+    print(f"\n{unfinished[0].bar()}\nGo on with:")
+    if (stages.REPOSITORY / ".venv").exists():  # a room may share another
+        print("  source .venv/bin/activate")
+    print(f"  cd {shown(unfinished[0].folder.parent)}\n  python exercises/check.py")
+
+
+def _gpus() -> str:
+    try:
+        machine.check_usable()
+    except UserError as error:
+        return str(error)
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
+
+
+if __name__ == "__main__":
+    errors.run(main)
