@@ -143,6 +143,12 @@ def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
     assert clock.do().stdout.splitlines()[-1] == "[#] 1 of 1 done."
 
 
+def test_the_starter_is_laid_out_beside_runs_that_came_first(clock: Learner) -> None:
+    (clock.mine / "runs").mkdir(parents=True)
+    clock.do()
+    assert (clock.mine / "clock.py").exists()
+
+
 def test_hints_come_one_by_one_and_the_third_tells_of_the_solution(clock: Learner) -> None:
     said = [clock.do("hint", "clock").stdout for _ in range(4)]
     assert [text.splitlines()[0] for text in said] == [

@@ -80,8 +80,9 @@ class Exercise:
 
     def begin(self) -> None:
         """Lay out the starter, if it is not yet."""
-        if not self.mine.folder.exists():
-            shutil.copytree(self.folder / "starter", self.mine.folder, dirs_exist_ok=True)
+        starter = self.folder / "starter"
+        if not any((self.mine.folder / path.name).exists() for path in starter.iterdir()):
+            shutil.copytree(starter, self.mine.folder, dirs_exist_ok=True)
 
     def reset(self) -> Path | None:
         """Lay out the starter again; returns where the work until now is kept."""
@@ -274,13 +275,19 @@ def _too_long(*_: object) -> NoReturn:
 
 
 def indented(text: str) -> str:
-    """Wrapped paragraph by paragraph; lines that begin with a blank stay as they are."""
-    return "\n".join(
-        textwrap.indent(
-            line if line.startswith(" ") else textwrap.fill(line, 100, break_on_hyphens=False), "  "
-        )
-        for line in text.splitlines()
-    )
+    """Paragraphs wrapped anew; a line that begins with a blank stays one, and a dash begins one."""
+    paragraphs = [""]
+    for line in text.splitlines():
+        goes_on = line and not line.startswith((" ", "-"))
+        if goes_on and paragraphs[-1] and not paragraphs[-1].startswith(" "):
+            paragraphs[-1] += f" {line}"
+        else:
+            paragraphs.append(line)
+    wrapped = [
+        line if line.startswith(" ") else textwrap.fill(line, 100, break_on_hyphens=False)
+        for line in paragraphs[1:]
+    ]
+    return textwrap.indent("\n".join(wrapped), "  ")
 
 
 def shown(path: Path) -> str:

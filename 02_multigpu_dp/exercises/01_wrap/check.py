@@ -1,0 +1,116 @@
+"""Saves a network that the learner has not seen with the learner's functions, and loads it."""
+
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("wrap.py", "nn.DataParallel(model)", "model", "still a plain"),
+    ("wrap.py", "model.module.state_dict()", "model.state_dict()", "begin with `module.`"),
+    (
+        "wrap.py",
+        "model.module.state_dict()",
+        '{name.replace("module.", ""): weights for name, weights in model.state_dict().items()}',
+        "cuts every",
+    ),
+    ("wrap.py", "model.module.state_dict()", "model.module", "the network itself"),
+    ("wrap.py", '"cpu"))', '"cpu"), strict=False)', "silently loads nothing"),
+    ("answers.txt", "weights_on = first", "weights_on = all", "copies of one step"),
+    ("answers.txt", "optimizer_state_on = first", "optimizer_state_on = all", "made with model.parameters()"),
+    ("answers.txt", "model_guess = error", "model_guess = first", "Try both calls"),
+    ("answers.txt", "module_guess = first", "module_guess = all", "plain network"),
+]
+
+
+def other() -> nn.Module:
+    """Another network, with parts called `module` and `submodule`."""
+    return nn.Sequential(OrderedDict(module=nn.Linear(2, 3), submodule=nn.BatchNorm1d(3)))
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    program, network = mine.module("wrap.py"), other()
+    wrapped = program.wrap(network)
+    if not isinstance(wrapped, nn.DataParallel):
+        raise Wrong(f"What `wrap` returns is still a plain {type(wrapped).__name__}, without a wrapper.")
+    if wrapped.module is not network:
+        raise Wrong("`wrap` has to wrap the network that it is given, once, and no other.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.pt"
+        program.save(wrapped, path)
+        _look_into(path, network)
+        loaded = other()
+        program.load(loaded, path)
+        if any((loaded.state_dict()[name] != kept).any() for name, kept in network.state_dict().items()):
+            raise Wrong("After `load` the plain network has other weights than the one that was saved.")
+        torch.save({"nothing.that.fits": torch.zeros(1)}, path)
+        try:
+            program.load(loaded, path)
+        except RuntimeError:
+            pass
+        else:
+            raise Wrong(
+                "`load` takes a file with other names without a word: with strict=False it silently loads "
+                "nothing, and the network keeps its random weights."
+            )
+    return _judge(answers)
+
+
+def _look_into(path: Path, network: nn.Module) -> None:
+    try:
+        saved = set(torch.load(path, weights_only=True))
+    except FileNotFoundError:
+        raise Wrong("`save` has written no file where it was told to.") from None
+    except Exception:
+        raise Wrong(
+            "The file holds the network itself and not only its weights: whoever loads it needs the same "
+            "class, at the same place. Save a state_dict()."
+        ) from None
+    names = set(network.state_dict())
+    if saved == {f"module.{name}" for name in names}:
+        raise Wrong(
+            "All names in the file begin with `module.`, which is the wrapper's: the plain network knows no "
+            "such names. Whose state_dict() is that?"
+        )
+    if saved != names:
+        raise Wrong(
+            "A network with parts of its own called `module` and `submodule` came back with "
+            f"{sorted(saved - names)[0]!r} in place of {sorted(names - saved)[0]!r}: `save` cuts every "
+            "`module.` out of the names. "
+            "There is no need to cut anything."
+        )
+
+
+def _judge(answers: dict[str, str]) -> str:
+    if answers.word("weights_on", "first", "all") == "all":
+        raise Wrong(
+            "weights_on: the other GPUs hold copies of one step, made anew at the next one. What does "
+            "wrap.py print of the parameters?"
+        )
+    if answers.word("optimizer_state_on", "first", "all") == "all":
+        raise Wrong(
+            "optimizer_state_on: the optimizer was made with model.parameters(). It remembers something "
+            "for each of these, where they are, and knows nothing of the copies."
+        )
+    if answers.word("model_guess", "all", "first", "error") != "error":
+        raise Wrong(
+            "model_guess: the wrapper is a DataParallel, not a Net. Try both calls at the end of main()."
+        )
+    if answers.word("module_guess", "all", "first", "error") != "first":
+        raise Wrong(
+            "module_guess: model.module is the plain network on the first GPU. Nothing splits its images: "
+            "only model(...) goes through the wrapper."
+        )
+    as_predicted = "as" if answers["prediction"] == "module.hidden.weight" else "not as"
+    return (
+        f"The wrapper's first name is module.hidden.weight, {as_predicted} you predicted. Saved from "
+        "model.module, the weights load into the plain network everywhere; --save-model does the same "
+        "(trainkit/model.py, `bare`). The first GPU alone keeps weights and the optimizer's state, so it "
+        "holds more memory than the others. DDP puts `module.` before the names, too."
+    )

@@ -1,0 +1,142 @@
+"""Tries the learner's formulas on made-up epochs, and compares the answers with the learner's own runs."""
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+RECORDED = ["results/sample/cpu-xeon-2-cores/exercises/strong_weak"]
+WRONG = [
+    ("scaling.py", "STRONG = (128, 128)", "STRONG = (128, 256)", "the unfair one"),
+    ("scaling.py", "WEAK = (128, 256)", "WEAK = (128, 128)", "STRONG and WEAK compare the same"),
+    ("scaling.py", 'not epoch["warmup"]', "True", "warm-up"),
+    ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["train_seconds"] for x in epochs)', "only the training"),
+    ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["elapsed_s"] for x in epochs)', "goes on"),
+    ("scaling.py", "return two / one\n", "return one / two\n", "upside down"),
+    ("scaling.py", "return two / one / devices", "return devices * one / two", "Efficiency is upside down"),
+    ("scaling.py", "return two / one / devices", "return two / one", "not divided"),
+    ("scaling.py", "return two / one / devices", "return ...", "still a gap"),
+    ("answers.txt", "batch_alone = 1.08", "batch_alone = 1.86", "two lines of one device"),
+    ("answers.txt", "tells_sooner = strong", "tells_sooner = weak", "half as many steps"),
+    ("answers.txt", "tells_more = weak", "tells_more = strong", "share the 128"),
+    ("answers.txt", "shrinks_more = epoch", "shrinks_more = run", "tests"),
+    ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "nothing to be compared with"),
+]
+# Of a made-up run: two epochs that count, and one that warms up.
+EPOCHS = [
+    {"warmup": 1.0, "images_per_s": 100.0, "train_seconds": 10.0, "elapsed_s": 15.0},
+    {"warmup": 0.0, "images_per_s": 200.0, "train_seconds": 5.0, "elapsed_s": 22.0},
+    {"warmup": 0.0, "images_per_s": 220.0, "train_seconds": 4.5, "elapsed_s": 29.0},
+]
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    _formulas(mine.module("scaling.py"))
+    with_gpus = len(mine.table().query("stage == 'dp' and devices == 2"))
+    one, one_256 = (mine.row(stage="single", global_batch=batch) for batch in (128, 256))
+    stage = "dp" if with_gpus else "dp-by-hand"
+    two, weak = (mine.row(stage=stage, devices=2, global_batch=batch) for batch in (128, 256))
+    for row in (two, weak):
+        if row.why:
+            raise Wrong(
+                f"Two devices with batch {row.global_batch} have nothing to be compared with: {row.why}."
+            )
+    if not weak.weak_efficiency > 0:
+        raise Wrong("One device with 128 and two with 256 differ in more than the batch: see the commands.")
+    if one.epochs != two.epochs:
+        raise Wrong(
+            "The runs with batch 128 have unequal numbers of epochs, so their total times say nothing."
+        )
+    alone, shorter = one_256.images_per_s / one.images_per_s, one.elapsed_s / two.elapsed_s
+    if not near(answers.number("batch_alone"), alone):
+        raise Wrong(
+            f"batch_alone: not {answers['batch_alone']}. Divide the images/s in the two lines of one device."
+        )
+    if answers.word("tells_sooner", "strong", "weak") == "weak":
+        raise Wrong(
+            "tells_sooner: with 256 there are half as many steps in an epoch, and other ones. So it is not "
+            f"the same training sooner, and {alone:.2f} times came from the larger batch alone."
+        )
+    if answers.word("tells_more", "strong", "weak") == "strong":
+        raise Wrong(
+            "tells_more: in strong scaling the two devices share the 128 images, 64 each. So neither is full."
+        )
+    truth = "epoch" if two.speedup > shorter else "run"
+    if answers.word("shrinks_more", "epoch", "run") != truth:
+        raise Wrong(
+            f"shrinks_more: an epoch's training is {two.speedup:.2f} times as fast, the whole run "
+            f"{shorter:.2f} times. The run has its start and the tests in it, too."
+        )
+    return (
+        f"Strong scaling with batch 128: {two.speedup:.2f} times, efficiency {two.efficiency:.0%}; you "
+        f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
+        "split, such as the start, or the tests of by_hand.py, takes as long as before. Weak scaling gives "
+        f"{2 * weak.weak_efficiency:.2f} times the images/s, efficiency {weak.weak_efficiency:.0%}. It is "
+        "fair where the batch may grow, but it is no sooner end of the same training: the accuracy column "
+        "belongs beside it."
+    )
+
+
+def _formulas(program: object) -> None:
+    if ... in (*program.STRONG, *program.WEAK):
+        raise Wrong("STRONG or WEAK in mine/scaling.py is still a gap `...`.")
+    if tuple(program.STRONG) == (128, 256):
+        raise Wrong(
+            "STRONG is the unfair one: 128 on one device against 256 on two has the batch in it as well as "
+            "the device. In strong scaling the global batch is the same."
+        )
+    if tuple(program.STRONG) == tuple(program.WEAK):
+        raise Wrong(
+            "STRONG and WEAK compare the same runs. In weak scaling each device keeps its 128 images."
+        )
+    if (tuple(program.STRONG), tuple(program.WEAK)) != ((128, 128), (128, 256)):
+        raise Wrong("STRONG keeps the global batch of 128, WEAK the 128 images of each device.")
+    for name, values, right, hints in (
+        ("images_per_s", (EPOCHS,), 210, {200: "the warm-up is in it: leave out what is marked `warmup`"}),
+        (
+            "total_s",
+            (EPOCHS,),
+            29,
+            {
+                19.5: "that is only the training, and leaves out the start and the tests",
+                66: "`elapsed_s` goes on from epoch to epoch: do not add it up",
+            },
+        ),
+        (
+            "speedup",
+            (100, 150),
+            1.5,
+            {2 / 3: "it is upside down: more images/s of two devices is more speedup"},
+        ),
+        (
+            "efficiency",
+            (100, 300, 4),
+            0.75,
+            {
+                4 / 3: "Efficiency is upside down: it falls when two devices do less",
+                3: "that is the speedup, not divided by the devices",
+                1.5: "it is divided by 2, and not by `devices`",
+            },
+        ),
+    ):
+        _try(name, getattr(program, name), values, right, hints)
+
+
+def _try(name: str, function: object, values: tuple, right: float, hints: dict[float, str]) -> None:
+    try:
+        given = function(*values)
+    except TypeError as error:
+        if "llipsis" in str(error):  # median(...)
+            given = ...
+        else:
+            raise
+    if given is ...:
+        raise Wrong(f"`{name}` in mine/scaling.py is still a gap `...`.")
+    if not isinstance(given, (int, float)):
+        raise Wrong(f"`{name}` in mine/scaling.py returns {given!r} where a number is expected.")
+    for wrong, hint in hints.items():
+        if near(given, wrong, 0.001):
+            raise Wrong(f"`{name}`: {hint}.")
+    if not near(given, right, 0.001):
+        of = "a made-up run" if values[0] is EPOCHS else ", ".join(map(str, values))
+        raise Wrong(f"`{name}` of {of} is {given:g} and should be {right:g}.")

@@ -1,0 +1,98 @@
+"""Counts for other tensors, and for parts that travel which have unequal sizes."""
+
+from collections.abc import Callable
+
+import torch
+
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("traffic.py", "tensor.numel() * tensor.element_size()", "tensor.numel()", "not bytes"),
+    ("traffic.py", "tensor.numel() * tensor.element_size()", "tensor.numel() * 4", "float64"),
+    ("traffic.py", "tensor.numel() * tensor.element_size()", "...", "still a gap"),
+    ("traffic.py", "return (gpus - 1) * weights", "return gpus * weights", "not to itself"),
+    ("traffic.py", " + (gpus - 1) / gpus * (images + outputs)", "", "the images, and the gradients"),
+    ("traffic.py", "(images + outputs)", "images", "which go back out"),
+    ("traffic.py", "(images + outputs)", "outputs", "forgotten: the images."),
+    ("traffic.py", " + (gpus - 1) / gpus * (", " + (gpus - 1) * (", "not the whole batch"),
+    ("traffic.py", "+ (gpus - 1) / gpus * outputs", "", "forgotten: the outputs"),
+    ("traffic.py", "gpus - 1) * weights + (gpus - 1) / gpus * o", "gpus - 1) / gpus * o", "weights are"),
+    ("traffic.py", "2 * (gpus - 1) / gpus * w", "2 * w", "N - 1 of N"),
+    ("traffic.py", "2 * (gpus - 1) / gpus * w", "(gpus - 1) / gpus * w", "goes round twice"),
+    ("traffic.py", "2 * (gpus - 1) / gpus * w", "2 * (gpus - 1) * w", "one Nth"),
+    ("answers.txt", "nearly_equal = 2", "nearly_equal = 4", "first line"),
+    ("answers.txt", "bounded = ddp", "bounded = both", "for every GPU more"),
+    ("answers.txt", "dp_sends = 15.0", "dp_sends = 14.4", "What else"),
+]  # fmt: skip
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction, program = answers.number("prediction"), mine.module("traffic.py")
+    for kind, right in ((torch.float32, 60), (torch.float64, 120)):
+        hints = {
+            15: "these are numbers, and not bytes",
+            60: "a float64 has 8 bytes and not 4: ask the tensor",
+        }
+        _right(program.bytes_of, (torch.zeros(3, 5, dtype=kind),), right, hints)
+    weights, images, outputs = 1000, 210, 77
+    for gpus in (3, 2, 5):
+        part, more = (gpus - 1) / gpus, gpus - 1
+        everything = more * weights + part * (images + outputs)
+        hints = {
+            gpus * weights + part * (images + outputs): "the first GPU sends to the others, not to itself",
+            more * weights: "forgotten: the images, and the gradients of the outputs",
+            more * weights + part * images: "forgotten: the gradients of the outputs, which go back out",
+            more * weights + part * outputs: "forgotten: the images",
+            more * (weights + images + outputs): "each GPU gets its slice and not the whole batch",
+            part * (weights + images + outputs): "every other GPU gets all weights, not a slice of them",
+        }
+        _right(program.sent, (weights, images, outputs, gpus), everything, hints)
+        hints = {
+            part * outputs: "the gradients of the weights are forgotten",
+            more * weights: "forgotten: the outputs",
+            everything: "the images and the gradients of the outputs go out; what comes in?",
+        }
+        _right(program.taken_in, (weights, images, outputs, gpus), more * weights + part * outputs, hints)
+        hints = {
+            2 * weights: "of what it has, a GPU sends N - 1 of N slices, twice",
+            part * weights: "the ring goes round twice, once to add up and once to hand out",
+            2 * more * weights: "what goes round the ring are slices, one Nth of the bytes",
+        }
+        _right(program.all_reduced, (weights, gpus), 2 * part * weights, hints)
+    return _judge(answers, prediction)
+
+
+def _right(count: Callable, of: tuple, right: float, hints: dict[float, str]) -> None:
+    name, given = count.__name__, count(*of)
+    if given is ...:
+        raise Wrong(f"`{name}` in mine/traffic.py is still a gap `...`.")
+    if not isinstance(given, (int, float)):
+        raise Wrong(f"`{name}` in mine/traffic.py returns {given!r} where a number is expected.")
+    if not near(given, right, 0.001):
+        hint = next((hint for wrong, hint in hints.items() if near(given, wrong, 0.001)), "count again")
+        what = f"({', '.join(map(str, of))})" if len(of) > 1 else " of a tensor of 15 numbers"
+        raise Wrong(f"`{name}`{what} is {given:g} and should be {right:g}: {hint}.")
+
+
+def _judge(answers: dict[str, str], prediction: float) -> str:
+    if not near(answers.number("dp_sends"), 15.0, 0.01):
+        raise Wrong(
+            "dp_sends: 3 times 4.8 MB of weights are 14.4. What else goes out? See the line of 4 GPUs."
+        )
+    if not near(answers.number("ddp_sends"), 7.2, 0.01):
+        raise Wrong("ddp_sends: see the line of 4 GPUs, the last column.")
+    if answers.number("nearly_equal") != 2:
+        raise Wrong("nearly_equal: compare `sends` with the last column, from the first line down.")
+    if answers.word("bounded", "dp", "ddp", "both") != "ddp":
+        raise Wrong(
+            "bounded: DataParallel's first GPU sends 4.8 MB more for every GPU more. What does 2 (N - 1) / N "
+            "come to when N is large?"
+        )
+    return (
+        "With four GPUs the first GPU of DataParallel sends 2.1 times as much as each GPU of DDP (you "
+        f"predicted {prediction:g}), with eight 4.1 times: N / 2, and a little for the images. DDP stays "
+        "below twice the weights however many there are, and sends while backward still computes. The "
+        "network's size decides and not the batch: so a larger batch makes both cheaper per image."
+    )
