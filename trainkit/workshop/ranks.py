@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
+import torch._dynamo  # DDP imports it: better once here than in every rank
 import torch.distributed as dist
 
 from trainkit.workshop.work import Wrong

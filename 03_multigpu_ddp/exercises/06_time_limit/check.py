@@ -1,0 +1,90 @@
+"""Reads the log of a job that was stopped and came back, and the one CSV of it."""
+
+import re
+
+from trainkit import records
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+_RUN = "results/sample/cpu-xeon-2-cores/exercises/time_limit"
+RECORDED = [f"{_RUN}/job.txt", f"{_RUN}/ddp-20261122-023235-013c9ba4.csv"]
+WRONG = [
+    ("runs/job.txt", "resumed from", "began", "never says `resumed from`"),
+    ("runs/job.txt", "stopped after", "went on after", "was not stopped"),
+    ("runs/*.csv", "srun,2,", "srun,12,", "a gap"),
+    ("answers.txt", "step = 15", "step = 0", "The name of the checkpoint"),
+    ("answers.txt", "repeated = 0", "repeated = 15", "goes on with the next one"),
+    ("answers.txt", "lost = 15", "lost = 0", "beginning of the epoch"),
+    ("answers.txt", "warmups = 3", "warmups = 1", "Each time the job begins"),
+]  # fmt: skip
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    predicted = answers.number("prediction")
+    logs = [name for name in ("runs/job.txt", "job.txt") if (mine.folder / name).exists()]
+    if not logs:
+        raise Wrong("There is no log mine/job.txt yet. Run the command of the README, or take `recorded`.")
+    log = mine.text(logs[0])
+    if "stopped after" not in log:
+        raise Wrong(
+            "The job of mine/job.txt was not stopped: there is no line `stopped after ...`. Did it end "
+            "before? Then give it more --epochs. Does it still run? Then wait."
+        )
+    resumed = re.search(r"resumed from .*epoch-(\d+)-step-(\d+)\.pt", log)
+    if not resumed:
+        raise Wrong(
+            "The job was stopped, and the log never says `resumed from`. `squeue` shows when it may start "
+            "again. Without Slurm run the same command once more, with --resume auto and the same "
+            "--checkpoint-dir."
+        )
+    rows = rows_of_one_run(mine)
+    epochs = [row["epoch"] for row in rows]
+    if epochs != list(range(1, len(epochs) + 1)):
+        raise Wrong(f"The epochs in the CSV are {epochs}: there is a gap. Was a file of it edited?")
+    epoch, step = map(int, resumed.groups())
+    if epochs[-1] < epoch:
+        raise Wrong(f"Epoch {epoch}, with which it goes on, is not done yet: wait for its line.")
+    warmups = sum(row["warmup"] for row in rows)
+    if (answers.number("epoch"), answers.number("step")) != (epoch, step):
+        raise Wrong(
+            "`epoch` and `step` are not where it goes on. The name of the checkpoint that it resumed "
+            "from, the first time, has both."
+        )
+    if answers.number("repeated") != 0:
+        raise Wrong(
+            f"`repeated`: {step} steps of epoch {epoch} are in the checkpoint, with the optimizer, the "
+            "random numbers and the losses so far. The job goes on with the next one."
+        )
+    if answers.number("lost") != step:
+        raise Wrong(
+            "`lost`: without the signal the newest checkpoint is that of the last whole epoch, and the "
+            "job would be back at the beginning of the epoch in which it was stopped. How many steps of "
+            "it were done? (--checkpoint-minutes, ten, had not passed.)"
+        )
+    if answers.number("warmups") != warmups:
+        raise Wrong(
+            "`warmups`: count the rows of the CSV with a 1 in the column warmup. Each time the job "
+            "begins, a new process has a first epoch, which says nothing about speed."
+        )
+    return (
+        f"One run, {len(rows)} epochs without a gap, {warmups} of them the first of a process: it went on "
+        f"with step {step + 1} of epoch {epoch}, and no step was done twice (you predicted {predicted:g}). "
+        f"Killed without a word it would have lost {step} steps, and epochs of large models take hours. It "
+        "takes the three lines in the job script, a program that listens to USR2, and `scontrol requeue` at "
+        "the end of the job (slurm/job_env.sh). What it always costs is the wait in the queue."
+    )
+
+
+def rows_of_one_run(mine: Mine) -> list[dict[str, object]]:
+    """The rows of the only CSV in mine/runs."""
+    files = sorted((mine.folder / "runs").glob("*.csv"))
+    if len(files) != 1:
+        raise Wrong(
+            f"mine/runs has {len(files)} CSV files. A job that comes back writes one: it goes on in it. "
+            "`reset` puts what there is aside; then run it once, or take `recorded`."
+        )
+    try:
+        return records.read(files[0])
+    except records.RecordError as error:
+        raise Wrong(str(error)) from None

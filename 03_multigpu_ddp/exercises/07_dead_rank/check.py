@@ -1,0 +1,62 @@
+"""Compares the answers with what the log in starter/ says."""
+
+import re
+from pathlib import Path
+
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it lived on"),
+    ("answers.txt", "node = n2", "node = n1", "stands in the same line"),
+    ("answers.txt", "how = killed", "how = network", "what the others see"),
+    ("answers.txt", "how = killed", "how = exception", "would have written a traceback"),
+    ("answers.txt", "tracebacks = 3", "tracebacks = 4", "[rank0]: Traceback"),
+    ("answers.txt", "line = 40", "line = 16", "a rank that complains"),
+]  # fmt: skip
+LOG = (Path(__file__).parent / "starter" / "job.txt").read_text()
+HOW = {
+    "network": "`Connection closed by peer` is what the others see when a process is gone, wherever it was. "
+    "Did the launcher lose the node, too?",
+    "exception": "A rank that ends with an exception would have written a traceback. Did this one?",
+    "time_limit": "At its time limit the job is asked to be ended as a whole, and the log says DUE TO TIME "
+    "LIMIT. One word in the launcher's line says what happened to this one task.",
+    "hung": "A rank that hangs is still there: the others wait for it, until --timeout, and nobody closes a "
+    "connection.",
+}
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    predicted = answers.number("prediction")
+    told = re.search(r"srun: error: (\w+): task (\d+): Killed", LOG)
+    node, rank, line = told[1], int(told[2]), 1 + LOG[: told.start()].count("\n")
+    complained = sorted(set(map(int, re.findall(r"\[rank(\d)\]: Traceback", LOG))))
+    if answers.number("tracebacks") != len(complained):
+        raise Wrong("Count the lines of the form `[rank0]: Traceback`: how many ranks have one?")
+    given = answers.number("rank")
+    if given in complained:
+        raise Wrong(
+            f"Rank {given:.0f} wrote a traceback, so it lived on: it complains that somebody else is gone. "
+            "Who is first to complain is chance. Look for the rank that wrote nothing, and for what the "
+            "launcher says."
+        )
+    if given != rank:
+        raise Wrong(f"There is no rank {answers['rank']} in this job: its four ranks are 0 to 3.")
+    if answers["node"] != node:
+        raise Wrong(f"Where rank {rank} was stands in the same line of srun that says how it ended.")
+    how = answers.word("how", "killed", *HOW)
+    if how != "killed":
+        raise Wrong(HOW[how])
+    if answers.number("line") != line:
+        raise Wrong(
+            f"Line {answers['line']} is not the one: the first lines with an error are of a rank that "
+            f"complains. Which is the first that names rank {rank}?"
+        )
+    return (
+        f"Rank {rank} on {node} was killed, and said nothing; three others wrote {LOG.count('[rank')} "
+        f"lines about it, and rank {complained[-1]} was only the first to notice. You predicted "
+        f"{predicted:g} traceback(s). We had ended it with `kill -9`, as the kernel ends a process when the "
+        "memory is full: this log cannot tell the two apart. `sacct` may (MaxRSS beside ReqMem, or a state "
+        "OUT_OF_MEMORY). Tasks that were `Terminated`, and the exit code 143 at the end, only followed."
+    )

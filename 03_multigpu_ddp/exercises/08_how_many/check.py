@@ -1,0 +1,120 @@
+"""Computes the table from its images/s, and the five choices from the table."""
+
+import csv
+from pathlib import Path
+
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("table.csv", "60.1,173,23.1", "60.1,173,2.9", "each of the 8 GPUs"),
+    ("table.csv", "77.8", "128.5", "upside down"),
+    ("table.csv", "1.83,91.3", "1.93,91.3", "another training"),
+    ("table.csv", "91.3,456", "91.3,?", "still open"),
+    ("answers.txt", "cheapest = 1", "cheapest = 16", "13.9 GPU-hours are fewer"),
+    ("answers.txt", "deadline = 2", "deadline = 16", "15.2 GPU-hours are fewer"),
+    ("answers.txt", "budget = 8", "budget = 16", "33.7 GPU-hours"),
+    ("answers.txt", "rule = 4", "rule = 16", "41 %"),
+]  # fmt: skip
+IMAGES = 50 * 1_280_000
+TABLE = Path(__file__).parent / "starter" / "table.csv"
+# What each question minimises, of the rows that it allows.
+QUESTIONS = {
+    "fastest": ("minutes", lambda row: True),
+    "cheapest": ("gpu_hours", lambda row: True),
+    "deadline": ("gpu_hours", lambda row: row["minutes"] <= 8 * 60),
+    "budget": ("minutes", lambda row: row["gpu_hours"] <= 25),
+    "rule": ("minutes", lambda row: row["efficiency"] >= 75),
+}
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    predicted = answers.number("prediction")
+    given = {
+        row["gpus"]: row for row in csv.DictReader(mine.text("table.csv").splitlines()) if row.get("gpus")
+    }
+    rows = list(csv.DictReader(TABLE.read_text().splitlines()))
+    one = float(rows[0]["images_per_s"])
+    table = {}
+    for row in rows:
+        gpus, name = int(row["gpus"]), row["gpus"]
+        if name not in given:
+            raise Wrong(f"mine/table.csv has no row of {gpus} GPUs: `reset` lays it out again.")
+        table[gpus] = filled_in(gpus, float(row["images_per_s"]), one)
+        check_row(given[name], gpus, table[gpus], filled_in(gpus, float(row["weak_images_per_s"]), one))
+    for question in QUESTIONS:
+        check_choice(question, answers, table)
+    return (
+        f"16 GPUs are {table[16]['speedup'] / table[8]['speedup']:.2f} times as fast as 8 (you predicted "
+        f"{predicted:g}), and cost {table[16]['gpu_hours'] / table[8]['gpu_hours']:.2f} times as much. "
+        "Five questions, five numbers of GPUs: no table tells how many are best before you say what "
+        "counts. The cheapest is nearly always one, and every further one costs GPU-hours and saves less "
+        "time than the one before. Ask for what the deadline needs, and measure a short run first: `python "
+        "../slurm/sweep.py --gpus 1,2,4` makes such a table of your own training."
+    )
+
+
+def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]:
+    """What belongs into the gaps of one row."""
+    minutes, speedup = IMAGES / images_per_s / 60, images_per_s / of_one
+    return {
+        "speedup": speedup,
+        "efficiency": 100 * speedup / gpus,
+        "minutes": minutes,
+        "gpu_hours": minutes / 60 * gpus,
+    }
+
+
+def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: dict[str, float]) -> None:
+    """Say what is wrong with one row of the learner's table."""
+    cells = Answers((name, (given.get(name) or "?").strip()) for name in true)
+    for name, value in true.items():
+        where = f"{name} of {gpus} GPUs"
+        if cells[name] == "?":
+            raise Wrong(f"mine/table.csv: {where} is still open.")
+        number = cells.number(name)
+        if near(number, value):
+            continue
+        if near(number, weak[name]):
+            raise Wrong(
+                f"{where}: {number:g} follows from weak_images_per_s. There the global batch grows with "
+                "the GPUs, which is another training: 50 epochs of it have fewer steps, and may not learn "
+                "as much."
+            )
+        if name == "efficiency" and near(number, 100 * 100 / value):
+            raise Wrong(
+                f"{where}: {number:g} is upside down. It is speedup / N, and above 100 % would be a gift."
+            )
+        if name == "efficiency" and near(number, value / 100):
+            raise Wrong(f"{where}: {number:g} is the fraction; the column is in percent.")
+        if name == "gpu_hours" and near(number, value / gpus):
+            raise Wrong(
+                f"{where}: {number:g} are the hours of the job, and each of the {gpus} GPUs costs as many."
+            )
+        if name in ("minutes", "gpu_hours") and near(number, value / 50):
+            raise Wrong(f"{where}: {number:g} is of one epoch, and the training has 50.")
+        raise Wrong(f"{where}: it is not {number:g}. `hint how_many` has the formulas.")
+
+
+def check_choice(question: str, answers: Answers, table: dict[int, dict[str, float]]) -> None:
+    """Say what is wrong with the number of GPUs chosen for one question."""
+    least, allows = QUESTIONS[question]
+    chosen = answers.number(question)
+    if chosen not in table:
+        raise Wrong(f"`{question} = {answers[question]}` has no row in the table: choose 1, 2, 4, 8 or 16.")
+    row = table[chosen]
+    took = f"{row['minutes']:.0f} minutes and {row['gpu_hours']:.1f} GPU-hours"
+    what = f"`{question}`: {chosen:.0f} GPU(s) take {took}"
+    if not allows(row):
+        raise Wrong(
+            f"{what}, at an efficiency of {row['efficiency']:.0f} %. The question does not allow that."
+        )
+    best = min((number for number in table if allows(table[number])), key=lambda number: table[number][least])
+    if best != chosen:
+        better = (
+            f"{table[best][least]:.0f} minutes"
+            if least == "minutes"
+            else f"{table[best][least]:.1f} GPU-hours"
+        )
+        raise Wrong(f"{what}. It is allowed, but {better} are fewer: that is {best} GPU(s).")

@@ -1,0 +1,111 @@
+"""Reads the runs on one node and on two, where their ranks were, and the log of the second."""
+
+import re
+import statistics
+
+from trainkit import records
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+_RUNS = "results/sample/cpu-xeon-2-cores/exercises/two_nodes"
+RECORDED = [
+    f"{_RUNS}/{name}"
+    for run in ("ddp-20261122-023625-b4a10eee", "ddp-20261122-023724-b4896d8a")
+    for name in (f"{run}.csv", f"{run}.ranks.tsv")
+] + [f"{_RUNS}/two.txt"]
+WRONG = [
+    ("runs/*.csv", ",2,2,2,CPU", ",4,2,4,CPU", "no run on 2 node(s) with two ranks"),
+    ("runs/*.tsv", "\tn2\t", "\tn1\t", "one GPU on each of two nodes"),
+    ("answers.txt", "global_batch = 64", "global_batch = 128", "--batch-size is that of all ranks"),
+    ("answers.txt", "batch_per_device = 32", "batch_per_device = 64", "shared out"),
+    ("answers.txt", "interface = eth0", "interface = lo", "within one machine"),
+    ("answers.txt", "megabytes = 4.8", "megabytes = 9.6", "twice too much"),
+    ("answers.txt", "megabytes = 4.8", "megabytes = 1.2", "4 bytes"),
+    ("answers.txt", "ratio = 1.24", "ratio = 0.81", "upside down"),
+]  # fmt: skip
+MEGABYTES = 1_199_882 * 4 / 1e6  # two ranks send the gradients 2 (2 - 1) / 2 = 1 times
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", "faster", "same", "slower")
+    one, two = run_on(1, mine), run_on(2, mine)
+    for name in ("dataset", "images", "global_batch"):
+        if one[name] != two[name]:
+            raise Wrong(
+                f"The two runs differ in {name}, {one[name]} and {two[name]}: give both the same options."
+            )
+    if answers.number("global_batch") != two["global_batch"]:
+        raise Wrong("`global_batch`: --batch-size is that of all ranks, on any number of nodes.")
+    if answers.number("batch_per_device") != two["batch_per_device"]:
+        raise Wrong("`batch_per_device`: the global batch is shared out evenly among the ranks.")
+    check_interface(answers["interface"], mine)
+    megabytes = answers.number("megabytes")
+    if near(megabytes, 2 * MEGABYTES, 0.03):
+        raise Wrong("`megabytes`: twice too much. With N = 2, 2 (N - 1) / N is 1.")
+    if not near(megabytes, MEGABYTES, 0.03):
+        raise Wrong(
+            "`megabytes`: 1,199,882 gradients of 4 bytes each, times 2 (N - 1) / N, in millions of bytes."
+        )
+    ratio, true = answers.number("ratio"), two["speed"] / one["speed"]
+    if not near(ratio, true, 0.03):
+        if near(ratio, 1 / true, 0.03):
+            raise Wrong("`ratio` is upside down: it is two nodes by one.")
+        raise Wrong(
+            f"`ratio` is not {ratio:g}: images/s on two nodes by those on one, of the epochs with warmup 0."
+        )
+    speeds = f"{two['speed']:,.0f} images/s on two nodes, {one['speed']:,.0f} on one (you said {prediction})."
+    if two["device_name"].startswith("CPU"):
+        speeds += (
+            " These are CPU workers. Where both nodes are one machine, as on the practice cluster, that "
+            "says nothing about nodes, only about what else the machine did."
+        )
+    return (
+        "The same two ranks, the same batches: the train loss of the first epoch is "
+        f"{one['train_loss']:.4f} and {two['train_loss']:.4f}. What differs is the way of {MEGABYTES:.1f} "
+        "MB in every step: between nodes it is mostly the slower one, and a larger batch pays it less "
+        f"often. {speeds}"
+    )
+
+
+def run_on(nodes: int, mine: Mine) -> dict[str, object]:
+    """The first epoch of the newest run of two ranks on so many nodes, and the mean `speed` of the others."""
+    found = []
+    for path in (mine.folder / "runs").glob("*.csv"):
+        try:
+            rows, of_ranks = records.read(path), records.read_ranks(path)
+        except records.RecordError as error:
+            raise Wrong(str(error)) from None
+        speeds = [row["images_per_s"] for row in rows if not row["warmup"]]
+        if (rows[0]["nodes"], rows[0]["world_size"]) == (nodes, 2) and speeds:
+            found.append((rows[0] | {"speed": statistics.fmean(speeds)}, of_ranks))
+    if not found:
+        raise Wrong(
+            f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Give the "
+            "commands of the README, or `recorded` to take runs of ours."
+        )
+    row, of_ranks = max(found, key=lambda run: run[0]["started_at"])
+    places = {(rank["rank"], rank["host"]) for rank in of_ranks}
+    if len({host for _, host in places}) != nodes:
+        raise Wrong(
+            f"The ranks of the run on {nodes} node(s) were on "
+            f"{', '.join(sorted({host for _, host in places}))}: it needs one GPU on each of two nodes, "
+            "--ntasks-per-node=1 --gpus-per-node=1."
+        )
+    return row
+
+
+def check_interface(given: str, mine: Mine) -> None:
+    """Compare an answer with the lines that --debug writes into the log of the run on two nodes."""
+    logs = [name for name in ("runs/two.txt", "two.txt") if (mine.folder / name).exists()]
+    if not logs:
+        raise Wrong("There is no log mine/two.txt. Run the commands of the README, or take `recorded`.")
+    log = mine.text(logs[0])
+    interfaces = re.findall(r"interface (\S+) towards rank 0", log)
+    if not interfaces:
+        raise Wrong("The log two.txt does not tell the interface: run it with --debug.")
+    if given not in interfaces:
+        within = " `lo` is for talking within one machine." if given == "lo" else ""
+        raise Wrong(
+            f"`interface` is not {given}.{within} The lines of two.txt that begin with `rank 1 on` have it."
+        )

@@ -1,0 +1,154 @@
+"""Trains the learner's script in one rank and in two, stopped and resumed, and compares what came out."""
+
+import difflib
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from trainkit import records
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+_SHARE, _DDP = (
+    ", here.rank, here.size",
+    "nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)",
+)
+_TRAIN, _TEST, _LOSS = "train_set, opts, here.device", "test_set, opts, here.device", "model(images), labels)"
+WRONG = [
+    ("my_training.py", 'data.Split("waves", *waves(2000, seed=1))', "data.load()", "still loads MNIST"),
+    ("my_training.py", 'Run("waves"', 'Run("ddp"', "still called ddp"),
+    ("*.py", "WaveNet", "Net", "a model Net"),
+    ("my_training.py", _TRAIN + _SHARE, _TRAIN, "both ranks"),
+    ("my_training.py", _TEST + _SHARE, _TEST, "500 test waves"),
+    ("my_training.py", _LOSS, f"{_LOSS} / here.size", "averages the gradients already"),
+    ("my_training.py", "F.cross_entropy", "F.nll_loss", "logarithms of probabilities"),
+    ("my_training.py", _DDP, "model", "do not train as one"),
+]  # fmt: skip
+STAGE = Path(__file__).resolve().parents[2] / "mnist_ddp.py"
+
+
+def check(mine: Mine) -> str:
+    predicted = mine.answers().number("prediction")
+    text = mine.text("my_training.py")
+    if "data.load(" in text:
+        raise Wrong(
+            "my_training.py still loads MNIST: make two `data.Split` of waves, to train and to test on."
+        )
+    program = mine.module("my_training.py")
+    with tempfile.TemporaryDirectory() as folder:
+        two = Path(folder, "two")
+        stopped, seen = train(program, 2, two, 1)
+        check_names(stopped[0])
+        check_loss(stopped[0])
+        check_samples(stopped[0], seen)
+        alone, _ = train(program, 1, Path(folder, "alone"), 2)
+        check_equal(alone[0], stopped[0])
+        both, _ = train(program, 2, two, 2)
+        check_equal(alone[1], both[1])
+    before = STAGE.read_text().splitlines()
+    changed = sum(line.startswith("+ ") for line in difflib.ndiff(before, text.splitlines()))
+    return (
+        f"{changed} lines are new (you predicted {predicted:g}), and one rank and two train as one: train "
+        f"loss {alone[1]['train_loss']:.4f} and {both[1]['train_loss']:.4f} in epoch 2, the second of "
+        f"which went on from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are known. "
+        "As a job: copy both files into this stage's folder, and `sbatch slurm_submit.sh my_training.py "
+        "--epochs 5`."
+    )
+
+
+def train(
+    program: ModuleType, size: int, folder: Path, epochs: int
+) -> tuple[list[dict[str, object]], list[list[float]]]:
+    """The rows of its CSV after so many epochs in `size` ranks, and by rank the samples trained on now."""
+    import torch._dynamo  # noqa: F401  takes seconds, and DDP imports it: once here, not in every rank
+
+    from trainkit.batches import GlobalOrder, ResidentBatches
+    from trainkit.workshop.ranks import in_ranks
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+
+    def rank(number: int, size: int) -> list[float]:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(size)}
+        sys.argv = ["my_training.py", "--no-cuda", "--epochs", str(epochs), "--results-dir", str(folder)]
+        sys.argv += ["--checkpoint-dir", str(folder / "checkpoints"), "--resume", "auto"]
+        seen, batches = [], ResidentBatches.__iter__
+
+        def noting(self: ResidentBatches) -> object:
+            for inputs, targets in batches(self):
+                if isinstance(self.order, GlobalOrder):
+                    seen.extend(inputs.double().flatten(1).sum(1).tolist())
+                yield inputs, targets
+
+        ResidentBatches.__iter__ = noting
+        program.main()
+        return seen
+
+    seen = in_ranks(rank, size, group=False)
+    files = list(folder.glob("runs/*.csv"))
+    if len(files) != 1:
+        raise Wrong(
+            f"The training has left {len(files)} CSV files in place of one, which goes on after a stop."
+        )
+    return records.read(files[0]), seen
+
+
+def check_names(row: dict[str, object]) -> None:
+    """Say which name in the CSV is still that of the stage."""
+    if row["stage"] == "ddp":
+        raise Wrong(
+            "The run is still called ddp: tables would take it for the stage. Give `Run` another name."
+        )
+    if row["model"] == "Net":
+        raise Wrong(
+            "The CSV has a model Net: tables and checkpoints tell models apart by the name of the class."
+        )
+    if row["dataset"] != "waves":
+        raise Wrong(
+            f"The CSV has the data set {row['dataset']!r}: the first argument of `data.Split` is its name."
+        )
+
+
+def check_loss(row: dict[str, object]) -> None:
+    """Say whether the loss is one for raw logits."""
+    if row["train_loss"] < 0 or row["test_loss"] < 0:
+        raise Wrong(
+            "The loss is below 0: F.nll_loss takes logarithms of probabilities, and WaveNet returns raw "
+            "logits. Which loss takes those? It stands in two places."
+        )
+
+
+def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
+    """Say whether a sample counted more than once over the ranks, in training or in the test."""
+    trained = sum(seen, [])
+    if len(set(trained)) < len(trained):
+        raise Wrong(
+            f"In an epoch of two ranks {len(trained)} samples were trained on, but only "
+            f"{len(set(trained))} different ones: both ranks take the same. Who tells `batches.training` "
+            "which rank this is, and of how many?"
+        )
+    if row["test_images"] != 500:
+        raise Wrong(
+            f"{row['test_images']} samples were tested, over two ranks, and there are 500 test waves: does "
+            "each count once? `batches.testing` has to know the rank and the number of ranks, too."
+        )
+
+
+def check_equal(alone: dict[str, object], both: dict[str, object]) -> None:
+    """Say whether two ranks trained as one did."""
+    one, two = alone["train_loss"], both["train_loss"]
+    if near(two, one, 0.001):
+        return
+    told = f"The train loss of epoch {both['epoch']} is {one:.4f} in one rank and {two:.4f} in two"
+    if near(two, one / 2, 0.25):
+        raise Wrong(
+            f"{told}. Is the loss divided by the number of ranks? DDP averages the gradients already."
+        )
+    raise Wrong(
+        f"{told}: the ranks do not train as one. Is the model still wrapped in DistributedDataParallel, "
+        "and is all else of the training step as it was? (Dropout would differ as well: leave it out.)"
+    )

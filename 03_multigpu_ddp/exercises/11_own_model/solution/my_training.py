@@ -1,0 +1,52 @@
+"""Train a network for waves with DistributedDataParallel: one process per GPU, on any number of nodes.
+
+Try: torchrun --standalone --nproc-per-node=2 my_training.py --epochs 2
+"""
+
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from waves import WaveNet, waves
+
+
+def main() -> None:
+    opts = options.parse(__doc__)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = data.Split("waves", *waves(2000, seed=1)), data.Split("waves", *waves(500, seed=2))
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    model = WaveNet().to(here.device)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    choose_precision(model, opts, train_set)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    run = Run("waves", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.cross_entropy))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
