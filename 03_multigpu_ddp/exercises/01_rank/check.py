@@ -1,0 +1,120 @@
+"""Gives the learner's functions the environments of processes that are known."""
+
+import re
+from collections.abc import Callable
+
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+WRONG = [
+    ("answers.txt", "world_size = 4", "world_size = 2", "the processes of one node"),
+    ("answers.txt", "gpu_of_rank_3 = 1", "gpu_of_rank_3 = 3", "no cuda:3"),
+    ("answers.txt", "ranks_on_n2 = 2 3", "ranks_on_n2 = 1 3", "begin with `n2`"),
+    ("answers.txt", "gpu_of_rank_2 = 1", "gpu_of_rank_2 = 0", "no formula"),
+    ("who.py", '"RANK", "LOCAL_RANK"', '"LOCAL_RANK", "LOCAL_RANK"', "two processes say"),
+    ("who.py", '"SLURM_PROCID", "SLURM_LOCALID"', '"SLURM_PROCID", "SLURM_PROCID"', "counts over all nodes"),
+    ("who.py", '"SLURM_NTASKS"', '"SLURM_NTASKS_PER_NODE"', "the world size as 2"),
+    ("who.py", '"SLURM_NTASKS"', '"?"', "a gap"),
+    ("who.py", "return local_rank", "return rank % world_size", "has no cuda:2"),
+    ("who.py", "return local_rank", "return rank % 2", "two processes take cuda:0"),
+]  # fmt: skip
+BLOCK, CYCLIC = [0, 1, 0, 1], [0, 0, 1, 1]  # the local rank of each rank, in the two jobs of ranks.txt
+
+
+def torchrun(rank: int, local_rank: int) -> dict[str, str]:
+    """What torchrun sets in a Slurm job, where it is the one task of each node."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+        "SLURM_PROCID": str(rank // 2), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+    }  # fmt: skip
+
+
+def srun(rank: int, local_rank: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }  # fmt: skip
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    if answers.number("world_size") != 4:
+        raise Wrong(
+            "`world_size` counts all processes of the job, not the processes of one node: SLURM_NTASKS."
+        )
+    if answers.number("gpu_of_rank_3") != 1:
+        raise Wrong(
+            "`gpu_of_rank_3`: a node counts its GPUs from 0, so with two GPUs there is no cuda:3 on n2. "
+            "Which of the two is for the process with that SLURM_LOCALID?"
+        )
+    if re.findall(r"\d", answers["ranks_on_n2"]) != ["2", "3"]:
+        raise Wrong(
+            "`ranks_on_n2`: in the first job, look for the lines that begin with `n2` behind the rank."
+        )
+    if answers.number("gpu_of_rank_2") != 1:
+        raise Wrong(
+            "`gpu_of_rank_2`: in the second job rank 2 is on n1, beside rank 0. There is no formula for the "
+            "local rank: it depends on how the tasks were placed. Read its SLURM_LOCALID."
+        )
+    who = mine.module("who.py")
+    for launcher, local_ranks in ((torchrun, BLOCK), (srun, BLOCK), (srun, CYCLIC)):
+        check_names(who.who_am_i, launcher, local_ranks)
+    if who.who_am_i({}) != (0, 0, 1):
+        raise Wrong("Without a launcher there is one process: rank 0, local rank 0, world size 1.")
+    check_gpus(who.gpu)
+    guess = "as you predicted" if prediction == 2 else f"not {answers['prediction']}, as you predicted"
+    return (
+        f"Two of the four have local rank 0, one on each node: {guess}. The rank says which share of the "
+        "data a process takes, and who prints and saves; the local rank chooses the GPU, and nothing "
+        "else. Take both from the launcher, as trainkit/world.py does: how ranks lie on nodes is its "
+        "choice."
+    )
+
+
+def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) -> None:
+    name = launcher.__name__
+    try:
+        told = [who_am_i(launcher(rank, local_rank)) for rank, local_rank in enumerate(local_ranks)]
+        ranks, locals_, sizes = zip(*told, strict=True)
+    except KeyError as error:
+        what = "there is a gap" if error.args == ("?",) else f"{name} sets no variable {error}"
+        raise Wrong(f"mine/who.py, started by {name}: {what}.") from None
+    except (TypeError, ValueError) as error:
+        raise Wrong(
+            f"mine/who.py, started by {name}: `who_am_i` returns three whole numbers ({error})."
+        ) from None
+    if ranks.count(0) == 2:
+        raise Wrong(
+            f"With {name} on two nodes, two processes say that they are rank 0: both would print, save, and "
+            "train on the same images. The rank counts over all nodes."
+        )
+    if list(ranks) != [0, 1, 2, 3]:
+        raise Wrong(f"With {name} the ranks of four processes come out as {', '.join(map(str, ranks))}.")
+    if list(locals_) != local_ranks:
+        raise Wrong(
+            f"With {name} the local ranks on two nodes come out as {', '.join(map(str, locals_))}. A local "
+            "rank begins at 0 on every node; what counts over all nodes is the rank."
+        )
+    if set(sizes) != {4}:
+        raise Wrong(f"With {name} four processes on two nodes see the world size as {sizes[0]}.")
+
+
+def check_gpus(gpu: Callable) -> None:
+    taken = {}
+    for rank, local_rank in enumerate(CYCLIC):
+        node, number = "n1" if rank % 2 == 0 else "n2", gpu(rank, local_rank, 4)
+        if number == "?":
+            raise Wrong("mine/who.py: `gpu` still has its gap.")
+        if not isinstance(number, int):
+            raise Wrong(f"`gpu` returns a number, the N of cuda:N, and yours {number!r}.")
+        if number not in (0, 1):
+            raise Wrong(
+                f"`gpu` sends rank {rank} to cuda:{number}. A node with two GPUs has no cuda:{number}."
+            )
+        if taken.setdefault((node, number), rank) != rank:
+            raise Wrong(
+                f"`gpu`: in the second job of ranks.txt two processes take cuda:{number} of {node}, ranks "
+                f"{taken[node, number]} and {rank}."
+            )

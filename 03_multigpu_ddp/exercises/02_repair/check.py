@@ -1,0 +1,329 @@
+"""Runs the functions of the learner's script in two ranks, on images that are numbers."""
+
+import os
+import time
+from collections import Counter
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # which DistributedDataParallel loads: once, not in each rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from trainkit.workshop.ranks import in_ranks
+from trainkit.workshop.work import Mine, Wrong, near
+
+STARTS_WITH = "`prediction` is still open"
+SCRIPT, BATCH, IMAGES, SLOW = "broken_ddp.py", 8, 32, 0.4  # seconds that rank 1 is late, or slower
+Seen = dict[str, object]
+
+
+def check(mine: Mine) -> str:
+    prediction = mine.answers().number("prediction")
+    program = mine.module(SCRIPT)
+    ranks = in_ranks(lambda rank, size: behave(program, rank), size=2)
+    symptoms = [bug(ranks) for bug in BUGS]
+    found = [symptom for symptom in symptoms if symptom]
+    if found:
+        raise Wrong(f"{len(BUGS) - len(found)} of {len(BUGS)} repaired. Next: {found[0]}")
+    return (
+        f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them: on one "
+        "machine none gave any, and the numbers looked like numbers. So look at what a program does: who "
+        "says rank 0, which images each rank sees, what one process would get. DOS_AND_DONTS.md has "
+        "more of them."
+    )
+
+
+class Meeting:
+    """Stands in for the process group, and notes who comes, and where to."""
+
+    def __init__(self) -> None:
+        self.rank, self.place = -1, ""
+
+    def init_process_group(
+        self, backend: str = "", init_method: str | None = None, rank: int = -1, **more: object
+    ) -> None:
+        self.rank = rank if rank >= 0 else int(os.environ["RANK"])
+        is_address = init_method and init_method.startswith("tcp://")
+        self.place = init_method[6:].rpartition(":")[0] if is_address else os.environ["MASTER_ADDR"]
+
+
+class Spy(nn.Module):
+    """A small network that notes which images it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(1, 10), []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen += images.flatten().int().tolist()
+        return self.linear(images / IMAGES)
+
+
+class Optimizer(torch.optim.SGD):
+    """Notes the gradients and changes nothing; rank 1 is slow in the last step."""
+
+    def __init__(self, model: nn.Module, slow_step: int) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.gradients, self.slow_step = [], slow_step
+
+    def step(self) -> None:
+        self.gradients.append(self.param_groups[0]["params"][0].grad.flatten().tolist())
+        if len(self.gradients) == self.slow_step:
+            time.sleep(SLOW * dist.get_rank())
+
+
+class Known(nn.Module):
+    """Knows the first image, and no other one."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(images.flatten().long(), 10).float()
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+
+def behave(program: ModuleType, rank: int) -> Seen:
+    """What the functions of the script do in this rank."""
+    program.EPOCHS, program.BATCH = 2, BATCH
+    numbers = torch.arange(IMAGES)
+    images = TensorDataset(numbers.float().unsqueeze(1), numbers % 10)
+    return {
+        "joined": [join(program, process) for process in range(4)],
+        **split(program, rank, images),
+        **fit(program, rank, images),
+        "accuracy": program.evaluate(
+            Known(), TensorDataset(numbers[:5].unsqueeze(1), torch.tensor([0, 0, 0, 0, 0])), rank, 2
+        ),
+        "saved": save(program, rank),
+    }
+
+
+def join(program: ModuleType, process: int) -> tuple[int, str]:
+    """The rank of one of two processes on each of two nodes, and the host where it looks for rank 0."""
+    place = {"MASTER_ADDR": "n1", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
+    ranks = {"RANK": str(process), "LOCAL_RANK": str(process % 2)}
+    meeting = Meeting()
+    with (
+        patch.dict(os.environ, place | ranks),
+        patch.object(dist, "init_process_group", meeting.init_process_group),
+        patch.object(dist, "get_rank", lambda: meeting.rank),
+        patch.object(dist, "get_world_size", lambda: 4),
+    ):
+        program.join()
+    return meeting.rank, meeting.place
+
+
+def split(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
+    torch.manual_seed(rank)
+    parts = program.split(images)
+    train, validation = (sorted(int(image) for image, _ in part) for part in parts)
+    return {"train": train, "validation": validation, "random": torch.rand(1).item()}
+
+
+def fit(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
+    readings, clock = [], time.perf_counter
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Spy())
+    spy, steps = model.module, IMAGES // BATCH
+    optimizer = Optimizer(model, slow_step=2 * steps)
+    loader = program.training_batches(images, rank, 2)
+    time.sleep(SLOW * rank)
+    came = clock()
+    with patch.object(time, "perf_counter", lambda: readings.append(clock()) or readings[-1]):
+        epochs = program.fit(model, loader, optimizer)
+    seen = spy.seen.copy()
+
+    def loss(numbers: list[int]) -> torch.Tensor:
+        chosen = torch.tensor(numbers)
+        return F.cross_entropy(spy(chosen.float().unsqueeze(1)), chosen % 10)
+
+    share = BATCH // 2
+    (gradient,) = torch.autograd.grad(loss(seen[:share]), spy.linear.weight)
+    return {
+        "orders": [seen[: len(seen) // 2], seen[len(seen) // 2 :]],
+        "gradient": optimizer.gradients[0],
+        "own_gradient": gradient.flatten().tolist(),
+        "last": {key: float(value) for key, value in epochs[-1].items()},
+        "losses": [
+            loss(part).item() for part in (list(range(IMAGES)), seen[len(seen) // 2 :], seen[-share:])
+        ],
+        "came": came,
+        "began": readings[0] if readings else came,
+    }
+
+
+def save(program: ModuleType, rank: int) -> list[str]:
+    files = []
+    with (
+        patch.object(torch, "save", lambda what, file, *more, **how: files.append(str(file))),
+        patch.dict(os.environ, LOCAL_RANK="0"),  # as on two nodes
+    ):
+        program.save(DistributedDataParallel(nn.Linear(1, 1)), rank)
+    return files
+
+
+def wrong_rank(ranks: list[Seen]) -> str | None:
+    said = [rank for rank, _ in ranks[0]["joined"]]
+    if said.count(0) == 2:
+        return "On two nodes of two ranks, two processes say that they are rank 0."
+    if said != [0, 1, 2, 3]:
+        return f"On two nodes of two ranks, the four processes say that they are the ranks {said}."
+    return None
+
+
+def wrong_place(ranks: list[Seen]) -> str | None:
+    place = ranks[0]["joined"][2][1]
+    if place in ("localhost", "127.0.0.1"):
+        return (
+            f"On two nodes, the processes of the second one look for rank 0 on {place}, which is their own "
+            "node. Rank 0 is on the first one: each node is left to itself."
+        )
+    if place != "n1":
+        return f"The launcher said that rank 0 is on n1, and the processes look for it on {place}."
+    return None
+
+
+def wrong_split(ranks: list[Seen]) -> str | None:
+    train, validation = ranks[0]["train"], ranks[0]["validation"]
+    both = set(ranks[1]["train"]) & set(validation)
+    if both:
+        return (
+            f"The ranks do not agree on who is in the validation set: {len(both)} of the {len(validation)} "
+            "images that rank 0 validates with are images that rank 1 trains on. The accuracy flatters."
+        )
+    if sorted(train + validation) != list(range(IMAGES)):
+        return "After the split, some images are in neither part, or in both."
+    if ranks[0]["random"] == ranks[1]["random"]:
+        return (
+            "The ranks agree on the validation set now, but at a price: after the split all of them draw "
+            "the same random numbers, so every rank drops the same neurons. The split needs a generator "
+            "of its own."
+        )
+    return None
+
+
+def wrong_order(ranks: list[Seen]) -> str | None:
+    counts = Counter(ranks[0]["orders"][0] + ranks[1]["orders"][0])
+    if sorted(counts.elements()) != list(range(IMAGES)):
+        missing = IMAGES - len(counts)
+        return f"In an epoch {missing} of {IMAGES} images come not at all: both ranks train on the same ones."
+    if ranks[0]["orders"][0] == ranks[0]["orders"][1]:
+        return "The second epoch has the images in the very order of the first, and so has every later one."
+    return None
+
+
+def wrong_gradient(ranks: list[Seen]) -> str | None:
+    got = torch.tensor(ranks[0]["gradient"])
+    true = torch.tensor([rank["own_gradient"] for rank in ranks]).mean(dim=0)
+    factor = (got @ true / (true @ true)).item()
+    if torch.allclose(got, true, rtol=1e-3, atol=1e-6):
+        return None
+    return (
+        f"The gradient that the optimizer gets on two ranks is {factor:.2f} times that of the whole batch "
+        "in one process. With another number of ranks it is another factor."
+    )
+
+
+def wrong_loss(ranks: list[Seen]) -> str | None:
+    said = ranks[0]["last"]["loss"]
+    true, of_rank, of_batch = ranks[0]["losses"]
+    of_batches = (of_batch + ranks[1]["losses"][2]) / 2
+    if near(said, true, 0.001):
+        return None
+    what = f"The mean loss of an epoch is {true:.3f}. The script says {said:.3f}"
+    if near(said, of_batch, 0.001) or near(said, of_batches, 0.001):
+        return f"{what}, which is that of a single batch."
+    return f"{what}, that of rank 0's images." if near(said, of_rank, 0.001) else f"{what}."
+
+
+def wrong_metric(ranks: list[Seen]) -> str | None:
+    last = ranks[0]["last"]
+    images = last["images_per_s"] * last["seconds"]
+    if near(images, IMAGES, 0.01):
+        return None
+    whose = " Those are the images of one rank." if near(images, IMAGES / 2, 0.01) else ""
+    return (
+        f"The script says images/s of all ranks. Times its seconds that makes {images:.0f} images in an "
+        f"epoch of {IMAGES}.{whose}"
+    )
+
+
+def wrong_accuracy(ranks: list[Seen]) -> str | None:
+    said = ranks[0]["accuracy"]
+    if near(said, 20, 0.001):
+        return None
+    what = f"Of 5 test images a model knows 1, which is 20 %. On two ranks the script says {said:.1f} %"
+    if said != ranks[1]["accuracy"]:
+        return f"{what}, and {ranks[1]['accuracy']:.1f} % on the other: each that of its own share."
+    counted = {"33.3": "6: one of them twice", "25.0": "4"}.get(f"{said:.1f}")
+    return f"{what}: 5 do not divide by two, and it looks at {counted}." if counted else f"{what}."
+
+
+def wrong_seconds(ranks: list[Seen]) -> str | None:
+    seconds = ranks[0]["last"]["seconds"]
+    if seconds < SLOW:
+        return (
+            f"In an epoch rank 1 takes {SLOW} seconds longer than rank 0 for its last step. Rank 0 prints "
+            f"{seconds:.2f} seconds: its own, not those of all."
+        )
+    if ranks[0]["began"] < ranks[1]["came"]:
+        return (
+            f"Rank 1 begins to train {SLOW} seconds after rank 0. Rank 0's clock runs while it waits, and "
+            "counts that as training."
+        )
+    return None
+
+
+def wrong_files(ranks: list[Seen]) -> str | None:
+    files = [file for rank in ranks for file in rank["saved"]]
+    if len(files) == 1 and ranks[0]["saved"]:
+        return None
+    if len(set(files)) > 1:
+        return "Every rank saves a file of its own, and all have the same weights in them."
+    if files:
+        return (
+            "Several ranks write the same file at the same time. On two nodes, one per node is too many, too."
+        )
+    return "No rank saves the weights."
+
+
+BUGS = [
+    wrong_rank, wrong_place, wrong_split, wrong_order, wrong_gradient, wrong_loss, wrong_metric,
+    wrong_accuracy, wrong_seconds, wrong_files,
+]  # fmt: skip
+GENERATOR, STEP = "own_random = torch.Generator()", "        optimizer.step()\n"
+EACH = "        for weights in model.parameters():\n            "
+SHARE = "range(rank, len(images), size)"
+PADDED = "list(DistributedSampler(images, size, rank, shuffle=False))"
+SAVE, WHERE = (
+    "    if rank == 0:\n        torch.save(",
+    'model.module.state_dict(), Path(__file__).with_name("',
+)
+JOIN, ADDRESS = "    rank, size = int(", '    os.environ["MASTER_ADDR"] = '
+WRONG = [
+    (SCRIPT, '["RANK"]', '["LOCAL_RANK"]', "two processes say that they are rank 0"),
+    (SCRIPT, JOIN, ADDRESS + '"localhost"\n' + JOIN, "left to itself"),
+    (SCRIPT, JOIN, ADDRESS + "os.uname().nodename\n" + JOIN, "The launcher"),
+    (SCRIPT, "sizes, own_random", "sizes", "The ranks do not agree"),
+    (SCRIPT, GENERATOR, "own_random = torch", "drops the same neurons"),
+    (SCRIPT, "    loader.sampler.set_epoch(epoch)\n", "", "the very order of the first"),
+    (SCRIPT, "(train_set, size, rank,", "(train_set, size, 0,", "come not at all"),
+    (SCRIPT, STEP, EACH + "weights.grad /= dist.get_world_size()\n" + STEP, "is 0.50 times that"),
+    (SCRIPT, STEP, EACH + "dist.all_reduce(weights.grad)\n" + STEP, "is 2.00 times that"),
+    (SCRIPT, "return sums", "return torch.stack([loss.detach() * sums[1], sums[1]])", "of a single batch"),
+    (SCRIPT, "        dist.all_reduce(sums)\n", "", "that of rank 0's images"),
+    (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "the images of one rank"),
+    (SCRIPT, SHARE, PADDED, "it looks at 6"),
+    (SCRIPT, SHARE, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
+    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "of its own share"),
+    (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own, not those of all"),
+    (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
+    (SCRIPT, SAVE, "    torch.save(", "write the same file"),
+    (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "a file of its own"),
+]  # fmt: skip

@@ -1,0 +1,128 @@
+"""Train a small network on digits with DistributedDataParallel.
+
+Try: torchrun --standalone --nproc-per-node=2 exercises/02_repair/mine/broken_ddp.py
+"""
+
+import os
+import time
+from pathlib import Path
+
+from trainkit import synthetic
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
+
+EPOCHS = 6
+BATCH = 64  # images of all ranks together
+SEED = 1
+
+
+def main() -> None:
+    """In this function there is nothing to repair."""
+    rank, size = join()
+    torch.manual_seed(SEED + rank)  # each rank drops other neurons
+    train_set, validation_set = split(load(6_000, seed=1))
+    loader = training_batches(train_set, rank, size)
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9)
+    epochs = fit(model, loader, optimizer)
+    validated = evaluate(model, validation_set, rank, size)
+    tested = evaluate(model, load(1_001, seed=2), rank, size)
+    if rank == 0:
+        for number, epoch in enumerate(epochs, start=1):
+            print(f"epoch {number}: mean loss {epoch['loss']:.3f}", end=", ")
+            print(f"{epoch['images_per_s']:,.0f} images/s of all ranks, {epoch['seconds']:.2f} s")
+        print(f"accuracy: validation {validated:.2f} %, test {tested:.2f} %")
+    save(model, rank)
+    dist.destroy_process_group()
+
+
+def join() -> tuple[int, int]:
+    """Meet the other processes, on any number of nodes; returns rank and world size."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    return rank, size
+
+
+def load(images: int, seed: int) -> Dataset:
+    """Digits that are generated, the same on every rank."""
+    pixels, labels = synthetic.digits(images, seed)
+    return TensorDataset(pixels / 255 - 0.2, labels)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+
+
+def split(images: Dataset) -> tuple[Dataset, Dataset]:
+    """Those to train on, and every sixth to validate with."""
+    validation = len(images) // 6
+    own_random = torch.Generator().manual_seed(SEED)  # the same on every rank
+    sizes = [len(images) - validation, validation]
+    train_set, validation_set = random_split(images, sizes, own_random)
+    return train_set, validation_set
+
+
+def training_batches(train_set: Dataset, rank: int, size: int) -> DataLoader:
+    """This rank's share of every batch, in a new order in every epoch."""
+    sampler = DistributedSampler(train_set, size, rank, shuffle=True, drop_last=True)
+    return DataLoader(train_set, BATCH // size, sampler=sampler, drop_last=True)
+
+
+def fit(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Train; returns the mean loss of all images, the images/s of all ranks and the seconds of each epoch."""
+    numbers = []
+    for epoch in range(EPOCHS):
+        dist.barrier()
+        start = time.perf_counter()
+        sums = train_epoch(model, loader, optimizer, epoch)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        dist.all_reduce(sums)
+        losses, images = sums.tolist()
+        numbers.append({"loss": losses / images, "images_per_s": images / seconds, "seconds": seconds})
+    return numbers
+
+
+def train_epoch(
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epoch: int
+) -> torch.Tensor:
+    """One epoch; returns the sum of the losses of this rank's images, and their number."""
+    loader.sampler.set_epoch(epoch)
+    model.train()
+    sums = torch.zeros(2)
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        sums += torch.tensor([loss.item() * len(images), len(images)])
+    return sums
+
+
+def evaluate(model: nn.Module, images: Dataset, rank: int, size: int) -> float:
+    """The share of `images` that the model knows, in percent; each rank looks at a part of them."""
+    model.eval()
+    share = Subset(images, range(rank, len(images), size))
+    sums = torch.zeros(2)
+    with torch.no_grad():
+        for inputs, labels in DataLoader(share, 250):
+            correct = model(inputs).argmax(1).eq(labels).sum()
+            sums += torch.tensor([correct, len(labels)])
+    dist.all_reduce(sums)
+    correct, seen = sums.tolist()
+    return 100 * correct / seen
+
+
+def save(model: nn.Module, rank: int) -> None:
+    """The trained weights, in a file beside this one."""
+    if rank == 0:
+        torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Runs the learner's function in 2 and in 3 ranks, and compares with the whole batch in one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from trainkit.workshop.ranks import in_ranks
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+SCRIPT, REDUCE = "average.py", "dist.all_reduce(weights.grad)"
+BOTH = "weights.grad)\n            weights.grad"
+WRONG = [
+    (SCRIPT, "weights.grad /= dist.get_world_size()", "pass", "2.00 times that of the whole batch"),
+    (SCRIPT, "dist.get_world_size()\n\n", "2\n\n", "On 3 ranks"),
+    (SCRIPT, BOTH, BOTH.replace("grad", "data"), "not the weights"),
+    (SCRIPT, "in model.parameters()", "in list(model.parameters())[-1:]", "Only some of the gradients"),
+    (SCRIPT, "if weights.grad is not None", "if True", "the frozen layer"),
+    (SCRIPT, REDUCE, "dist.reduce(weights.grad, dst=0)", "Rank 1 has other gradients"),
+    (SCRIPT, REDUCE, "dist.get_rank() == 0 and " + REDUCE, "the same calls"),
+    (SCRIPT, REDUCE, "dist.all_reduce(weights.grad.clone())", "not a copy"),
+    ("answers.txt", "= 4", "= 1", "`forgot_to_divide`"),
+    ("answers.txt", "= different", "= perhaps", "one of equal, different"),
+]  # fmt: skip
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", "equal", "different")
+    average = mine.module(SCRIPT).average
+    for size in (2, 3):
+        judge(in_ranks(lambda rank, size: averaged(average, rank, size), size), size)
+    if answers.number("forgot_to_divide") != 4:
+        raise Wrong(
+            "`forgot_to_divide`: the sum of 4 gradients is 4 times their mean, and SGD's step is the "
+            "learning rate times the gradient."
+        )
+    came = "as you predicted" if prediction == "different" else "not equal, as you predicted"
+    return (
+        f"Without `average` the ranks drift apart: their weights are different, {came}. With it, N ranks "
+        "make the steps of one process with the whole batch, and nobody has to send weights around. That "
+        "is what DDP does; it only sends many gradients in one call, and while the others are still being "
+        "computed: see 03_multigpu_ddp/beyond/by_hand.py."
+    )
+
+
+def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict[str, list]:
+    """Gradients of this rank: its own, what `average` makes of them, and those of the whole batch."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    inputs, trained = torch.randn(6, 3), list(model[1].parameters())
+    whole = torch.autograd.grad(model(inputs).square().mean(), trained)
+    model(inputs[rank::size]).square().mean().backward()
+    own = [weights.grad.clone() for weights in trained]
+    trained[0].data += rank  # would become equal, were it averaged
+    before = trained[0].detach().clone()
+    try:
+        average(model)
+    except (AttributeError, TypeError) as error:
+        if "NoneType" in str(error):
+            raise Wrong(
+                "Something is None: either the gradient of the frozen layer, which is to be left out, or "
+                "what all_reduce returns: it returns nothing, and writes into the tensor that it is given."
+            ) from None
+        raise
+    gradients = [weights.grad for weights in trained]
+    return {
+        "own": [tensor.tolist() for tensor in own],
+        "got": [tensor.tolist() for tensor in gradients],
+        "whole": [tensor.tolist() for tensor in whole],
+        "weights kept": torch.equal(before, trained[0]),
+    }
+
+
+def judge(ranks: list[dict[str, list]], size: int) -> None:
+    if not all(rank["weights kept"] for rank in ranks):
+        raise Wrong("The weights change. What the ranks average is the gradients, not the weights.")
+    for number, rank in enumerate(ranks):
+        for factor in (1, size):
+            if all(equal(factor * torch.tensor(a), b) for a, b in zip(rank["got"], rank["own"], strict=True)):
+                raise Wrong(
+                    f"On {size} ranks the gradients of rank {number} have nothing of the other ranks in "
+                    "them. all_reduce writes into the tensor that it is given: give it the gradient, not "
+                    "a copy."
+                )
+        right = [equal(got, whole) for got, whole in zip(rank["got"], rank["whole"], strict=True)]
+        if all(right):
+            continue
+        if rank["own"][0] == rank["got"][0] or rank["own"][1] == rank["got"][1]:
+            raise Wrong("Only some of the gradients are averaged, others are still those of the rank alone.")
+        if number and all(
+            equal(got, whole) for got, whole in zip(ranks[0]["got"], rank["whole"], strict=True)
+        ):
+            raise Wrong(f"Rank {number} has other gradients than rank 0. Every rank needs the mean.")
+        factor = torch.tensor(rank["got"][1]).sum() / torch.tensor(rank["whole"][1]).sum()
+        raise Wrong(
+            f"On {size} ranks the gradient is {factor:.2f} times that of the whole batch in one process. "
+            "Is it a mean, for any number of ranks?"
+        )
+
+
+def equal(one: list | torch.Tensor, other: list) -> bool:
+    return torch.allclose(torch.as_tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-6)

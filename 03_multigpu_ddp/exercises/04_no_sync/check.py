@@ -1,0 +1,106 @@
+"""Counts the exchanges of the learner's step in two ranks, and compares with the whole batch."""
+
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch._dynamo  # which DistributedDataParallel loads: once, not in each rank
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.workshop.ranks import in_ranks
+from trainkit.workshop.work import Mine, Wrong
+
+STARTS_WITH = "`prediction` is still open"
+SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
+LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"
+WRONG = [
+    (SCRIPT, PLACE, "with nullcontext():", "exchange gradients 4 times"),
+    (SCRIPT, PLACE + "\n            " + LOSS, LOSS + "        " + PLACE + "\n", "the forward pass"),
+    (SCRIPT, PLACE, "with model.no_sync():", "not exchange gradients at all"),
+    (SCRIPT, "part < parts", "part > 1", "left out of the exchange"),
+    (SCRIPT, ") / parts", ")", "4.00 times that"),
+    (SCRIPT, ") / parts", ") / parts / dist.get_world_size()", "0.50 times that"),
+    (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "the last part only"),
+    (SCRIPT, "loss.backward()\n", "loss.backward()\n        optimizer.step()\n", "one step"),
+]  # fmt: skip
+
+
+class Optimizer:
+    """Changes nothing, and notes the gradient of each step and how often it was set to zero before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.zeroed, self.gradients = model, 0, []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        self.model.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self.gradients.append(self.model.module.weight.grad.flatten().tolist())
+
+
+def check(mine: Mine) -> str:
+    prediction = mine.answers().number("prediction")
+    program, text = mine.module(SCRIPT), mine.text(SCRIPT)
+    for parts in (PARTS, 2):
+        ranks = in_ranks(partial(behave, program, parts))
+        judge(ranks, parts, "no_sync()" in text)
+    came = "as you predicted" if prediction == PARTS else f"not {prediction:g}, as you predicted"
+    return (
+        f"Without no_sync DDP exchanges the gradients in every backward pass, {PARTS} times in a step, "
+        f"{came}. Now it does so once, and the step is that of the whole batch. What it saves depends on "
+        "how long an exchange takes beside a part: 03_multigpu_ddp/beyond/README.md has it measured on "
+        "two CPU workers."
+    )
+
+
+def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, object]:
+    """One step of the learner's in this rank."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    exchanges, optimizer = program.count_exchanges(model), Optimizer(model)
+    images, labels = torch.randn(8 * size, 3)[rank::size], torch.randint(2, (8 * size,))[rank::size]
+    own = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[0]
+    program.step(model, optimizer, (images, labels), parts)
+    return {
+        "exchanges": len(exchanges),
+        "zeroed": optimizer.zeroed,
+        "gradients": optimizer.gradients,
+        "own": own.flatten().tolist(),
+    }
+
+
+def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> None:
+    seen = ranks[0]
+    if len(seen["gradients"]) != 1:
+        raise Wrong(f"The optimizer makes {len(seen['gradients'])} steps with one batch. It is one step.")
+    if seen["zeroed"] > 1:
+        raise Wrong(
+            "The gradients are set to zero between the parts: the step is that of the last part only."
+        )
+    if seen["exchanges"] == 0:
+        raise Wrong(
+            f"In a step of {parts} parts the ranks do not exchange gradients at all: each makes a step of "
+            "its own, and they drift apart."
+        )
+    if seen["exchanges"] > 1:
+        what = " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
+        raise Wrong(
+            f"In a step of {parts} parts the ranks exchange gradients {seen['exchanges']} times. Once is "
+            f"enough: the gradients of the parts add up on each rank.{what}"
+        )
+    got, other = (torch.tensor(rank["gradients"][0]) for rank in ranks)
+    if not torch.allclose(got, other, rtol=1e-4, atol=1e-6):
+        raise Wrong(
+            "The ranks have different gradients after the exchange: what they added to them later was "
+            "left out of the exchange. In which part is it due?"
+        )
+    true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
+    if not torch.allclose(got, true, rtol=1e-3, atol=1e-6):
+        factor = (got @ true / (true @ true)).item()
+        raise Wrong(
+            f"With {parts} parts the gradient is {factor:.2f} times that of the whole batch in one part. "
+            "What is the mean of the whole batch, if each part has its own mean?"
+        )

@@ -1,0 +1,59 @@
+"""A batch in micro-batches with DistributedDataParallel.
+
+Try: torchrun --standalone --nproc-per-node=2 exercises/04_no_sync/mine/accumulate.py
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+PARTS = 4
+
+
+def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple, parts: int) -> None:
+    """One step of the optimizer with this rank's share of a batch, in `parts` micro-batches."""
+    images, labels = batch
+    optimizer.zero_grad()
+    micro_batches = zip(images.chunk(parts), labels.chunk(parts), strict=True)
+    for part, (inputs, targets) in enumerate(micro_batches, start=1):
+        with model.no_sync() if part < parts else nullcontext():
+            loss = F.cross_entropy(model(inputs), targets) / parts
+            loss.backward()
+    optimizer.step()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for parts in (1, PARTS):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(20, 10))
+        exchanges = count_exchanges(model)
+        images, labels = torch.randn(64, 20), torch.randint(10, (64,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, (images[rank::size], labels[rank::size]), parts)
+        if rank == 0:
+            print(f"{parts} part(s): {len(exchanges)} exchange(s),", end=" ")
+            print(f"size of the gradient {model.module.weight.grad.norm():.4f}")
+    dist.destroy_process_group()
+
+
+def count_exchanges(model: DistributedDataParallel) -> list[int]:
+    """A list that gets an entry whenever the ranks exchange gradients: how many numbers it were."""
+    exchanges = []
+
+    def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        exchanges.append(bucket.buffer().numel())
+        numbers = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(numbers, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, average)
+    return exchanges
+
+
+if __name__ == "__main__":
+    main()

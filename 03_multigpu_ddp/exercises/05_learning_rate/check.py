@@ -1,0 +1,137 @@
+"""Gives the learner's rules numbers, and compares the table with the runs."""
+
+from collections.abc import Callable
+
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+RECORDED = ["results/sample/cpu-xeon-2-cores/learning_rate/runs"]
+STARTS_WITH = "`prediction` is still open"
+SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
+WARM = "step * global_batch / warmup_images"
+WRONG = [
+    ("answers.txt", "= 98.47", "= 98.50", "with Adadelta"),
+    ("answers.txt", "= 96.96", "= 93.68", "`batch_1024_sqrt`"),
+    ("answers.txt", "linear = 1\n", "linear = 5\n", "given up"),
+    ("answers.txt", "sgd_4096 = none", "sgd_4096 = sqrt", "`sgd_4096`"),
+    ("answers.txt", "batch_64 = 98.64", "batch_64 = much", "is not a number"),
+    (SCRIPT, "lr * " + GROWTH, "lr * ranks", "0.08 and 0.02"),
+    (SCRIPT, "lr * " + GROWTH, "lr * batch_per_rank / BATCH", "of all ranks together"),
+    (SCRIPT, "** 0.5", "", "the square root of 4"),
+    (SCRIPT, GROWTH + ") ** 0.5", "batch_per_rank * ranks) ** 0.5 / BATCH", "the square root of 4"),
+    (SCRIPT, WARM, "step / (warmup_images / BATCH)", "in images, not in steps"),
+    (SCRIPT, f"min(1, {WARM})", WARM, "rises on"),
+]  # fmt: skip
+RULES = ("none", "linear", "sqrt")
+TABLE = {
+    "batch_64": (64, "none"),
+    "batch_256_none": (256, "none"),
+    "batch_256_linear": (256, "linear"),
+    "batch_1024_none": (1024, "none"),
+    "batch_1024_linear": (1024, "linear"),
+    "batch_1024_sqrt": (1024, "sqrt"),
+}
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", *RULES)
+    runs = runs_of(mine)
+    check_table(answers, runs)
+    program = mine.module(SCRIPT)
+    check_rules(program.scaled)
+    check_warm_up(program.warmed_up)
+    best = best_rule(runs, "sgd", 1024)
+    came = "as you predicted" if prediction == best else f"not {prediction}, as you predicted"
+    return (
+        "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, which is "
+        f"too much for this network: the loss becomes no number. Best there is {best}, {came}. At 4,096 "
+        "five epochs are 20 steps, and no rule mends that. So a rule is a first guess: compare the "
+        "accuracies of your runs. (These are of one seed each, so a few tenths of a percent say nothing.)"
+    )
+
+
+def runs_of(mine: Mine) -> dict[tuple[str, int, str], tuple[float, int]]:
+    """Accuracy and epochs of the runs, by recipe, global batch and rule; also of runs that were given up."""
+    from trainkit.analysis import comparison  # loads pandas
+
+    mine.table()  # or it says what is missing
+    rows, _ = comparison.load([mine.folder / "runs"])
+    last = rows.sort_values("epoch").groupby("run_id").last()
+    return {
+        (run.recipe, run.global_batch, run.lr_scale): (run.test_accuracy, run.epoch)
+        for run in last.itertuples()
+    }
+
+
+def check_table(answers: Answers, runs: dict) -> None:
+    for name, (batch, rule) in TABLE.items():
+        (true, _), (other, _) = (run(runs, recipe, batch, rule) for recipe in ("sgd", "classic"))
+        given = answers.number(name)
+        if given == other != true:
+            raise Wrong(f"`{name}`: {given} is the accuracy with Adadelta: its rows say `classic`.")
+        if abs(given - true) > 0.05:
+            raise Wrong(
+                f"`{name}`: look for the row of `sgd` with batch {batch} and the rule {rule}, column acc. %."
+            )
+    if answers.number("epochs_1024_linear") != run(runs, "sgd", 1024, "linear")[1]:
+        raise Wrong(
+            "`epochs_1024_linear`: this run was given up early. The note of its row tells, below the table."
+        )
+    for name, recipe in (("sgd_4096", "sgd"), ("adadelta_4096", "classic")):
+        if answers.word(name, *RULES) != best_rule(runs, recipe, 4096):
+            raise Wrong(f"`{name}`: compare the accuracies of the three rows of `{recipe}` with batch 4096.")
+
+
+def run(runs: dict, recipe: str, batch: int, rule: str) -> tuple[float, int]:
+    if (recipe, batch, rule) not in runs:
+        raise Wrong(
+            f"mine/runs has no run of {recipe} with batch {batch} and rule {rule}: take the `recorded` ones."
+        )
+    return runs[recipe, batch, rule]
+
+
+def best_rule(runs: dict, recipe: str, batch: int) -> str:
+    return max(RULES, key=lambda rule: run(runs, recipe, batch, rule)[0])
+
+
+def check_rules(scaled: Callable) -> None:
+    if near(scaled(0.02, "linear", 64, 4), 0.02) and near(scaled(0.02, "linear", 256, 1), 0.02):
+        raise Wrong("mine/rate.py: the linear rule still has its gap.")
+    four_ranks, one_rank = scaled(0.02, "linear", 64, 4), scaled(0.02, "linear", 256, 1)
+    if not near(four_ranks, one_rank):
+        raise Wrong(
+            "mine/rate.py: 4 ranks of 64 images each, and one of 256, are the same global batch. The "
+            f"linear rule gives {four_ranks:g} and {one_rank:g}. What counts is the batch of all ranks "
+            "together, not the ranks."
+        )
+    if not near(four_ranks, 0.08):
+        raise Wrong(
+            "mine/rate.py: the linear rule makes 0.08 of 0.02 at a global batch of 256, and yours "
+            f"{four_ranks:g}."
+        )
+    if not (near(scaled(0.02, "sqrt", 64, 4), 0.04) and near(scaled(0.02, "sqrt", 512, 2), 0.08)):
+        raise Wrong(
+            "mine/rate.py: at a global batch of 256, which is 4 times 64, the square-root rule multiplies "
+            "by 2, the square root of 4: 0.04 in place of 0.02. Yours says "
+            f"{scaled(0.02, 'sqrt', 64, 4):g}."
+        )
+    if not near(scaled(0.02, "none", 64, 4), 0.02):
+        raise Wrong("mine/rate.py: without a rule the learning rate stays as it is.")
+
+
+def check_warm_up(warmed_up: Callable) -> None:
+    small, large = ([warmed_up(1.0, step, batch, 1_280) for step in (1, 5, 20, 40)] for batch in (64, 256))
+    if small[0] == small[1] == 1:
+        raise Wrong("mine/rate.py: the warm-up still has its gap.")
+    if small[3] > 1:
+        raise Wrong("mine/rate.py: the learning rate rises on behind the warm-up. It stays what it is then.")
+    if near(small[1], 0.25) and near(large[1], 0.25):
+        raise Wrong(
+            "mine/rate.py: a warm-up of 1,280 images lasts 20 steps of 64, and 5 of 256. Yours lasts as "
+            "many steps at both: count it in images, not in steps."
+        )
+    if not all(near(*pair) for pair in zip(small + large, [0.05, 0.25, 1, 1, 0.2, 1, 1, 1], strict=True)):
+        raise Wrong(
+            "mine/rate.py: in a warm-up of 1,280 images to 1.0 the steps 1, 5 and 20 of batch 64 have "
+            f"0.05, 0.25 and 1. Yours have {small[0]:g}, {small[1]:g} and {small[2]:g}."
+        )
