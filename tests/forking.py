@@ -8,9 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAM = """
-import json, os, runpy, signal, sys
+import atexit, json, os, runpy, signal, sys, threading
 import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
 import pandas  # and an exercise
+
+def run(arguments):
+    sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
+    try:
+        if arguments[0] == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+            return 1
+        return left.code or 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
 for line in sys.stdin:
     arguments, environment, *outputs = json.loads(line)
     process = os.fork()
@@ -20,12 +38,13 @@ for line in sys.stdin:
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
         os.environ.clear()
         os.environ.update(environment)
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
+        code = run(arguments)
+        # As Python ends, but for taking PyTorch apart, which takes a second.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
