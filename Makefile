@@ -76,5 +76,5 @@ $(VENV)/ready: pyproject.toml
 	@echo "Setting up $(VENV) (once, a few minutes; PyTorch is several GB)"
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: $(PYTHON) cannot make an environment: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@$(RUN) -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --editable '.[test]'
 	@touch $@

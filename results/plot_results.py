@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainkit.analysis.report import report, report_each
 from trainkit.command_line import Parser, above_0
-from trainkit.errors import run
+from trainkit.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
 
@@ -28,7 +28,7 @@ def main() -> None:
         help="compare the runs of each folder apart, in one table: yours and ours, or those of a room",
     )  # fmt: skip
     args = parser.parse_args()
-    print(report_each(args.paths, args.out) if args.each else report(args.paths, args.out, args.target))
+    tell(report_each(args.paths, args.out) if args.each else report(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":

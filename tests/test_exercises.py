@@ -164,6 +164,9 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
         assert f"kept in {clock.folder}/mine-{number}" in clock.do("reset", "1").stdout
         assert (clock.folder / f"mine-{number}" / "clock.py").read_text() == text
         assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
+    shutil.rmtree(clock.folder / "mine-1")
+    assert "mine-1" in clock.do("reset", "clock").stdout
+    assert (clock.folder / "mine-2" / "clock.py").read_text() == "second"
 
 
 def test_the_solution_is_shown_after_asking(clock: Learner) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from trainkit.analysis import comparison, figures, sizes, trust
 from trainkit.analysis.verdict import verdict
-from trainkit.errors import UserError
+from trainkit.errors import UserError, tell
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
 SHOWN = {
@@ -78,9 +78,9 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
             plain.append(_wrapped(sentence))
             marked.append(_escaped(sentence))
     # The terminal first: it is of use even where nothing can be written.
-    print("\n\n".join(plain) + "\n")
+    tell("\n\n".join(plain) + "\n")
     told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
-    print("\n".join(map(_wrapped, told)) + "\n")
+    tell("\n".join(map(_wrapped, told)) + "\n")
     try:
         out.mkdir(parents=True, exist_ok=True)
         table.apply(lambda column: column.map(_no_formula)).to_csv(out / "comparison.csv", index=False)
@@ -90,7 +90,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
         (out / "comparison.md").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
-    print(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
+    tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
 
@@ -120,7 +120,7 @@ def report_each(folders: list[Path], out: Path) -> str:
     if table.device_name.nunique() > 1:
         shown.insert(1, "device", table.device_name)
     notes += reasons
-    print(f"{_plain(shown)}\n\n" + "\n".join(map(_wrapped, notes)) + "\n")
+    tell(f"{_plain(shown)}\n\n" + "\n".join(map(_wrapped, notes)) + "\n")
     notes = "\n".join(f"- {_escaped(note)}" for note in notes)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ hint that this gets); of runs, the file may be `runs/*.csv`.
 """
 
 import difflib
+import itertools
 import json
 import runpy
 import shutil
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainkit.command_line import Parser
-from trainkit.errors import UserError
+from trainkit.errors import UserError, tell
 from trainkit.files import replacing
 from trainkit.workshop.work import Mine, Wrong, as_wrong
 
@@ -88,8 +89,8 @@ class Exercise:
         """Lay out the starter again; returns where the work until now is kept."""
         kept = None
         if self.mine.folder.exists():
-            number = 1 + len(list(self.folder.glob("mine-*")))
-            kept = self.mine.folder.rename(self.folder / f"mine-{number}")
+            places = (self.folder / f"mine-{number}" for number in itertools.count(1))
+            kept = self.mine.folder.rename(next(place for place in places if not place.exists()))
         self.begin()
         return kept
 
@@ -211,7 +212,7 @@ def main(folder: Path, description: str) -> int:
         raise UserError(
             f"{what} cannot be read or written ({error.strerror}): mend that, and try again."
         ) from None
-    print(workbook.overview())
+    tell(workbook.overview())
     return 0
 
 
@@ -220,15 +221,15 @@ def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     try:
         seen = exercise.check()
     except Wrong as wrong:
-        print(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
-        print(
+        tell(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
+        tell(
             f"Your files are in {shown(exercise.mine.folder)}. A hint: {_command(workbook, 'hint', exercise)}"
         )
         return 1
     if exercise.name not in done:
         done.append(exercise.name)
         workbook.save()
-    print(f"{exercise.name}: done.\n{indented(seen)}\n\n{workbook.bar()}")
+    tell(f"{exercise.name}: done.\n{indented(seen)}\n\n{workbook.bar()}")
     return 0
 
 
@@ -236,23 +237,23 @@ def _hint(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     number = min(workbook.progress["hints"].get(exercise.name, 0) + 1, len(exercise.hints))
     workbook.progress["hints"][exercise.name] = number
     workbook.save()
-    print(f"{exercise.name}, hint {number} of {len(exercise.hints)}:\n{indented(exercise.hints[number - 1])}")
+    tell(f"{exercise.name}, hint {number} of {len(exercise.hints)}:\n{indented(exercise.hints[number - 1])}")
     if number == len(exercise.hints):
-        print(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
+        tell(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
     return 0
 
 
 def _reset(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     kept = exercise.reset()
-    print(f"{exercise.name}: the starter is back in {shown(exercise.mine.folder)}.")
+    tell(f"{exercise.name}: the starter is back in {shown(exercise.mine.folder)}.")
     if kept:
-        print(f"What you wrote is kept in {shown(kept)}.")
+        tell(f"What you wrote is kept in {shown(kept)}.")
     return 0
 
 
 def _recorded(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     exercise.use_recorded()
-    print(f"{exercise.name}: recorded runs are in {shown(exercise.mine.folder / 'runs')}.")
+    tell(f"{exercise.name}: recorded runs are in {shown(exercise.mine.folder / 'runs')}.")
     return 0
 
 
@@ -262,7 +263,7 @@ def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
             raise UserError("it asks before it shows the solution, and there is no terminal: give --yes.")
         if input(f"Show the solution of {exercise.name}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 0
-    print(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
+    tell(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
     return 0
 
 
