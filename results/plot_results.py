@@ -28,7 +28,7 @@ def main() -> None:
         help="compare the runs of each folder apart, in one table: yours and ours, or those of a room",
     )  # fmt: skip
     args = parser.parse_args()
-    tell(report_each(args.paths, args.out) if args.each else report(args.paths, args.out, args.target))
+    tell((report_each if args.each else report)(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def batch_in_data_parallel() -> str:
         row(5, "6 sum", "the sum of the gradients", "its gradients", "<"),
         row(6, "7 optimizer", "new weights", "copy thrown away", dashed=True),
         text(14, 552, "again from 1 for\nthe next batch", 13, "start"),
-        text(left + 302, 552, "Every arrow is traffic from or to GPU 0: weights out, images out,\n"
+        text(left + 302, 552, "Every arrow begins or ends at GPU 0: weights out, images out,\n"
              "outputs back, the gradients of the outputs out, the gradients of the weights back.", 13),
     )  # fmt: skip
 

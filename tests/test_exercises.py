@@ -13,6 +13,8 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
 from forking import Forking
 
+from trainkit.workshop.work import Mine, Wrong
+
 FOLDERS = sorted(path.parent for path in REPOSITORY.glob("0*/exercises/*/check.py"))
 CHECKS = {folder: runpy.run_path(str(folder / "check.py")) for folder in FOLDERS}
 
@@ -28,6 +30,7 @@ class Learner:
     """Somebody at work on one exercise, in a copy of its folder."""
 
     def __init__(self, folder: Path, tmp_path: Path, forking: Forking) -> None:
+        self.original = folder
         self.exercises = tmp_path / folder.parents[1].name / "exercises"
         left_out = shutil.ignore_patterns("mine", "mine-*", "__pycache__")
         self.folder = shutil.copytree(folder, self.exercises / folder.name, ignore=left_out)
@@ -51,7 +54,7 @@ class Learner:
 
     def solve(self) -> None:
         self.do()
-        if "RECORDED" in runpy.run_path(str(self.folder / "check.py")):
+        if "RECORDED" in CHECKS[self.original]:
             assert self.do("recorded", self.name).returncode == 0
         shutil.copytree(self.folder / "solution", self.mine, dirs_exist_ok=True)
 
@@ -116,7 +119,7 @@ def test_an_exercise_has_all_its_parts(folder: Path) -> None:
     assert len(CHECKS[folder]["WRONG"]) >= 2
     shipped = {path.name for path in (folder / "starter").iterdir()}
     assert {path.name for path in (folder / "solution").iterdir()} <= shipped
-    for path in folder.rglob("*.md"):
+    for path in folder.rglob("*.*"):
         path.read_text(encoding="ascii")
 
 
@@ -183,6 +186,23 @@ def test_the_solution_is_shown_after_asking(clock: Learner) -> None:
         os.close(stream)
 
 
+@pytest.mark.parametrize("name", ["clock", "1", "01_clock", "exercises/01_clock/"])
+def test_an_exercise_has_several_names(name: str, clock: Learner) -> None:
+    assert clock.do("hint", name).stdout.startswith("clock, hint 1 of 3:")
+
+
+def test_numbers_as_they_are_written(tmp_path: Path) -> None:
+    def number(text: str) -> float:
+        (tmp_path / "answers.txt").write_text(f"answer = {text}  # what it was")
+        return Mine(tmp_path).answers().number("answer")
+
+    written = {"1,327": 1327, "1,234,567.5 images/s": 1234567.5, "98.5 %": 98.5, "98.5%": 98.5, "1.8x": 1.8}
+    assert {text: number(text) for text in written} == written
+    for text in ("1,5", "many", "nan", "1,2345"):
+        with pytest.raises(Wrong, match="is not a number"):
+            number(text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -215,6 +235,7 @@ def test_a_mistake_on_the_command_line_gets_a_sentence(
         ),
         ("clock.py", "", "has no `images_per_second` any more"),
         ("clock.py", "raise SystemExit('bye')", "SystemExit: bye"),
+        ("clock.py", "open('nothing')", "clock.py ends in line 1 with FileNotFoundError"),
         ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program gives it"),
     ],
 )
@@ -230,10 +251,11 @@ def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> Non
     clock.solve()
     (clock.mine / "clock.py").unlink()
     assert "mine/clock.py is not there: `reset` lays it out again" in clock.check()[1]
-    (clock.exercises / "progress.json").write_text("{")
-    done = clock.do()
-    assert done.returncode == 1
-    assert "progress.json cannot be read: remove it" in done.stderr
+    for damaged in ("{", '{"done": null}', "[]", '{"done": 3, "hints": {}}'):
+        (clock.exercises / "progress.json").write_text(damaged)
+        done = clock.do()
+        assert done.returncode == 1
+        assert "progress.json cannot be read: remove it" in done.stderr
 
 
 def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path) -> None:
@@ -259,3 +281,14 @@ def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path)
     assert added == "[3, 3, 3]", done.stderr
     assert told[0].startswith("rank 1 ") or "in vain" in told[0]
     assert told[1:] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 11: no"]
+
+
+def test_output_that_nobody_reads(clock: Learner) -> None:
+    """As of `check.py | head`, which has ended."""
+    clock.do()
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, clock.exercises / "check.py", "solution", "clock", "--yes"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

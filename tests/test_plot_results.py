@@ -386,7 +386,8 @@ def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         (tmp_path / name / "comparison.csv").write_text("not a run")
     (tmp_path / "eve" / "runs").mkdir(parents=True)
     folders = [tmp_path / name / "runs" for name in ("ada", "bob", "eve")]
-    assert report_each(folders, tmp_path / "out").endswith("each.md, each.csv")
+    assert report_each(folders, tmp_path / "out", target=98).endswith("each.md, each.csv")
+    assert "s to 98 %" in (tmp_path / "out" / "each.md").read_text()
     table = pd.read_csv(tmp_path / "out" / "each.csv")
     rows = list(zip(table.folder, table.devices, table.speedup, strict=True))
     assert rows == [("ada", 1, 1), ("bob", 1, 1), ("ada", 2, 1.8), ("bob", 2, 0.9)]

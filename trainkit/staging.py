@@ -15,9 +15,10 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -125,7 +126,10 @@ def _from_mirrors(temporary: Path) -> Path:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_SECONDS)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
+        with ExitStack() as stack:
+            if not sys.stdout.isatty():  # its progress bars
+                stack.enter_context(redirect_stdout(io.StringIO()))
+                stack.enter_context(redirect_stderr(io.StringIO()))
             MNIST(temporary, download=True)
     finally:
         socket.setdefaulttimeout(before)

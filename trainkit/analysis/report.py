@@ -94,11 +94,11 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     return conclusion
 
 
-def report_each(folders: list[Path], out: Path) -> str:
+def report_each(folders: list[Path], out: Path, target: float | None = None) -> str:
     """Print a table in which the runs of each folder are compared by themselves, and write it to `out`.
 
     It has equal configurations beneath each other: yours and ours, or those of a room. A folder without
-    runs is named and left out. Returns where it was written.
+    runs is named and left out. `target` as in `report`. Returns where it was written.
 
     Raises:
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
@@ -110,11 +110,11 @@ def report_each(folders: list[Path], out: Path) -> str:
         if rows.empty:
             notes.append(f"{folder} has no runs.")
         else:
-            tables.append(comparison.compare(comparison.summarize(rows)).assign(folder=name))
+            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=name))
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
-    shown, reasons = _as_text(table, None)
+    shown, reasons = _as_text(table, target)
     shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
     shown.insert(0, "folder", table.folder)
     if table.device_name.nunique() > 1:

@@ -17,6 +17,7 @@ hint that this gets); of runs, the file may be `runs/*.csv`.
 import difflib
 import itertools
 import json
+import os
 import runpy
 import shutil
 import signal
@@ -33,7 +34,7 @@ from trainkit.files import replacing
 from trainkit.workshop.work import Mine, Wrong, as_wrong
 
 PROGRESS = "progress.json"
-PATIENCE = 180  # seconds for a check
+PATIENCE = 120  # seconds for a check
 
 
 class Exercise:
@@ -68,11 +69,12 @@ class Exercise:
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(PATIENCE)
         try:
             return self.program["check"](self.mine)
-        except (Wrong, UserError, OSError):
+        except (Wrong, UserError):
             raise
         except (Exception, SystemExit) as error:
             raise as_wrong(error, self.mine) from None
@@ -111,7 +113,7 @@ class Exercise:
         lines = []
         for solution in sorted((self.folder / "solution").iterdir()):
             mine = self.mine.folder / solution.name
-            before = mine.read_text().splitlines() if mine.exists() else []
+            before = mine.read_text(errors="replace").splitlines() if mine.exists() else []
             after = solution.read_text().splitlines()
             lines += difflib.unified_diff(
                 before, after, f"mine/{mine.name}", f"solution/{mine.name}", lineterm=""
@@ -129,32 +131,40 @@ class Workbook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.exercises = [Exercise(path.parent) for path in sorted(folder.glob("*/check.py"))]
-        self.progress = {"done": [], "hints": {}}
+        self.read()
+
+    def read(self) -> None:
+        """What is done, and how many hints were given: `done` is a list of names, `hints` has them by name.
+
+        Raises:
+            UserError: if the file is damaged.
+        """
+        self.done, self.hints = [], {}
+        path = self.folder / PROGRESS
         try:
-            self.progress |= json.loads((folder / PROGRESS).read_text())
+            progress = json.loads(path.read_text())
+            self.done, self.hints = list(progress["done"]), dict(progress["hints"])
         except FileNotFoundError:
             pass
-        except ValueError:
-            raise UserError(
-                f"{folder / PROGRESS} cannot be read: remove it, and check again what was done."
-            ) from None
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
     def find(self, name: str) -> Exercise:
         """By its name, its number, or the name of its folder."""
         for number, exercise in enumerate(self.exercises, start=1):
-            if name.strip("/") in (exercise.name, str(number), exercise.folder.name):
+            if Path(name).name in (exercise.name, str(number), exercise.folder.name):
                 return exercise
         names = ", ".join(exercise.name for exercise in self.exercises)
         raise UserError(f"there is no exercise {name!r} here: the exercises are {names}.")
 
     def save(self) -> None:
         with replacing(self.folder / PROGRESS) as file:
-            json.dump(self.progress, file, indent=1)
+            json.dump({"done": self.done, "hints": self.hints}, file, indent=1)
 
     @property
     def open(self) -> list[Exercise]:
         """What is not done yet."""
-        return [exercise for exercise in self.exercises if exercise.name not in self.progress["done"]]
+        return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
     def listed(self) -> str:
         """A line for each, with a cross where it is done."""
@@ -201,8 +211,8 @@ def main(folder: Path, description: str) -> int:
             with_name.add_argument("--yes", action="store_true", help="show it without asking")
     args = parser.parse_args()
     act = {"check": _check, "hint": _hint, "reset": _reset, "recorded": _recorded, "solution": _solution}
-    workbook = Workbook(folder)
     try:
+        workbook = Workbook(folder)
         for exercise in workbook.exercises:
             exercise.begin()
         if args.command:
@@ -217,7 +227,6 @@ def main(folder: Path, description: str) -> int:
 
 
 def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
-    done = workbook.progress["done"]
     try:
         seen = exercise.check()
     except Wrong as wrong:
@@ -226,16 +235,17 @@ def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
             f"Your files are in {shown(exercise.mine.folder)}. A hint: {_command(workbook, 'hint', exercise)}"
         )
         return 1
-    if exercise.name not in done:
-        done.append(exercise.name)
+    workbook.read()  # the check took a while, and there are other terminals
+    if exercise.name not in workbook.done:
+        workbook.done.append(exercise.name)
         workbook.save()
     tell(f"{exercise.name}: done.\n{indented(seen)}\n\n{workbook.bar()}")
     return 0
 
 
 def _hint(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
-    number = min(workbook.progress["hints"].get(exercise.name, 0) + 1, len(exercise.hints))
-    workbook.progress["hints"][exercise.name] = number
+    number = min(workbook.hints.get(exercise.name, 0) + 1, len(exercise.hints))
+    workbook.hints[exercise.name] = number
     workbook.save()
     tell(f"{exercise.name}, hint {number} of {len(exercise.hints)}:\n{indented(exercise.hints[number - 1])}")
     if number == len(exercise.hints):

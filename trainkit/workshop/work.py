@@ -1,8 +1,7 @@
 """What a learner has made in an exercise, as its check reads it: answers, runs, programs."""
 
 import math
-import os
-import subprocess
+import re
 import sys
 from configparser import ConfigParser, Error
 from pathlib import Path
@@ -96,7 +95,7 @@ class Mine:
             what = " and ".join(f"{name} {value}" for name, value in equal.items())
             raise Wrong(
                 f"mine/runs has runs of {what} that differ in other things, too, such as the device or the "
-                "number of images. `reset` begins anew; then give the commands of the README as they are."
+                "number of images. Remove mine/runs, and give the commands of the README as they are."
             )
         return table.iloc[0]
 
@@ -108,32 +107,13 @@ class Mine:
         """
         program = _Program(name)
         program.__file__ = str(self.folder / name)
+        sys.modules[name] = program  # where dataclasses look
         sys.path.insert(0, str(self.folder))  # where it finds files beside it
         try:
             exec(compile(self.text(name), program.__file__, "exec"), program.__dict__)
         finally:
             sys.path.remove(str(self.folder))
         return program
-
-    def run(self, *command: object, timeout: float = 120, **environment: str) -> str:
-        """What `python <command>` prints, in the folder, without GPUs.
-
-        Raises:
-            Wrong: if it fails, or takes longer than `timeout` seconds.
-        """
-        shown = "python " + " ".join(map(str, command))
-        hidden = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                [sys.executable, *map(str, command)], cwd=self.folder, env=os.environ | hidden | environment,
-                capture_output=True, text=True, timeout=timeout,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise Wrong(f"`{shown}` takes longer than {timeout:.0f} seconds: it hangs.") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Wrong(f"`{shown}` ends with exit code {done.returncode}: {last}")
-        return done.stdout
 
 
 class Answers(dict):
@@ -148,7 +128,9 @@ class Answers(dict):
         Raises:
             Wrong: if it does not begin with a number.
         """
-        text = self[name].replace(",", "").split(" ")[0].rstrip("%x")
+        text = self[name].split(" ")[0].rstrip("%x")
+        if re.match(r"[+-]?\d{1,3}(,\d{3})+(?![\d,])", text):  # 1,327, and not 1,5
+            text = text.replace(",", "")
         try:
             number = float(text)
         except ValueError:
@@ -174,8 +156,11 @@ def near(given: float, true: float, share: float = 0.02) -> bool:
     return abs(given - true) <= share * abs(true)
 
 
-def as_wrong(error: BaseException, mine: Mine) -> Wrong:
-    """What a learner is told of an error within a check: their program's, or of what it gave to the check."""
+def as_wrong(error: BaseException, mine: Mine) -> BaseException:
+    """What a learner is told of an error within a check: their program's, or of what it gave to the check.
+
+    An `OSError` of ours, such as a full disk, stays one.
+    """
     place, trace = None, error.__traceback__
     while trace:
         if Path(trace.tb_frame.f_code.co_filename).parent == mine.folder:
@@ -186,6 +171,8 @@ def as_wrong(error: BaseException, mine: Mine) -> Wrong:
     what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
     if place:
         return Wrong(f"mine/{Path(place[0]).name} ends in line {place[1]} with {what}.")
+    if isinstance(error, OSError):
+        return error
     return Wrong(
         f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
         "what is returned with the starter, which `reset` lays out again."

@@ -2,19 +2,20 @@
 
 from trainkit.workshop.work import Mine, Wrong
 
-LEARNING_RATE = "results/sample/cpu-xeon-2-cores/learning_rate/runs"
+WIDTH = "results/sample/cpu-xeon-2-cores/width/runs"
 RECORDED = [
-    f"{LEARNING_RATE}/single-20261122-003525-aa763921.csv",  # batch 64
-    f"{LEARNING_RATE}/single-20261122-003637-cefd31a7.csv",  # 256
-    f"{LEARNING_RATE}/single-20261122-003831-58556310.csv",  # 1024
+    f"{WIDTH}/single-20261121-235235-50a33448.csv",  # batch 64
+    f"{WIDTH}/single-20261121-235310-46aedae6.csv",  # 256
+    f"{WIDTH}/single-20261121-235344-69ec62a3.csv",  # 1024
 ]
 STARTS_WITH = "`prediction` is still open"
 WRONG = [
     ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),
     ("answers.txt", "accuracy = 64", "accuracy = 1024", "The column acc. %"),
-    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "takes 84 s from its start, but another one"),
-    ("answers.txt", "steps_64 = 312", "steps_64 = 313", "not full is dropped"),
-    ("answers.txt", "steps_1024 = 19", "steps_1024 = 19456", "images of an epoch, not its steps"),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never gets there, but another one 23 s"),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start, but another one"),
+    ("answers.txt", "steps_64 = 156", "steps_64 = 157", "not full is dropped"),
+    ("answers.txt", "steps_1024 = 9", "steps_1024 = 9216", "images of an epoch, not its steps"),
     ("answers.txt", "why = steps", "why = images", "the same images"),
     ("answers.txt", "why = steps", "why = seconds", "does not learn from time"),
 ]

@@ -27,6 +27,7 @@ WRONG = [
     ("job.sh", "first-%j.log", "first.log", "writes into the same log"),
     ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
     ("job.sh", '"$DATA_DIR"', "/home/me/data", "one user's home"),
+    ("job.sh", '"$DATA_DIR"', "~/data", "one user's home"),
     ("job.sh", "set -euo", "set -uo", "goes on after an error"),
     ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "one core only"),
     ("job.sh", "srun --c", "exec --c", "No line begins with srun"),
@@ -120,7 +121,7 @@ def _check_commands(path: Path, commands: str) -> None:
         raise Wrong(
             f"mine/{JOB}: bash cannot read it: {syntax.stderr.strip().splitlines()[0].partition(': ')[2]}"
         )
-    if own := re.search(r"(/home|/users|/root|~|\$HOME)\b\S*", commands, re.IGNORECASE):
+    if own := re.search(r"((/home|/users|/root|\$HOME)\b|~/)\S*", commands, re.IGNORECASE):
         raise Wrong(
             f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh fit every site."
         )

@@ -20,7 +20,7 @@ WRONG = [
         "cuts every",
     ),
     ("wrap.py", "model.module.state_dict()", "model.module", "the network itself"),
-    ("wrap.py", '"cpu"))', '"cpu"), strict=False)', "silently loads nothing"),
+    ("wrap.py", "=True))", "=True), strict=False)", "silently loads nothing"),
     ("answers.txt", "weights_on = first", "weights_on = all", "copies of one step"),
     ("answers.txt", "optimizer_state_on = first", "optimizer_state_on = all", "made with model.parameters()"),
     ("answers.txt", "model_guess = error", "model_guess = first", "Try both calls"),

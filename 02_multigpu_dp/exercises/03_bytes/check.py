@@ -24,6 +24,7 @@ WRONG = [
     ("answers.txt", "nearly_equal = 2", "nearly_equal = 4", "first line"),
     ("answers.txt", "bounded = ddp", "bounded = both", "for every GPU more"),
     ("answers.txt", "dp_sends = 15.0", "dp_sends = 14.4", "What else"),
+    ("answers.txt", "each_takes_in = 5.0", "each_takes_in = 4.8", "its slice"),
 ]  # fmt: skip
 
 
@@ -83,6 +84,10 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         )
     if not near(answers.number("ddp_sends"), 7.2, 0.01):
         raise Wrong("ddp_sends: see the line of 4 GPUs, the last column.")
+    if not near(answers.number("each_takes_in"), 5.0, 0.01):
+        raise Wrong(
+            "each_takes_in: a third of what the first GPU sends. Besides the weights, its slice comes."
+        )
     if answers.number("nearly_equal") != 2:
         raise Wrong("nearly_equal: compare `sends` with the last column, from the first line down.")
     if answers.word("bounded", "dp", "ddp", "both") != "ddp":
@@ -94,5 +99,6 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         "With four GPUs the first GPU of DataParallel sends 2.1 times as much as each GPU of DDP (you "
         f"predicted {prediction:g}), with eight 4.1 times: N / 2, and a little for the images. DDP stays "
         "below twice the weights however many there are, and sends while backward still computes. The "
-        "network's size decides and not the batch: so a larger batch makes both cheaper per image."
+        "network's size decides and not the batch: so a larger batch makes both cheaper per image. (All of "
+        "DataParallel's copies counted as sent by the first GPU: with NCCL they are handed on.)"
     )

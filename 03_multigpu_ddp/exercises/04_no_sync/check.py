@@ -4,7 +4,6 @@ from functools import partial
 from types import ModuleType
 
 import torch
-import torch._dynamo  # which DistributedDataParallel loads: once, not in each rank
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -63,8 +63,6 @@ def train(
     program: ModuleType, size: int, folder: Path, epochs: int
 ) -> tuple[list[dict[str, object]], list[list[float]]]:
     """The rows of its CSV after so many epochs in `size` ranks, and by rank the samples trained on now."""
-    import torch._dynamo  # noqa: F401  takes seconds, and DDP imports it: once here, not in every rank
-
     from trainkit.batches import GlobalOrder, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 

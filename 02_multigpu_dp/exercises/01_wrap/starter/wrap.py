@@ -32,7 +32,7 @@ def save(model: nn.Module, path: Path) -> None:
 
 def load(model: nn.Module, path: Path) -> None:
     """Load them into a plain network."""
-    model.load_state_dict(torch.load(path, map_location="cpu"), strict=False)
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), strict=False)
 
 
 def main() -> None:
