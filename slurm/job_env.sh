@@ -155,6 +155,10 @@ tell_who_failed() {
     fi
 }
 
+# An option of the training may name another place.
+told_where="; results in $RESULTS_DIR/runs"
+[[ " $* " != *" --results-dir"[\ =]* ]] || told_where=""
+
 finish() {
     local code=$? saved=""
     set +e
@@ -173,7 +177,7 @@ finish() {
     elif ((code)); then
         tell_who_failed
     fi
-    echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code; results in $RESULTS_DIR/runs"
+    echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
     exit "$code"
 }
 at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *Reason=TimeLimit* ]]; }

@@ -143,7 +143,8 @@ def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
     ]
     clock.solve()
     clock.check()
-    assert clock.do().stdout.splitlines()[-1] == "[#] 1 of 1 done."
+    assert clock.do().stdout.splitlines()[-1].startswith("[#] 1 of 1 done. Next: ")
+    assert clock.do().stdout.splitlines()[-1].endswith("02_multigpu_dp/README.md")
 
 
 def test_the_starter_is_laid_out_beside_runs_that_came_first(clock: Learner) -> None:
@@ -170,6 +171,20 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
     shutil.rmtree(clock.folder / "mine-1")
     assert "mine-1" in clock.do("reset", "clock").stdout
     assert (clock.folder / "mine-2" / "clock.py").read_text() == "second"
+
+
+def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Learner]) -> None:
+    mine = learner(CLOCK.parent / "02_loader")
+    (mine.mine / "runs").mkdir(parents=True)
+    (mine.mine / "runs" / "own.csv").write_text("broken off")
+    assert f"Your own runs are kept in {mine.mine}/own-runs-1." in mine.do("recorded", "loader").stdout
+    assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
+    assert len(list((mine.mine / "runs").glob("*.csv"))) == 2
+
+
+def test_all_open_answers_are_named(learner: Callable[[Path], Learner]) -> None:
+    said = learner(CLOCK.parent / "02_loader").check()[1]
+    assert "`prediction`, `resident_images_per_s`, " in said and "`workers_seconds` are still open" in said
 
 
 def test_the_solution_is_shown_after_asking(clock: Learner) -> None:

@@ -24,6 +24,7 @@ def exercises(project: Path, stage: str) -> list[str]:
 
 def test_first_steps(tmp_path: Path) -> None:
     project = make_project(tmp_path)
+    (project / ".venv" / "bin" / "activate").touch()
     told = learn(project, {})
     assert "GPUs    none: the CPU stands in" in told
     assert f"MNIST   in {project / 'data'}" in told
@@ -32,7 +33,15 @@ def test_first_steps(tmp_path: Path) -> None:
     assert sum(line.startswith("[ ] ") for line in told) == sum(map(len, names.values()))
     bar = f"[{'.' * len(names[STAGES[0]])}] 0 of {len(names[STAGES[0]])} done. Next: clock, "
     assert any(line.startswith(bar) for line in told)
-    assert told[-2:] == ["  cd 01_singlegpu", "  python exercises/check.py"]
+    assert told[-4:] == [
+        "The lesson around it: 01_singlegpu/README.md. Go on with:",
+        "  source .venv/bin/activate",
+        "  cd 01_singlegpu",
+        "  python exercises/check.py",
+    ]
+    (project / "data").rename(project / "no-data")
+    assert "  make data" in learn(project, {})
+    (project / "no-data").rename(project / "data")
 
     told = learn(project, {STAGES[0]: names[STAGES[0]]})
     assert sum(line.startswith("[x] ") for line in told) == len(names[STAGES[0]])
@@ -43,6 +52,6 @@ def test_the_last_step_and_no_data(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (project / "data").unlink()
     told = learn(project, {stage: exercises(project, stage) for stage in STAGES})
-    assert "MNIST   missing or damaged: make data" in told
+    assert "MNIST   missing or damaged" in told
     assert told[-1].startswith("All done.")
     assert not (project / "data").exists()

@@ -152,7 +152,7 @@ class LocalHandle(Handle):
             return State("done", self._results())
         if self._stopped():
             checkpoints = (self.folder / "stopped").read_text().strip()
-            return State("failed", f"it was stopped; to go on: --checkpoint-dir {checkpoints}")
+            return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
         return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
 
     def _end_peers(self) -> None:

@@ -91,8 +91,7 @@ class Exercise:
         """Lay out the starter again; returns where the work until now is kept."""
         kept = None
         if self.mine.folder.exists():
-            places = (self.folder / f"mine-{number}" for number in itertools.count(1))
-            kept = self.mine.folder.rename(next(place for place in places if not place.exists()))
+            kept = self.mine.folder.rename(_free(self.mine.folder))
         self.begin()
         return kept
 
@@ -103,7 +102,10 @@ class Exercise:
             raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
         repository = self.folder.parents[2]
         runs = self.mine.folder / "runs"
-        runs.mkdir(exist_ok=True)
+        if runs.exists():
+            own = runs.rename(_free(self.mine.folder / "own-runs"))
+            tell(f"Your own runs are kept in {shown(own)}.")
+        runs.mkdir()
         for path in [repository / name for name in recorded]:
             for file in path.glob("*.csv") if path.is_dir() else [path]:
                 shutil.copy(file, runs)
@@ -184,7 +186,9 @@ class Workbook:
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         if not self.open:
-            return bar
+            stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
+            following = stages[stages.index(self.folder.parent) + 1 :]
+            return f"{bar} Next: {shown(following[0] / 'README.md')}" if following else bar
         following = self.open[0]
         readme = shown(following.folder / "README.md")
         return f"{bar} Next: {following.name}, {following.minutes} minutes: read {readme}"
@@ -279,6 +283,12 @@ def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
     return f"python {shown(workbook.folder / 'check.py')} {command} {exercise.name}"
+
+
+def _free(path: Path) -> Path:
+    """`path` with the first number that no file beside it has."""
+    places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(place for place in places if not place.exists())
 
 
 def _too_long(*_: object) -> NoReturn:

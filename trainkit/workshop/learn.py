@@ -17,11 +17,13 @@ def main() -> None:
     data_dir = site.read_site().data_dir
     print(f"python  {platform.python_version()}, torch {torch.__version__} for {machine.build()}")
     print(f"GPUs    {_gpus()}")
+    first = []
     try:
         staging.check("mnist", data_dir)
         print(f"MNIST   in {data_dir}")
     except UserError as error:
-        print(f"MNIST   {'missing or damaged: make data' if data_dir == staging.DEFAULT_DIR else error}")
+        print(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
+        first.append("make data")
     without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
     print(f"Slurm   {'here: submit.py sends jobs' if slurm.is_here() else without}")
 
@@ -32,10 +34,12 @@ def main() -> None:
     if not unfinished:
         print("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
         return
-    print(f"\n{unfinished[0].bar()}\nGo on with:")
-    if (stages.REPOSITORY / ".venv").exists():  # a room may share another
-        print("  source .venv/bin/activate")
-    print(f"  cd {shown(unfinished[0].folder.parent)}\n  python exercises/check.py")
+    stage = unfinished[0].folder.parent
+    print(f"\n{unfinished[0].bar()}\nThe lesson around it: {shown(stage / 'README.md')}. Go on with:")
+    activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
+    if activate.exists():  # a room may share another
+        first.append(f"source {shown(activate)}")
+    print("\n".join(f"  {line}" for line in [*first, f"cd {shown(stage)}", "python exercises/check.py"]))
 
 
 def _gpus() -> str:

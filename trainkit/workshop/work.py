@@ -54,9 +54,12 @@ class Mine:
                 f"mine/{ANSWERS} has lines `name = value` and comments behind #, once each: {line}"
             ) from None
         answers = Answers(parser["answers"])
-        for name, value in answers.items():
-            if value.strip() in (OPEN, ""):
-                raise Wrong(f"mine/{ANSWERS}: `{name}` is still open. Fill it in before you check.")
+        unanswered = [f"`{name}`" for name, value in answers.items() if value.strip() in (OPEN, "")]
+        if unanswered:
+            verb = "is" if len(unanswered) == 1 else "are"
+            raise Wrong(
+                f"mine/{ANSWERS}: {', '.join(unanswered)} {verb} still open. Fill in before you check."
+            )
         return answers
 
     def table(self, target: float | None = None, **equal: object) -> "pd.DataFrame":
@@ -81,7 +84,7 @@ class Mine:
         what = " of " + " and ".join(f"{name} {value}" for name, value in equal.items()) if equal else ""
         raise Wrong(
             f"mine/runs has no run{what} with two epochs or more. Give the commands of the README, or "
-            "`recorded` to take runs of ours." + "".join(f"\n{sentence}" for sentence in skipped)
+            "`recorded` to take runs of ours." + "".join(f"\n- {sentence} Remove it." for sentence in skipped)
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":

@@ -12,7 +12,7 @@ RECORDED = [
     f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
     f"{EXERCISES}/workers/single-20261122-021127-4ffdbdd1.csv",  # without loader processes
 ]
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1201", "Is the first epoch in"),
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1348", "of the other loader"),

@@ -7,7 +7,7 @@ RECORDED = [
     f"{EXERCISES}/workers",
     f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
 ]
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "best = 1", "best = 0", "but another one 1,336"),
     ("answers.txt", "percent = 99", "percent = 110", "divide the best run's"),

@@ -8,7 +8,7 @@ RECORDED = [
     f"{WIDTH}/single-20261121-235310-46aedae6.csv",  # 256
     f"{WIDTH}/single-20261121-235344-69ec62a3.csv",  # 1024
 ]
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),
     ("answers.txt", "accuracy = 64", "accuracy = 1024", "The column acc. %"),
@@ -75,4 +75,7 @@ def _check_steps(given: float, batch: str, images: int) -> None:
         raise Wrong(f"`steps_{batch} = {given:g}` are the images of an epoch, not its steps.")
     if given == steps + 1 or int(given) == steps:
         raise Wrong(f"`steps_{batch} = {given:g}`: a last batch that is not full is dropped.")
-    raise Wrong(f"`steps_{batch} = {given:g}`: divide the images of an epoch by the batch, and round down.")
+    raise Wrong(
+        f"`steps_{batch} = {given:g}`: divide the images, those of --train-size, by the batch, "
+        "and round down. Recorded runs have 10,000."
+    )

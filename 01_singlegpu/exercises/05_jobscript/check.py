@@ -11,7 +11,7 @@ from trainkit.jobs.site import read_site
 from trainkit.workshop.work import Mine, Wrong
 
 JOB = "job.sh"
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),
     ("job.sh", "#SBATCH --mem", "# SBATCH --mem", "a comment like any other"),

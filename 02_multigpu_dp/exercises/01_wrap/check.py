@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("wrap.py", "nn.DataParallel(model)", "model", "still a plain"),
     ("wrap.py", "model.module.state_dict()", "model.state_dict()", "begin with `module.`"),

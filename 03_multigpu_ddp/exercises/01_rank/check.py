@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "world_size = 4", "world_size = 2", "the processes of one node"),
     ("answers.txt", "gpu_of_rank_3 = 1", "gpu_of_rank_3 = 3", "no cuda:3"),
@@ -64,7 +64,7 @@ def check(mine: Mine) -> str:
     if who.who_am_i({}) != (0, 0, 1):
         raise Wrong("Without a launcher there is one process: rank 0, local rank 0, world size 1.")
     check_gpus(who.gpu)
-    guess = "as you predicted" if prediction == 2 else f"not {answers['prediction']}, as you predicted"
+    guess = "as you predicted" if prediction == 2 else f"you had predicted {answers['prediction']}"
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank says which share of the "
         "data a process takes, and who prints and saves; the local rank chooses the GPU, and nothing "

@@ -8,7 +8,7 @@ from torch import nn
 from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 SCRIPT, REDUCE = "average.py", "dist.all_reduce(weights.grad)"
 BOTH = "weights.grad)\n            weights.grad"
 WRONG = [
@@ -36,7 +36,7 @@ def check(mine: Mine) -> str:
             "`forgot_to_divide`: the sum of 4 gradients is 4 times their mean, and SGD's step is the "
             "learning rate times the gradient."
         )
-    came = "as you predicted" if prediction == "different" else "not equal, as you predicted"
+    came = "as you predicted" if prediction == "different" else "you had predicted equal ones"
     return (
         f"Without `average` the ranks drift apart: their weights are different, {came}. With it, N ranks "
         "make the steps of one process with the whole batch, and nobody has to send weights around. That "

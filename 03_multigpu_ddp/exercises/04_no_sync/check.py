@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"
 WRONG = [
@@ -46,7 +46,7 @@ def check(mine: Mine) -> str:
     for parts in (PARTS, 2):
         ranks = in_ranks(partial(behave, program, parts))
         judge(ranks, parts, "no_sync()" in text)
-    came = "as you predicted" if prediction == PARTS else f"not {prediction:g}, as you predicted"
+    came = "as you predicted" if prediction == PARTS else f"you had predicted {prediction:g}"
     return (
         f"Without no_sync DDP exchanges the gradients in every backward pass, {PARTS} times in a step, "
         f"{came}. Now it does so once, and the step is that of the whole batch. What it saves depends on "

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 RECORDED = ["results/sample/cpu-xeon-2-cores/learning_rate/runs"]
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
 WARM = "step * global_batch / warmup_images"
 WRONG = [
     ("answers.txt", "= 98.47", "= 98.50", "with Adadelta"),
     ("answers.txt", "= 96.96", "= 93.68", "`batch_1024_sqrt`"),
-    ("answers.txt", "linear = 1\n", "linear = 5\n", "given up"),
+    ("answers.txt", "linear = 1\n", "linear = 5\n", "ended early"),
     ("answers.txt", "sgd_4096 = none", "sgd_4096 = sqrt", "`sgd_4096`"),
     ("answers.txt", "batch_64 = 98.64", "batch_64 = much", "is not a number"),
     (SCRIPT, "lr * " + GROWTH, "lr * ranks", "0.08 and 0.02"),
@@ -41,7 +41,7 @@ def check(mine: Mine) -> str:
     check_rules(program.scaled)
     check_warm_up(program.warmed_up)
     best = best_rule(runs, "sgd", 1024)
-    came = "as you predicted" if prediction == best else f"not {prediction}, as you predicted"
+    came = "as you predicted" if prediction == best else f"you had predicted {prediction}"
     return (
         "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, which is "
         f"too much for this network: the loss becomes no number. Best there is {best}, {came}. At 4,096 "
@@ -75,7 +75,8 @@ def check_table(answers: Answers, runs: dict) -> None:
             )
     if answers.number("epochs_1024_linear") != run(runs, "sgd", 1024, "linear")[1]:
         raise Wrong(
-            "`epochs_1024_linear`: this run was given up early. The note of its row tells, below the table."
+            "`epochs_1024_linear`: this run ended early, since its loss was no number any more. The column "
+            "epochs of comparison.md says after how many, and the note of its row below the table."
         )
     for name, recipe in (("sgd_4096", "sgd"), ("adadelta_4096", "classic")):
         if answers.word(name, *RULES) != best_rule(runs, recipe, 4096):

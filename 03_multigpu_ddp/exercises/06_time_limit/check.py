@@ -5,7 +5,7 @@ import re
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 _RUN = "results/sample/cpu-xeon-2-cores/exercises/time_limit"
 RECORDED = [f"{_RUN}/job.txt", f"{_RUN}/ddp-20261122-023235-013c9ba4.csv"]
 WRONG = [
@@ -70,15 +70,18 @@ def check(mine: Mine) -> str:
     return (
         f"One run, {len(rows)} epochs without a gap, {warmups} of them the first of a process: it went on "
         f"with step {step + 1} of epoch {epoch}, and no step was done twice (you predicted {predicted:g}). "
-        f"Killed without a word it would have lost {step} steps, and epochs of large models take hours. It "
-        "takes the three lines in the job script, a program that listens to USR2, and `scontrol requeue` at "
-        "the end of the job (slurm/job_env.sh). What it always costs is the wait in the queue."
+        f"Killed without a word it would have lost {step} steps"
+        f"{'' if step else ', as the signal came between two epochs'}; epochs of large models take hours. "
+        "It takes the three lines in the job script, a program that listens to USR2, and `scontrol requeue` "
+        "at the end of the job (slurm/job_env.sh). What it always costs is the wait in the queue."
     )
 
 
 def rows_of_one_run(mine: Mine) -> list[dict[str, object]]:
     """The rows of the only CSV in mine/runs."""
     files = sorted((mine.folder / "runs").glob("*.csv"))
+    if not files:
+        raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")
     if len(files) != 1:
         raise Wrong(
             f"mine/runs has {len(files)} CSV files. A job that comes back writes one: it goes on in it. "

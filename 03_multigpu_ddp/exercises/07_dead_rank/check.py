@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainkit.workshop.work import Mine, Wrong
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it lived on"),
     ("answers.txt", "node = n2", "node = n1", "stands in the same line"),

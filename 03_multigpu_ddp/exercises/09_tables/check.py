@@ -6,7 +6,7 @@ from pathlib import Path
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong, near
 
-STARTS_WITH = "`prediction` is still open"
+STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "C = batch", "C = upside_down", "both rows of table C"),
     ("answers.txt", "D = warmup", "D = busy", "epoch 1"),
