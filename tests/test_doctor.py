@@ -633,6 +633,8 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) ->
     virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
     readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
+    asked = "Slurm would take the job (nothing was submitted): it would start at 20"
+    assert found(told, "submission", OK).startswith(asked)
     assert "4 on 2 node(s), all of them reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)
