@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,6 +50,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
 
 
 def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: Connection) -> None:
+    parent = os.getppid()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may lead nowhere
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -69,6 +71,9 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: 
         answer.send((False, str(wrong)))
     except Exception as error:
         answer.send((False, _told(rank, error)))
+    # Until it is killed: others may still be on their way to meet this one.
+    while os.getppid() == parent:
+        time.sleep(0.1)
     os._exit(0)
 
 
