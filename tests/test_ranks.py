@@ -121,7 +121,9 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
     place = Checkout(tmp_path / "a checkout")
     place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
-    tell = "print('sum', here.rank, sum(weights.sum().item() for weights in model.parameters()), flush=True)"
+    total = "sum(weights.sum().item() for weights in model.parameters())"
+    # In one write, with the end of its line: both ranks have the same output.
+    tell = f"print(f'sum {{here.rank}} {{{total}}}\\n', end='', flush=True)"
     place.insert("ddp", tell, before="run.finish()")
     done = run_stage(place.script("ddp"), *SMALL, "--results-dir", tmp_path, processes=2)
     assert done.returncode == 0, done.stderr

@@ -179,7 +179,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
     done = run_stage("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=2)
-    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # PyTorch 2.9's own
+    # But for PyTorch 2.9's own, and for what a busy machine adds: that a rank was slow.
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line and " takes " not in line]
     assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
     assert len(lines) == 6  # what runs and how, two epochs, the memory of each, where the results are
 
