@@ -1,0 +1,376 @@
+"""How many devices to ask for: what the models of `scaling.py` say about time and cost, and how sure that is.
+
+for runs in sets(rows):
+    answer = advise(runs, Wishes(target=97, deadline_s=600))
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from trainkit import records
+from trainkit.analysis import comparison, scaling
+from trainkit.analysis.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
+from trainkit.errors import UserError
+
+INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
+AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
+SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
+PROBE_EPOCHS = 3  # of a run that is proposed: one to warm up, two to measure
+EPOCHS_SCATTER = (
+    0.3  # per doubling of the batch, in logarithms, of the epochs needed at one that was not tried
+)
+ENOUGH_RUNS = 3  # that are equal: another would tell little
+BINS = 5  # of what a run may show, for what is expected to be known after it
+# What is equal in all runs of a set. The batch is what the models know of; of the learning rate it is that
+# which does not come from the rule by which it grows with the batch.
+OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_batch", "images", "lr")]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the choice has to hold to.
+
+    With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
+    `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the
+    largest count.
+    """
+
+    target: float | None = None
+    epochs: int | None = None
+    deadline_s: float | None = None
+    budget_hours: float | None = None
+    min_efficiency: float = 0.7
+    gpus: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train, and `DRAWS` equally likely values of each number that it would show."""
+
+    stage: str
+    shape: Shape
+    basis: str  # "measured", "predicted", or "predicted: " and what of it was never observed
+    runs: int
+    images_per_s: np.ndarray
+    efficiency: np.ndarray  # speedup over one device with the same global batch, divided by the devices
+    seconds: np.ndarray  # start, training and evaluations; infinite where the target was not reached
+    probe_hours: float  # of a run of `PROBE_EPOCHS` that would measure it
+    break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device
+
+    @property
+    def global_batch(self) -> int:
+        return self.shape.devices * self.shape.batch
+
+    @property
+    def hours(self) -> np.ndarray:
+        """Device-hours."""
+        return self.shape.devices * self.seconds / 3600
+
+
+class Probe(NamedTuple):
+    """A short run that would help, and what it costs at most, in device-hours."""
+
+    stage: str
+    shape: Shape
+    hours: float
+    tells: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one set of runs says.
+
+    `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`. `probes`
+    are there if it is below `SURE`, cheapest first. `unknown` has a sentence for what is not predicted.
+    """
+
+    goal: str
+    options: list[Option]
+    best: Option | None
+    why: str
+    sure: float
+    probes: list[Probe]
+    unknown: list[str]
+    models: dict[str, Scaling]
+
+
+def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of `comparison.load` in sets that may be pooled, each with what tells it from the others."""
+    power = rows.lr_scale.map(records.LR_SCALES).fillna(0)
+    base = pd.to_numeric(rows.lr, errors="coerce") / rows.global_batch**power
+    on_cpu = rows.device_name.map(comparison.is_cpu)
+    rows = rows.assign(
+        base_lr=base.map("{:.4g}".format),
+        # A GPU does not become faster by more CPU threads beside it.
+        threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
+    )
+    names = {name: comparison.MUST_BE_EQUAL[name] for name in OF_A_SET} | {"base_lr": "learning rate"}
+    told = [name for name in names if rows[name].nunique() > 1]
+    groups = [group for _, group in rows.groupby(list(names))]
+    return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in told), group) for group in groups]
+
+
+def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] = ()) -> Answer:
+    """The choice that one set of `sets` supports under these wishes.
+
+    Raises:
+        UserError: if no epoch of it was measured, or the target was reached in no run.
+    """
+    training = Training(rows, wishes)
+    options, unknown, gaps, models = {}, {}, {}, {}
+    for stage in training.stages:
+        measured = training.measured(stage)
+        model = models[stage] = scaling.fit(measured, all_reduces, 4 * int(rows.parameters.max()))
+        for shape in training.shapes(stage, model):
+            one = Shape(1, 1, shape.devices * shape.batch)
+            name = "single" if shape.devices == 1 and (rows.stage == "single").any() else stage
+            if why := model.unknown(shape):
+                unknown.setdefault(f"{comparison.stage_name(stage)}: {why}", []).append(shape)
+                if not model.unknown(one):
+                    hours = shape.devices * training.probe_seconds(one, model) / 3600
+                    gaps.setdefault(why, []).append(Probe(name, shape, hours, why))
+            elif (name, shape) not in options:
+                options[name, shape] = training.option(name, shape, model)
+    options = list(options.values())
+    best, why, good = _choose(options, wishes)
+    if gaps and all(option.shape.devices == 1 for option in options):
+        best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
+    sure = float(good[options.index(best)].mean()) if best else 0.0
+    probes = _probes(options, good) if best and sure < SURE else []
+    if sure < SURE and not probes:
+        cheapest = [min(runs, key=lambda probe: probe.hours) for runs in gaps.values()]
+        probes = sorted(cheapest, key=lambda probe: probe.hours)
+    told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
+    return Answer(training.goal, options, best, why, sure, probes, told, models)
+
+
+class Training:
+    """What all shapes of a set have in common: its data, its epochs, its start."""
+
+    def __init__(self, rows: pd.DataFrame, wishes: Wishes) -> None:
+        self._wishes = wishes
+        steady = rows[~rows.warmup]
+        if steady.empty:
+            raise UserError("no epoch after the warm-up was measured: train for --epochs 3 or more.")
+        self._steady = steady.assign(step_seconds=steady.global_batch / steady.images_per_s)
+        self.images = rows.images.max()
+        whole = rows[
+            rows.images + rows.global_batch > self.images
+        ]  # runs on less data learn less in an epoch
+        target = wishes.target
+        if target is None and not wishes.epochs:
+            target = _reached_by_most(whole)
+        self._needed = None
+        self._epochs = wishes.epochs or int(rows.epoch.max())
+        self.goal = f"{self._epochs} epoch(s) of {self.images:,} images"
+        if target is not None:
+            self._needed = {batch: _epochs_to(target, runs) for batch, runs in whole.groupby("global_batch")}
+            self.goal = f"{target:g} % test accuracy, on {self.images:,} images"
+            if not np.isfinite(np.concatenate(list(self._needed.values()))).any():
+                raise UserError(
+                    f"no run has reached {target:g} % (the best had {whole.test_accuracy.max():.2f} %): "
+                    "lower --target, or train for more --epochs first."
+                )
+        outside = rows.groupby("run_id").agg(
+            devices=("devices", "first"), trained=("train_seconds", "sum"), tested=("eval_seconds", "sum"),
+            elapsed=("elapsed_s", "max"),
+        )  # fmt: skip
+        outside["start"] = (outside.elapsed - outside.trained - outside.tested).clip(lower=0)
+        self._start = outside.groupby("devices").start.median()
+        self._evaluation = self._steady.groupby("devices").eval_seconds.median()
+        parallel = set(rows.stage[rows.devices > 1]) | (set(rows.stage) - set(comparison.TUTORIAL_STAGES))
+        self.stages = sorted(stage for stage in parallel or {"ddp"} if self.measured(stage))
+        if not self.stages:
+            raise UserError(
+                "DataParallel on one device is the plain model: run stage single, or more devices."
+            )
+
+    def measured(self, stage: str) -> Measured:
+        """The seconds of its steps; on one device those of stage single, where there are any."""
+        of_stage = self._steady[
+            (self._steady.stage == stage) & ((self._steady.devices > 1) | (stage != "dp"))
+        ]
+        single = self._steady[self._steady.stage == "single"]
+        own = of_stage[(of_stage.devices > 1) | ~of_stage.global_batch.isin(single.global_batch)]
+        measured: Measured = {}
+        for (devices, nodes, batch, _), run in pd.concat([single, own]).groupby(
+            ["devices", "nodes", "batch_per_device", "run_id"]
+        ):
+            measured.setdefault(Shape(devices, nodes, batch), []).append(list(run.step_seconds))
+        return measured
+
+    def shapes(self, stage: str, model: Scaling) -> list[Shape]:
+        """What there is to choose from."""
+        seen = [*model.measured, *model.all_reduces]
+        counts = self._wishes.gpus or sorted({s.devices for s in seen} | {2 * max(s.devices for s in seen)})
+        per_node = self._wishes.gpus_per_node
+        per_node = per_node or max((s.devices // s.nodes for s in seen if s.nodes > 1), default=max(counts))
+        batches = self._wishes.batches or sorted({s.devices * s.batch for s in model.measured})
+        layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
+        layouts |= {(count, math.ceil(count / per_node)) for count in counts}
+        return [
+            Shape(devices, nodes, batch // devices)
+            for devices, nodes in sorted(layouts)
+            for batch in batches
+            if batch % devices == 0 and devices % nodes == 0
+        ]
+
+    def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
+        batch = shape.devices * shape.batch
+        step, one = model.step_seconds(shape), Shape(1, 1, batch)
+        alone = np.full(DRAWS, math.nan) if model.unknown(one) else model.step_seconds(one)
+        epochs, steps = self._epochs_needed(batch), self.images // batch
+        around, around_one = (self._around(devices, epochs) for devices in (shape.devices, 1))
+        with np.errstate(all="ignore"):
+            gained = epochs * (alone - step) / batch  # seconds, by each image of an epoch
+            even = np.where(gained > 0, np.maximum((around - around_one) / gained, 0), math.inf)
+        return Option(
+            stage,
+            shape,
+            model.basis(shape) + self._epochs_basis(batch),
+            len(model.measured.get(shape, [])),
+            batch / step,
+            alone / step / shape.devices,
+            around + epochs * steps * step,
+            shape.devices * self.probe_seconds(shape, model) / 3600,
+            even,
+        )
+
+    def probe_seconds(self, shape: Shape, model: Scaling) -> float:
+        """Of a short run."""
+        steps = self.images // (shape.devices * shape.batch)
+        trained = PROBE_EPOCHS * steps * float(np.median(model.step_seconds(shape)))
+        return float(self._around(shape.devices, PROBE_EPOCHS)) + trained
+
+    def _around(self, devices: int, epochs: np.ndarray | int) -> np.ndarray | float:
+        """Seconds of a run outside its training steps: its start and its evaluations."""
+        start, evaluation = (np.interp(devices, of.index, of) for of in (self._start, self._evaluation))
+        return start + epochs * evaluation
+
+    def _epochs_needed(self, batch: int) -> np.ndarray:
+        """Draws; infinite where the target was not reached."""
+        if self._needed is None:
+            return np.full(DRAWS, float(self._epochs))
+        random = np.random.default_rng(batch)  # the same for every number of devices
+        if batch in self._needed:
+            known = self._needed[batch]
+            by_chance = random.choice([-1, 0, 0, 1], DRAWS) if len(known) < 3 else 0
+            return np.maximum(random.choice(known, DRAWS) + by_chance, 1)
+        found = {
+            math.log2(b): np.log(np.median(n)) for b, n in self._needed.items() if np.isfinite(np.median(n))
+        }
+        if not found:
+            return np.full(DRAWS, math.inf)
+        near = min(abs(math.log2(batch) - b) for b in found)
+        middle = np.interp(math.log2(batch), list(found), list(found.values()))
+        return np.maximum(np.round(np.exp(random.normal(middle, EPOCHS_SCATTER * near, DRAWS))), 1)
+
+    def _epochs_basis(self, batch: int) -> str:
+        return (
+            "" if self._needed is None or batch in self._needed else ", its epochs guessed from other batches"
+        )
+
+
+def _choose(options: list[Option], wishes: Wishes) -> tuple[Option | None, str, np.ndarray]:
+    """The best option and why; and whether each is as good as the best of each draw, (options, draws)."""
+    seconds, hours = (
+        np.array([getattr(option, name) for option in options]) for name in ("seconds", "hours")
+    )
+    efficiency = np.array([np.median(option.efficiency) for option in options])
+    alone = np.array([option.shape.devices == 1 for option in options])
+    rules = {
+        f"{100 * wishes.min_efficiency:g} % efficiency": (alone | (efficiency >= wishes.min_efficiency))[
+            :, None
+        ]
+    }
+    if wishes.deadline_s:
+        rules[f"the deadline of {minutes(wishes.deadline_s)} min"] = seconds <= wishes.deadline_s
+    if wishes.budget_hours:
+        rules[f"the budget of {wishes.budget_hours:g} GPU-hours"] = hours <= wishes.budget_hours
+    kept = reduce(np.logical_and, rules.values(), np.isfinite(seconds))
+    what, cost, other = ("cheapest", hours, seconds) if wishes.deadline_s else ("fastest", seconds, hours)
+    least = np.where(kept, cost, math.inf).min(axis=0)
+    good = kept & (cost <= (1 + AS_GOOD) * least) | np.isinf(least)
+    for share, how in ((0.95, ""), (0.5, ", as likely as not")):
+        able = kept.mean(axis=1) >= share
+        if able.any():
+            middle = np.where(able, np.median(cost, axis=1), math.inf)
+            as_good = middle <= (1 + AS_GOOD) * middle.min()
+            best = np.where(as_good, np.median(other, axis=1), math.inf).argmin()
+            return options[best], f"the {what} that keeps {' and '.join(rules)}{how}", good
+    never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
+    return None, f"nothing keeps {' and '.join(never or rules)}: {_nearest(options)}", good
+
+
+def _nearest(options: list[Option]) -> str:
+    fastest = min(options, key=lambda option: np.median(option.seconds))
+    cheapest = min(options, key=lambda option: np.median(option.hours))
+    return (
+        f"the fastest takes {minutes(np.median(fastest.seconds))} min ({label(fastest)}), the cheapest "
+        f"{np.median(cheapest.hours):.2g} GPU-hours ({label(cheapest)})"
+    )
+
+
+def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
+    """Runs that make the choice surer, cheapest first."""
+    now, found = good.mean(axis=1).max(), []
+    for option in options:
+        if option.runs < ENOUGH_RUNS:
+            order = np.argsort(option.seconds, kind="stable")
+            # What the run shows tells in which part of the draws the truth is; there one chooses anew.
+            then = np.mean([good[:, part].mean(axis=1).max() for part in np.array_split(order, BINS)])
+            if then > now + 0.02:
+                tells = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
+                found.append((then - now, Probe(option.stage, option.shape, option.probe_hours, tells)))
+    most = max((gain for gain, _ in found), default=0)
+    return sorted((probe for gain, probe in found if gain >= most / 2), key=lambda probe: probe.hours)
+
+
+def interval(values: np.ndarray) -> tuple[float, float, float]:
+    """The lower end, the middle and the upper end of what the draws say."""
+    return tuple(
+        np.percentile(values, INTERVAL, method="nearest").tolist()
+    )  # between infinite ones nothing lies
+
+
+def label(option: Option) -> str:
+    """An option in a few words, as in the comparison."""
+    return comparison.label(_AsRow(option.stage, *option.shape[:2], option.global_batch))
+
+
+class _AsRow(NamedTuple):
+    stage: str
+    devices: int
+    nodes: int
+    global_batch: int
+    variant: str = ""
+
+
+def minutes(seconds: float) -> str:
+    """With as many digits as are of use."""
+    return f"{seconds / 60:,.0f}" if seconds >= 600 else f"{seconds / 60:.2g}"
+
+
+def _listed(shapes: list[Shape]) -> str:
+    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
+
+
+def _epochs_to(target: float, rows: pd.DataFrame) -> np.ndarray:
+    """Epochs until each run reached the target, infinite for those that did not."""
+    first = rows[rows.test_accuracy >= target].groupby("run_id").epoch.min()
+    return first.reindex(rows.run_id.unique()).fillna(math.inf).to_numpy(float)
+
+
+def _reached_by_most(rows: pd.DataFrame) -> float | None:
+    """The highest half percent that half of the batches reach; None where there are no accuracies."""
+    best = rows.groupby(["global_batch", "run_id"]).test_accuracy.max().groupby("global_batch").median()
+    middle = best.dropna().median()
+    return math.floor(2 * middle) / 2 if middle > 0 else None
