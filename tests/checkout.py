@@ -24,7 +24,8 @@ SCRIPTS = {
 
 def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
-    produced = {"results": ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample")}
+    made = ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample", "breakdown", "all_reduce")
+    produced = {"results": made}
     for name in ("trainkit", *FOLDERS.values(), "slurm", "results"):
         of_a_learner = ("mine", "mine-*", "progress.json")
         left_out = (

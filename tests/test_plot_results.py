@@ -637,7 +637,7 @@ def test_the_script(tmp_path: Path) -> None:
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
     assert "s to 98 %" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
-    written = ("comparison.md", "comparison.csv", *FIGURES)
+    written = ("report.html", "comparison.md", "comparison.csv", *FIGURES)
     assert f"Written to out: {', '.join(written)}\n" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
     for name in FIGURES:
@@ -753,4 +753,4 @@ def test_no_figure_at_all(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [50], **own(1, test_accuracy=float("nan")))
     seen = compared()
     assert not seen.figures
-    assert f"Written to {tmp_path / 'out'}: comparison.md, comparison.csv\n" in seen.text
+    assert f"Written to {tmp_path / 'out'}: report.html, comparison.md, comparison.csv\n" in seen.text

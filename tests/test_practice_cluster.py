@@ -285,6 +285,10 @@ def python_for_everybody(as_nobody: dict[str, object]) -> str:
         (["up", "--nodes", "0"], "'0' is not a whole number from 1 to 16"),
         (["up", "--gpus", "many"], "'many' is not a whole number from 0 to 16"),
         (["up", "--name", "../x"], "is not 1 to 31 small letters"),
+        (["up", "--bandwidth", "fast"], "'fast' is not a rate from 1mbit to 1000mbit"),
+        (["up", "--bandwidth", "0mbit"], "'0mbit' is not a rate from 1mbit to 1000mbit"),
+        (["up", "--bandwidth", "10gbit"], "'10gbit' is not a rate from 1mbit to 1000mbit"),
+        (["up", "--bandwidth", "9mbit", "--mode", "one-host"], "needs nodes that are hosts of their own"),
         (["status", "--name", "nowhere"], "nowhere is not up"),
         (["shell", "--name", "nowhere", "--", "true"], "nowhere is not up"),
         (["network", "--name", "nowhere", "n1", "down"], "nowhere is not up"),
@@ -304,7 +308,7 @@ def test_a_folder_that_others_may_have_made_is_not_used(fault: str, tmp_path: Pa
     name = f"test-{os.getpid()}-trap"
     folder, mark = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}"), tmp_path / "mark"
     facts = {"nodes": 1, "gpus": 0, "cpus": 1, "memory": 1, "first_port": 7000}
-    facts |= {"name": name, "hosts": os.getuid() == 0, "accounting": False}
+    facts |= {"name": name, "hosts": os.getuid() == 0, "mbit": 0, "accounting": False}
     place = tmp_path / "elsewhere" if fault == "no folder of its own" else folder
     (place / "bin").mkdir(mode=0o777 if fault == "open to other users" else 0o700, parents=True)
     place.chmod((place / "bin").stat().st_mode)

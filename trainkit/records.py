@@ -1,7 +1,8 @@
 """The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
 
 One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device. The files are
-replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row.
+replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. And the
+file that a job of the doctor leaves, a row per size of its all-reduce.
 """
 
 import csv
@@ -70,6 +71,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "lr_scale": _text(),
     "lr_warmup_images": _number(int, 0),
     "width": _number(int, 1),
+    "parameters": _number(int, 0),
     "world_size": _number(int, 1),
     "nodes": _number(int, 1),
     "devices": _number(int, 1),
@@ -114,13 +116,24 @@ RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "own_seconds": _or_nan(0, MOST),
     "peak_memory_mb": COLUMNS["peak_memory_mb"],
 }
+# Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
+ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
+    "bytes": _number(int, 1),
+    "seconds": _number(float, ABOVE_0),
+    "ranks": _number(int, 1),
+    "nodes": _number(int, 1),
+    "backend": _text(),
+    "device_name": _text(),
+    "job": _text(),
+    "started_at": _text(),
+}
 SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
 NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
 # The rules of --lr-scale: the power of the batch size with which the learning rate grows.
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-# Columns that files of earlier programs lack, and what held for those. Their --lr and --gamma are not known.
+# Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "debug": 0, "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "ended": ""}
 
 
 class RecordError(UserError):
@@ -232,6 +245,25 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
         RecordError: as `read`.
     """
     return _read(beside(path), lambda line, where: _row(line, where, RANK_COLUMNS), delimiter="\t")
+
+
+def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
+    """Write rows with the columns of `ALL_REDUCE_COLUMNS` to `path`, into a folder that is made if need be.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _put_table(path, ALL_REDUCE_COLUMNS, rows, delimiter="\t")
+
+
+def read_all_reduce(path: Path) -> list[dict[str, object]]:
+    """The rows that `put_all_reduce` wrote, each cell as its column in `ALL_REDUCE_COLUMNS` reads it.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(path, lambda line, where: _row(line, where, ALL_REDUCE_COLUMNS), delimiter="\t")
 
 
 def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:

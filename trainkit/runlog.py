@@ -56,6 +56,7 @@ class RunLog:
             "dataset": dataset,
             "lr": options.scaled_lr,
             "model": type(bare(model)).__name__,
+            "parameters": sum(weights.numel() for weights in model.parameters() if weights.requires_grad),
             "world_size": here.size,
             "nodes": here.nodes,
             "devices": devices,

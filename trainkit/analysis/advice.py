@@ -5,9 +5,10 @@ for runs in sets(rows):
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +117,29 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     told = [name for name in names if rows[name].nunique() > 1]
     groups = [group for _, group in rows.groupby(list(names))]
     return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in told), group) for group in groups]
+
+
+def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
+    """What the doctor measured on the devices of `rows`, and a sentence for every file that cannot be read.
+
+    It is in folders `all_reduce`: beneath the paths of the runs, or beside them, as of results/sweeps/NAME.
+    """
+    beside = {folder / "all_reduce" for path in paths for folder in [*path.resolve().parents][:3]}
+    files = {file for folder in beside for file in folder.glob("*.tsv")}
+    files |= {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
+    found, skipped = [], []
+    for file in sorted(files):
+        try:
+            measured = records.read_all_reduce(file)
+        except records.RecordError as error:
+            skipped.append(str(error))
+            continue
+        found += [
+            AllReduce(row["ranks"], row["nodes"], row["bytes"], row["seconds"])
+            for row in measured
+            if row["device_name"] == rows.device_name.iloc[0]
+        ]
+    return found, skipped
 
 
 def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] = ()) -> Answer:

@@ -5,6 +5,7 @@ table = compare(summarize(rows))
 """
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,6 +64,9 @@ _LABELS = {
 }
 # What these decide on needs no place in a label beside them.
 _FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
+# Of the settings that must be equal, those for which `_unlike` knows no exception.
+_EXCEPTED = ("lr", "gamma", "threads_per_worker", "images", "global_batch")
+_settings = operator.attrgetter(*(name for name in MUST_BE_EQUAL if name not in _EXCEPTED))
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
 
@@ -73,14 +77,14 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with the columns of `records.COLUMNS`, and two that are of the whole run: `slow_rank`, a
-        clause on the rank that holds up the others or "", and `least_memory_mb`, the peak of the device
-        with the lowest one, NaN where it is not known; then the sentences.
+        Rows with the columns of `records.COLUMNS`, and three that are of the whole run: `file`, its name;
+        `slow_rank`, a clause on the rank that holds up the others or "", and `least_memory_mb`, the peak of
+        the device with the lowest one, NaN where it is not known; then the sentences.
 
     Raises:
         UserError: if a path is not there.
     """
-    files, runs, skipped = {}, [], []  # files: as they are named, by where they really are
+    files, skipped = {}, []  # files: as they are named, by where they really are
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
@@ -92,6 +96,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         ):
             found = [Path(folder, name) for name in names if name.endswith(".csv") and name not in WRITTEN]
             files |= {os.path.realpath(file): file for file in found}
+    columns: dict[str, list] = {}  # of all runs at once: a table for each would take most of the time
     for _, file in sorted(files.items()):
         try:
             run = records.read(file)
@@ -104,8 +109,11 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 of_ranks = records.read_ranks(file)
             except records.RecordError as error:
                 skipped.append(str(error))
-        runs.append(pd.DataFrame(run).assign(**_by_rank(run, of_ranks)))
-    rows = pd.concat(runs, ignore_index=True) if runs else pd.DataFrame(columns=list(records.COLUMNS))
+        of_the_run = {"file": printable(str(file))} | _by_rank(run, of_ranks)
+        for row in run:
+            for name, cell in (row | of_the_run).items():
+                columns.setdefault(name, []).append(cell)
+    rows = pd.DataFrame(columns, columns=None if columns else list(records.COLUMNS))
     # Files of earlier programs lack these: they pool among each other, and with no others.
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", "unknown")
@@ -128,30 +136,31 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
     the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
     """
-    summary = []
-    for configuration, group in rows.groupby(CONFIGURATION):
-        steady = group[~group.warmup]
-        runs = group.groupby("run_id")
-        last = runs.tail(1)
-        epochs = sorted({runs.size().min(), runs.size().max()})
-        numbers = {
-            "images_per_s": steady.images_per_s.median(),
-            "slowest": steady.images_per_s.min(),
-            "fastest": steady.images_per_s.max(),
-            "epoch_seconds": steady.train_seconds.median(),
-            "eval_seconds": steady.eval_seconds.median(),
-            "test_accuracy": last.test_accuracy.dropna().median(),  # pandas 2 warns of all NaN
-            "elapsed_s": last.elapsed_s.median(),
-            "peak_memory_mb": (group if steady.empty else steady).peak_memory_mb.max(),
-            "least_memory_mb": group.least_memory_mb.min(),
-            "runs": len(runs),
-            "epochs": "..".join(map(str, epochs)),
-            "steady_epochs": len(steady),
-        }
-        if target is not None:
-            numbers |= _reached(group, target)
-        summary.append(dict(zip(CONFIGURATION, configuration, strict=True)) | numbers)
-    table = pd.DataFrame(summary)
+    rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
+    groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
+    epochs = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
+    last = rows.groupby("run_id").tail(1).groupby("configuration")
+    table = groups[CONFIGURATION].first()
+    table = table.assign(
+        images_per_s=steady.images_per_s.median(),
+        slowest=steady.images_per_s.min(),
+        fastest=steady.images_per_s.max(),
+        epoch_seconds=steady.train_seconds.median(),
+        eval_seconds=steady.eval_seconds.median(),
+        test_accuracy=last.test_accuracy.median(),
+        elapsed_s=last.elapsed_s.median(),
+        peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
+        least_memory_mb=groups.least_memory_mb.min(),
+        runs=epochs.size(),
+        epochs=[
+            f"{least}..{most}" if least < most else str(least)
+            for least, most in zip(epochs.min(), epochs.max(), strict=True)
+        ],
+        steady_epochs=(~rows.warmup).groupby(rows.configuration).sum(),
+    )
+    if target is not None:
+        table = table.join(_reached(rows, target))
+        table["target_runs"] = table.target_runs.fillna(0).astype(int)
     table["batch_per_device"] = table.global_batch // table.devices
     for name, made in {"train_images": _train_images, "variant": _variants}.items():
         table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
@@ -170,9 +179,16 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `trust.doubt`.
     """
     compared = []
+    every = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
+    by_settings: dict[tuple, list[tuple]] = {}
+    for one in every:
+        by_settings.setdefault(_settings(one), []).append(one)
     for row in table.itertuples():
-        one, why = _one_device(row, table, "global_batch")
-        weak, _ = _one_device(row, table, "batch_per_device")
+        alike = by_settings.get(_settings(row), [])
+        one, why = _one_device(row, alike, "global_batch")
+        if not one:  # the nearest of all is slow to find, and only a reason
+            one, why = _one_device(row, every, "global_batch")
+        weak, _ = _one_device(row, alike, "batch_per_device")
         compared.append(
             {
                 "speedup": row.images_per_s / one.images_per_s if one else math.nan,
@@ -245,27 +261,26 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     }
 
 
-def _reached(group: pd.DataFrame, target: float) -> dict[str, float]:
-    trained = group.groupby("run_id").train_seconds.cumsum()
-    first = group.assign(trained=trained)[group.test_accuracy >= target].groupby("run_id").head(1)
-    return {
-        "target_s": first.elapsed_s.median(),
-        "target_train_s": first.trained.median(),
-        "target_runs": len(first),
-    }
+def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Of every configuration with runs that reached it, how long they took, and how many they are."""
+    trained = rows.groupby("run_id").train_seconds.cumsum()
+    first = rows.assign(trained=trained)[rows.test_accuracy >= target].groupby("run_id").head(1)
+    return first.groupby("configuration").agg(
+        target_s=("elapsed_s", "median"), target_train_s=("trained", "median"), target_runs=("run_id", "size")
+    )
 
 
 def _mixed(rows: pd.DataFrame) -> dict[str, str]:
     """A sentence by the name of every run that went on in another configuration than it began in."""
     sentences = {}
-    for run_id, kinds in rows.groupby("run_id")[CONFIGURATION].nunique().iterrows():
-        changed = {name: rows[rows.run_id == run_id][name].unique() for name in kinds.index[kinds > 1]}
-        if changed:
-            what = ", ".join(
-                f"{MUST_BE_EQUAL.get(name, name)} {after} after {before}"
-                for name, (before, after, *_) in changed.items()
-            )
-            sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
+    kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
+    for run_id in kinds.index[(kinds > 1).any(axis=1)]:
+        run = rows.loc[rows.run_id == run_id, CONFIGURATION]
+        changed = [(name, run[name].unique()) for name in run if run[name].nunique() > 1]
+        what = ", ".join(
+            f"{MUST_BE_EQUAL.get(name, name)} {after} after {before}" for name, (before, after, *_) in changed
+        )
+        sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
     return sentences
 
 
@@ -300,20 +315,17 @@ def _train_images(section: pd.DataFrame) -> pd.Series:
     return pd.Series(found)
 
 
-def _one_device(row: tuple, table: pd.DataFrame, batch: str) -> tuple[tuple | None, str]:
-    """The run on one device to compare `row` with, equal in the column `batch`, or the reason for none."""
+def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
+    """Of runs on one device that to compare `row` with, equal in the column `batch`, or why there is none."""
     if row.stage == "dp" and row.devices == 1:
         return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
     if not row.images_per_s > 0:
         return None, _WARMUP_ONLY
-    ones = table[(table.devices == 1) & (table.world_size == 1) & table.stage.isin(["single", row.stage])]
-    if ones.empty:
+    ones = [one for one in ones if one.stage in ("single", row.stage)]
+    if not ones:
         return None, "no 1-device run to compare with"
     unlike, unknown, _, one = min(
-        (
-            (_unlike(row, one, batch), not one.images_per_s > 0, one.stage != "single", one)
-            for one in ones.itertuples()
-        ),
+        ((_unlike(row, one, batch), not one.images_per_s > 0, one.stage != "single", one) for one in ones),
         key=lambda choice: (len(choice[0]), *choice[1:3]),
     )
     if unlike == ["global_batch"]:

@@ -1,14 +1,11 @@
-"""The comparison of runs for people: tables on the terminal, comparison.md, comparison.csv and figures."""
+"""The comparison of runs for people: tables on the terminal, comparison.md and .csv, figures, and a page."""
 
-import html
 import math
-import re
-import textwrap
 from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import comparison, figures, sizes, trust
+from trainkit.analysis import advice_report, comparison, figures, page, sizes, text, trust
 from trainkit.analysis.verdict import verdict
 from trainkit.errors import UserError, tell
 
@@ -33,9 +30,18 @@ SHOWN = {
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s", "min..max", "eff. %")
-TERMINAL, VARIANT = 120, 24  # characters of a line, and of a cell that has more lines than one
+# What the page tells of the runs behind a row: header, and the column of `comparison.load`.
+OF_A_RUN = {
+    "run": "run_id",
+    "file": "file",
+    "epochs": "epoch",
+    "seed": "seed",
+    "host": "node_list",
+    "PyTorch": "torch_version",
+    "job": "job_id",
+}
+TERMINAL = 120  # characters of a line
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
     "speedup, eff. %: against one device of the same kind. "
@@ -68,29 +74,36 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
     narrow, left_out = _fitting(shown)
-    plain, marked = [], [f"# Comparison\n\n{_escaped(conclusion)}"]
+    plain, marked = [], [f"# Comparison\n\n{text.escaped(conclusion)}"]
+    blocks: list[page.Block] = [page.Text(conclusion), *advice_report.blocks(rows, paths, target)]
+    runs = _runs(rows, table)
     for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, lines = comparison.common(section), shown.loc[section.index]
-        plain.append(f"{title}: {settings}\n\n{_plain(narrow.loc[section.index])}")
-        marked.append(f"## {_escaped(title)}\n\n{_escaped(settings)}\n\n{_markdown(lines)}")
+        plain.append(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}")
+        marked.append(f"## {text.escaped(title)}\n\n{text.escaped(settings)}\n\n{text.markdown(lines)}")
+        blocks += [page.Heading(title), page.Text(settings), page.Table(lines, runs)]
         for sentence in sizes.sentences(section):
-            plain.append(_wrapped(sentence))
-            marked.append(_escaped(sentence))
+            plain.append(text.wrapped(sentence))
+            marked.append(text.escaped(sentence))
+            blocks.append(page.Text(sentence))
     # The terminal first: it is of use even where nothing can be written.
     tell("\n\n".join(plain) + "\n")
     told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
-    tell("\n".join(map(_wrapped, told)) + "\n")
+    tell("\n".join(map(text.wrapped, told)) + "\n")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        table.apply(lambda column: column.map(_no_formula)).to_csv(out / "comparison.csv", index=False)
+        table.apply(lambda column: column.map(text.no_formula)).to_csv(out / "comparison.csv", index=False)
         names = figures.draw(table, rows, out)
-        marked.append("\n".join(f"- {_escaped(note)}" for note in notes))
+        marked.append("\n".join(f"- {text.escaped(note)}" for note in notes))
         marked += [f"![{name}]({name})" for name in names]
         (out / "comparison.md").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
+        blocks += [page.Figure(out / name, name.removesuffix(".png")) for name in names]
+        blocks += [page.Heading("How it was measured"), page.Notes(notes)]
+        page.write(out / "report.html", "Comparison", blocks)
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
-    tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
+    tell(f"Written to {out}: {', '.join(['report.html', 'comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
 
@@ -120,17 +133,17 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     if table.device_name.nunique() > 1:
         shown.insert(1, "device", table.device_name)
     notes += reasons
-    tell(f"{_plain(shown)}\n\n" + "\n".join(map(_wrapped, notes)) + "\n")
-    notes = "\n".join(f"- {_escaped(note)}" for note in notes)
+    tell(f"{text.plain(shown)}\n\n" + "\n".join(map(text.wrapped, notes)) + "\n")
+    title = "Each folder by itself"
+    marked = "\n".join(f"- {text.escaped(note)}" for note in notes)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        table.apply(lambda column: column.map(_no_formula)).to_csv(out / "each.csv", index=False)
-        (out / "each.md").write_text(
-            f"# Each folder by itself\n\n{_markdown(shown)}\n\n{notes}\n", encoding="utf-8"
-        )
+        table.apply(lambda column: column.map(text.no_formula)).to_csv(out / "each.csv", index=False)
+        (out / "each.md").write_text(f"# {title}\n\n{text.markdown(shown)}\n\n{marked}\n", encoding="utf-8")
+        page.write(out / "each.html", title, [page.Table(shown), page.Notes(notes)])
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
-    return f"Written to {out}: each.md, each.csv"
+    return f"Written to {out}: each.html, each.md, each.csv"
 
 
 def _short_names(folders: list[Path]) -> list[str]:
@@ -184,6 +197,13 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
     return shown.drop(columns=silent), legends
 
 
+def _runs(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """A row of texts for every run; its index is that of its row in the table."""
+    number = table[comparison.CONFIGURATION].assign(number=table.index)
+    last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
+    return last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
+
+
 def _memory(row: tuple) -> str:
     """The most of any device, or from the least to the most where that is known to differ by 5 % or more."""
     uneven = row.devices > 1 and row.least_memory_mb < 0.95 * row.peak_memory_mb
@@ -220,39 +240,5 @@ def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return shown.drop(columns=left_out), left_out
 
 
-def _wrapped(note: str) -> str:
-    return textwrap.fill(note, 110, subsequent_indent="    ")
-
-
 def _too_wide(shown: pd.DataFrame) -> bool:
-    return max(map(len, _plain(shown).splitlines())) > TERMINAL
-
-
-def _plain(shown: pd.DataFrame) -> str:
-    lines = []
-    for row in shown.to_dict("records"):
-        # A no-break space in every setting: a line ends between two of them.
-        settings = row.get("variant", "").replace(" ", "\xa0").replace(",\xa0", ", ")
-        first, *more = textwrap.wrap(settings, VARIANT, break_on_hyphens=False) or [""]
-        lines += [row | {"variant": first}, *({"variant": text} for text in more)]
-    columns = []
-    for name in shown:
-        cells = [name, *(line.get(name, "") for line in lines)]
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)).replace("\xa0", " ")
-
-
-def _markdown(shown: pd.DataFrame) -> str:
-    lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
-
-
-def _escaped(text: str) -> str:
-    """The text for Markdown, where names may not open a tag, a link, a code span or a cell."""
-    return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
-
-
-def _no_formula(cell: object) -> object:
-    """A spreadsheet would compute a text that begins like a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
+    return max(map(len, text.plain(shown).splitlines())) > TERMINAL

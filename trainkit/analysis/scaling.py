@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from trainkit import records
+
 DRAWS = 400  # of the bootstrap
 OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
@@ -143,7 +145,7 @@ def fit(
 
     def predict(wanted: np.ndarray) -> Seconds:
         predicted = np.stack([predictor(wanted) for predictor in predictors])
-        return predicted[chosen, np.arange(DRAWS)] * elsewhere
+        return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
 
     used = tuple(all_reduces) if "doctor" in ladder else ()
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)

@@ -47,8 +47,9 @@ LIMITS = {
 MEETING_SECONDS = 20  # until all ranks have come to the first one; Python starts slowly from a cold disk
 NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
 
-SIZES = (2**10, 2**14, 2**18, 2**22, 2**26)  # bytes: 1 KB to 64 MB
+SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 7  # the median of them
+SLOW_SECONDS = 1.0  # of a sum: fewer repeats then, and no larger size, which would take four times as long
 
 GB = 1e9
 TENSOR_BYTES = 2**24  # put into /dev/shm: more than a loader's prefetched batches of MNIST
@@ -126,6 +127,7 @@ def _place(size: int) -> dict:
     env = os.environ
     return {
         "size": size,
+        "job": env["SLURM_JOB_ID"],
         "node": _node(),
         "nodes": int(env.get("SLURM_STEP_NUM_NODES", 1)),
         "cluster": env.get("SLURM_CLUSTER_NAME"),
@@ -423,14 +425,15 @@ def nccl_network(log: str) -> str | None:
 def _time_all_reduce() -> dict:
     """Median seconds of a sum over all ranks for each of `SIZES`, by the slowest rank's clock.
 
-    The sum is checked, number by number.
+    The sum is checked, number by number. On a slow network the largest sizes are left out.
     """
     import torch
 
-    from trainkit import world
+    from trainkit import machine, world
 
     rank, size = world.rank(), world.count()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    number = torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = torch.device("cpu") if number is None else torch.device("cuda", number)
     seconds = []
     for size_in_bytes in SIZES:
         ramp = torch.arange(size_in_bytes // 4, device=device, dtype=torch.float32) % 1000
@@ -439,9 +442,15 @@ def _time_all_reduce() -> dict:
         wrong = int((values != expected).sum())
         if world.largest(wrong, values.device):  # on any rank: all of them stop here
             return {"wrong": wrong, "of": len(values), "at_bytes": size_in_bytes}
-        seconds.append(statistics.median(_time_one(values) for _ in range(REPEATS)))
+        times = [_time_one(values)]
+        while len(times) < REPEATS and sum(times) < 2 * SLOW_SECONDS:
+            times.append(_time_one(values))
+        seconds.append(statistics.median(times))
+        if seconds[-1] > SLOW_SECONDS:
+            break
     world.leave()
-    return {"bytes": SIZES, "seconds": seconds}
+    measured = {"bytes": SIZES[: len(seconds)], "seconds": seconds}
+    return measured | {"device_name": machine.device_name(device)}
 
 
 def _time_one(values: object) -> float:

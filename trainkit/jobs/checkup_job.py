@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.errors import UserError
+from trainkit import records
+from trainkit.errors import UserError, reason
 from trainkit.jobs import checkup, judging, slurm
-from trainkit.jobs.finding import FAULT, NOTE, OK, Finding, has_fault, read_facts
+from trainkit.jobs.finding import FAULT, NOTE, OK, WARNING, Finding, has_fault, read_facts
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import STAGES
 
@@ -58,6 +60,7 @@ def check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list
     Raises:
         UserError: if the allocation that this shell is in has been trained in.
     """
+    started = datetime.now(timezone.utc)
     name = f"doctor-{secrets.token_hex(4)}"
     log = site.jobs_dir / f"{name}.log"
     run = _run_here if "SLURM_JOB_ID" in os.environ else _submit
@@ -69,6 +72,8 @@ def check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list
             hosts = slurm.ask("scontrol", "show", "hostnames", outcome.nodes).stdout.split()
             found = judging.judge(ranks, hosts, options.num_workers)
             rows += judging.bandwidths(ranks)
+            if rows:
+                found.append(_keep(rows, site.results_dir / "all_reduce", started))
         found = [*(outcome.given_up or [_judge_job(outcome, log, found)]), *found]
     finally:
         # The job's folder by its own word: one of that number may be another's, from before.
@@ -94,6 +99,18 @@ def _judge_job(outcome: Outcome, log: Path, found: list[Finding]) -> Finding:
     told = next((line for line in lines if "error:" in line), lines[-1] if lines else "its log is empty")
     message = f"{outcome.job} ended as {outcome.state}: {told.removeprefix('error: ')}"
     return Finding("job", FAULT, message, f"see {log}")
+
+
+def _keep(rows: list[dict], folder: Path, started: datetime) -> Finding:
+    """Leave the all-reduce timings in the results, where predictions of what more nodes pay look for them."""
+    path = folder / f"{started:%Y%m%d-%H%M%S}-{rows[0]['ranks']}x{rows[0]['nodes']}.tsv"
+    facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
+    try:
+        records.put_all_reduce(path, [row | facts for row in rows])
+    except OSError as error:
+        message = f"its times cannot be written to {path} ({reason(error)})"
+        return Finding("all-reduce", WARNING, message, "free the space, or mend the permissions")
+    return Finding("all-reduce", OK, f"its times are kept in {path}")
 
 
 def _text(log: Path) -> str:

@@ -24,6 +24,7 @@ from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError, printable
 from trainkit.jobs import checkup_job, login_node
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, has_fault
+from trainkit.jobs.judging import in_words
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", FAULT: "\033[31m"}
@@ -132,9 +133,8 @@ def _show_bandwidths(rows: list[dict]) -> None:
     if rows:
         print("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
     for row in rows:
-        size = f"{row['bytes'] // 2**10} KB" if row["bytes"] < 2**20 else f"{row['bytes'] // 2**20} MB"
         milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
-        print(f"{size:>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
+        print(f"{in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
 
 
 if __name__ == "__main__":

@@ -46,18 +46,23 @@ def judge(ranks: Ranks, hosts: list[str], num_workers: int) -> list[Finding]:
     ]
 
 
-def bandwidths(ranks: Ranks) -> list[dict[str, float]]:
+def bandwidths(ranks: Ranks) -> list[dict[str, object]]:
     """One row per message size: bytes, seconds, algorithm_gb_s and bus_gb_s (GB/s, 1 GB = 1e9 bytes).
 
     For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
     of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
+    Each row tells, too, what was measured: ranks, nodes, backend, device_name and job.
     """
     n = _size(ranks)
-    sums = next((told["all-reduce"] for told in _finished("all-reduce", ranks).values()), {})
+    told = next(iter(_finished("all-reduce", ranks).values()), {"all-reduce": {}})
+    sums = told["all-reduce"]
     if "seconds" not in sums or n == 1:
         return []
+    facts = {name: told["place"][name] for name in ("nodes", "job")}
+    facts |= {"ranks": n, "backend": told["group"]["backend"], "device_name": sums["device_name"]}
     return [
-        {
+        facts
+        | {
             "bytes": size,
             "seconds": seconds,
             "algorithm_gb_s": size / seconds / GB,
@@ -65,6 +70,11 @@ def bandwidths(ranks: Ranks) -> list[dict[str, float]]:
         }
         for size, seconds in zip(sums["bytes"], sums["seconds"], strict=True)
     ]
+
+
+def in_words(size: int) -> str:
+    """A number of bytes, such as 4 MB."""
+    return f"{size // 2**10} KB" if size < 2**20 else f"{size // 2**20} MB"
 
 
 def _size(ranks: Ranks) -> int:
@@ -436,7 +446,7 @@ def _judge_all_reduce(ranks: Ranks) -> list[Finding]:
     if not rows:
         return [Finding("all-reduce", OK, f"one rank only, by {way}: nothing to exchange")]
     rate = rows[-1]["bus_gb_s"]
-    message = f"correct, by {way}; bus bandwidth {rate:.2f} GB/s at 64 MB"
+    message = f"correct, by {way}; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and len(_by_node(ranks)) > 1:
         fix = "see that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
         return [Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)]

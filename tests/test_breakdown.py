@@ -1,0 +1,218 @@
+"""Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and its figure."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from conftest import REPOSITORY, Script, run_stage
+
+from trainkit import breakdown
+from trainkit.analysis import breakdown_figure, comparison
+from trainkit.errors import UserError
+
+SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
+SMALL = ("--train-size", 48, "--batch-size", 16, "--precision", "fp32", "--repeats", 1)
+PHASES = ["data", "forward", "backward", "exchange", "waiting", "optimizer"]
+OWN_WORK = "optimizer.zero_grad()"
+
+
+@pytest.fixture(scope="module")
+def slow_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
+    """Two ranks, of which the second takes longer in every forward pass; what was said, and the results."""
+    folder = tmp_path_factory.mktemp("slow rank")
+    text = SCRIPT.read_text()
+    assert "STEPS, TRACED = 10, 3" in text
+    assert text.count(OWN_WORK) == 1
+    text = text.replace("STEPS, TRACED = 10, 3", "STEPS, TRACED = 4, 1")
+    slow = text.replace(OWN_WORK, f"here.rank and __import__('time').sleep(0.1); {OWN_WORK}")
+    (folder / "slow.py").write_text(slow)
+    results = folder / "results"
+    done = run_stage(
+        folder / "slow.py", *SMALL, "--repeats", 2, "--trace", "--results-dir", results, processes=2
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, results
+
+
+def rows_of(results: Path) -> pd.DataFrame:
+    """The lines of the only measurement."""
+    (file,) = (results / "breakdown").glob("*.tsv")
+    return pd.read_csv(file, sep="\t")
+
+
+def times(*ranks: tuple[float, float, float, float]) -> torch.Tensor:
+    """Seconds of data, forward, backward and optimizer of each rank, the same in 3 repeats of 5 steps."""
+    return torch.tensor(ranks, dtype=torch.float64)[:, None, None].expand(-1, 3, 5, -1)
+
+
+FACTS = {
+    "run_id": "made-up",
+    "dataset": "mnist",
+    "model": "Net",
+    "width": 32,
+    "loader": "resident",
+    "workers_per_loader": 0,
+    "recipe": "fast",
+    "precision": "bf16",
+    "debug": 0,
+    "device_name": "one GPU",
+    "threads_per_worker": 1,
+    "world_size": 2,
+    "nodes": 2,
+    "global_batch": 512,
+}
+
+
+def made_up(file: Path) -> None:
+    """A measurement of two ranks on two nodes, whose step takes 13 s."""
+    seconds = breakdown.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
+    step = {"step": torch.full((2, 3), 13.0)}
+    breakdown.write(file, FACTS, ["n1", "n2"], seconds | step)
+
+
+def test_a_line_for_each_phase_rank_and_repeat(slow_rank: tuple) -> None:
+    rows = rows_of(slow_rank[1])
+    assert rows.groupby(["rank", "repeat"]).phase.apply(list).tolist() == [[*PHASES, "step"]] * 4
+    assert set(rows["repeat"]) == {1, 2}
+    for name, value in {"world_size": 2, "nodes": 1, "global_batch": 16, "precision": "fp32"}.items():
+        assert set(rows[name]) == {value}
+
+
+def test_the_others_wait_for_the_slow_rank(slow_rank: tuple) -> None:
+    ms = rows_of(slow_rank[1]).groupby(["phase", "rank"]).seconds.median().unstack()
+    assert ms.loc["forward", 1] > ms.loc["forward", 0]
+    assert ms.loc["waiting", 0] > ms.loc["waiting", 1]
+    assert ms.loc["waiting", 0] > ms.loc["forward", 0]
+
+
+def test_the_sum_is_told_beside_the_step(slow_rank: tuple) -> None:
+    done, results = slow_rank
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:8]] == PHASES
+    assert lines[8].startswith("phases sum to ")
+    assert ", the step takes " in lines[8]
+    (file,) = (results / "breakdown").glob("*.tsv")
+    assert f"results: {file}" in lines
+
+
+def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
+    done, results = slow_rank
+    assert "ui.perfetto.dev" in done.stdout
+    traces = sorted((results / "breakdown").glob("*.rank-*.json"))
+    assert [path.name.split(".")[1] for path in traces] == ["rank-0", "rank-1"]
+    for path in traces:
+        names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
+        assert "DistributedDataParallel.forward" in names
+        assert any(name.startswith("Optimizer.step") for name in names)
+
+
+def test_one_worker_exchanges_nothing(script: Script, tmp_path: Path) -> None:
+    """With a schedule that ends, a loader and an epoch of fewer steps than are measured in a row."""
+    done = script(
+        SCRIPT, *SMALL, "--recipe", "fast", "--epochs", 1, "--loader", "workers", "--results-dir", tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seconds = rows_of(tmp_path).groupby("phase").seconds
+    assert seconds.max()[["exchange", "waiting"]].tolist() == [0, 0]
+    assert (seconds.min()[["data", "forward", "backward", "optimizer", "step"]] > 0).all()
+
+
+def test_a_dry_run_writes_nothing(script: Script, tmp_path: Path) -> None:
+    done = script(SCRIPT, *SMALL, "--dry-run", "--results-dir", tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    assert "nothing was written" in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> None:
+    folder = tmp_path / "breakdown"
+    folder.mkdir()
+    made_up(folder / "made-up.tsv")
+    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "breakdown.png").read_bytes().startswith(b"\x89PNG")
+    lines = (folder / "breakdown.md").read_text().splitlines()
+    header, _, *rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    assert header == ["workers", "nodes", "batch", *PHASES, "step", "settings"]
+    (one,), (two,) = ([row[:-1] for row in rows if row[0] == workers] for workers in "12")
+    assert two == ["2", "2", "512", *(f"{ms}.00" for ms in (1500, 3000, 4000, 2000, 1500, 1000, 13000))]
+    assert one[:3] == ["1", "1", "16"]
+    assert one[6:8] == ["0.00", "0.00"]
+
+
+@pytest.mark.parametrize("damage", ["nothing", "another table", "cut", "no text"])
+def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "measured.tsv"
+    made_up(file)
+    cut = file.read_bytes()[:-1200]
+    file.write_bytes(
+        {"nothing": b"", "another table": b"phase\tseconds\ndata\t1\n", "no text": b"\xff\0"}.get(damage, cut)
+    )
+    with pytest.raises(UserError) as refused:
+        breakdown_figure.draw([file], tmp_path)
+    assert str(refused.value).startswith(f"{file}: not read, ")
+
+
+def test_a_damaged_file_costs_no_measurement(script: Script, tmp_path: Path) -> None:
+    folder = tmp_path / "breakdown"
+    folder.mkdir()
+    (folder / "damaged.tsv").write_text("")
+    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 1
+    assert "damaged.tsv: not read, " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "phases sum to" in done.stdout
+    assert len(list(folder.glob("*.tsv"))) == 2
+
+
+def test_the_comparison_never_meets_it(slow_rank: tuple) -> None:
+    rows, skipped = comparison.load([slow_rank[1]])
+    assert rows.empty
+    assert not skipped
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_measurement(
+    script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path / "file")
+    assert done.returncode == 1
+    assert "the breakdown cannot be written to" in done.stderr
+    assert "phase" not in done.stdout
+
+
+# --- what is made of the times ----------------------------------------------------------------------
+
+
+def test_waiting_is_told_apart_from_the_exchange() -> None:
+    # The second rank computes 3 s longer; the exchange ends 2 s after that, for both.
+    phases = breakdown.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
+    of_ranks = {phase: seconds.mean(1).tolist() for phase, seconds in phases.items()}
+    assert list(of_ranks) == PHASES
+    assert of_ranks == {
+        "data": [1, 2],
+        "forward": [2, 4],
+        "backward": [4, 4],
+        "exchange": [2, 2],
+        "waiting": [3, 0],
+        "optimizer": [1, 1],
+    }
+
+
+def test_nobody_waits_longer_than_the_backward_pass_lasts() -> None:
+    together = times((1, 1, 4, 1), (1, 1, 4, 1))
+    phases = breakdown.split(together, times((1, 1, 3.5, 1), (9, 1, 4.5, 1)))
+    assert phases["waiting"].mean(1).tolist() == [0.5, 0]
+    assert phases["exchange"].mean(1).tolist() == [0, -0.5]
+    assert torch.equal(sum(phases.values()), together.sum(3).mean(2))
+
+
+@pytest.mark.parametrize(("step", "quiet"), [(1.04, True), (1.06, False)])
+def test_a_sum_that_is_not_the_step_is_told(step: float, quiet: bool) -> None:
+    seconds = breakdown.split(times((0.2, 0.2, 0.4, 0.2)), times((0.2, 0.2, 0.4, 0.2)))
+    told = breakdown.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
+    assert f"phases sum to 1000.00 ms, the step takes {1000 * step:.2f} ms" in told
+    assert ("the machine was not quiet" in told) == (not quiet)

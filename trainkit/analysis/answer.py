@@ -1,0 +1,321 @@
+"""What `advice.py` answers, for people and for programs: sentences, a table of texts, commands, JSON."""
+
+import math
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from trainkit import records
+from trainkit.analysis import comparison, trust
+from trainkit.analysis.advice import AS_GOOD, INTERVAL, PROBE_EPOCHS, SURE, Answer, Option, Probe
+from trainkit.analysis.scaling import Scaling
+
+MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
+FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
+# What the words in the name of a model say; trainkit/analysis/scaling.py has the formulas.
+MODELS = {
+    "amdahl": "a part of the work that devices share, and a part that they divide",
+    "ring": "computation, and a ring all-reduce with latency and bandwidth",
+    "latency": "computation, and a ring all-reduce whose latency counts",
+    "bandwidth": "computation, and a ring all-reduce whose bandwidth counts",
+    "shared": "devices of a node slow each other down",
+    "overlap": "the exchange goes on during the computation in part",
+    "doctor": "computation, and the all-reduce that the doctor measured",
+}
+LEGEND = (
+    "In brackets: the 90 % interval. eff. %: speedup over one device with the same batch, divided by the "
+    "devices. minutes: from the start of the process, with its evaluations. pays from: images of an epoch "
+    "from which on a run is sooner done than on one device, its start included; 0: whatever the size."
+)
+
+
+def checked(answer: Answer) -> Answer:
+    """The answer, without a recommendation where the runs cannot be right or no model explains them."""
+    speedups = [
+        np.median(option.efficiency)
+        for option in answer.options
+        if option.shape.devices > 1 and option.runs and np.isfinite(option.efficiency).all()
+    ]
+    model = _model(answer)
+    error = model.errors[model.model]
+    if speedups and min(speedups) > trust.MOST_EFFICIENCY:
+        why = "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
+    elif error > MOST_ERROR:
+        why = (
+            f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on those "
+            "that it was not shown"
+        )
+    else:
+        return answer
+    again = min((option for option in answer.options if option.runs), key=lambda option: option.probe_hours)
+    probe = Probe(again.stage, again.shape, again.probe_hours, "whether the machine was quiet")
+    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, probes=[probe])
+
+
+class InWords:
+    """An `advice.Answer` in words, in the units of its devices.
+
+    Args:
+        rows: of the set that was asked about.
+    """
+
+    def __init__(self, answer: Answer, rows: pd.DataFrame) -> None:
+        self.answer = answer
+        self.rows = rows
+        self.on_cpu = comparison.is_cpu(rows.device_name.iloc[0])
+        self.units, self.hours = ("CPU workers", "worker-hours") if self.on_cpu else ("GPUs", "GPU-hours")
+        self.why = answer.why.replace("GPU-hours", self.hours)
+
+    def devices(self, count: int) -> str:
+        """As `2 GPUs`, or `2 CPU workers`."""
+        return f"{count} {self.units if count > 1 else self.units[:-1]}"
+
+    def choice(self, option: Option) -> str:
+        """As `2 GPUs on 1 node, DDP, batch 256`."""
+        nodes = f"{option.shape.nodes} node{'s' * (option.shape.nodes > 1)}"
+        stage = comparison.stage_name(option.stage)
+        return f"{self.devices(option.shape.devices)} on {nodes}, {stage}, batch {option.global_batch}"
+
+    def sentence(self) -> str:
+        """The recommendation, or that there is none, and its reason."""
+        best, goal = self.answer.best, self.answer.goal
+        if best is None:
+            return f"No recommendation for {goal}: {self.why}."
+        return (
+            f"Ask for {self.choice(best)}: {text(best.images_per_s)} images/s, {text(best.seconds / 60)} min "
+            f"and {text(best.hours)} {self.hours} {'to' if 'accuracy' in goal else 'for'} {goal} "
+            f"({best.basis}). It is {self.why}."
+        )
+
+    def how_sure(self) -> str:
+        """Of the recommendation; "" if there is none."""
+        if not self.answer.best:
+            return ""
+        sure = self.answer.sure
+        limit = "" if self.answer.best.runs else ", if what was seen goes on beyond what was measured"
+        return (
+            f"{'Sure' if sure >= SURE else 'Not sure'}: in {min(round(100 * sure), 99)} of 100 cases that "
+            f"the runs leave open no other choice is better by more than {100 * AS_GOOD:.0f} %{limit}."
+        )
+
+    def options(self) -> list[Option]:
+        """All, from few devices to many."""
+        return sorted(self.answer.options, key=_place)
+
+    def few(self) -> list[Option]:
+        """Those worth a look: the fastest of each count, the front of time and cost, and the best's batch."""
+        options, best = self.options(), self.answer.best
+        costs = [(np.median(option.seconds), np.median(option.hours)) for option in options]
+        fastest: dict[tuple, int] = {}
+        for i in sorted(range(len(options)), key=costs.__getitem__):
+            fastest.setdefault(_layout(options[i]), i)
+        chosen = {i for i, cost in enumerate(costs) if math.isfinite(cost[0]) and not _beaten(cost, costs)}
+        if best:
+            alike = [i for i, option in enumerate(options) if _layout(option) == _layout(best)]
+            at = next(i for i in alike if options[i] is best)
+            chosen |= {at - 1, at + 1} & set(alike)
+            chosen |= {i for i, option in enumerate(options) if option.global_batch == best.global_batch}
+        return [option for i, option in enumerate(options) if i in chosen | set(fastest.values())]
+
+    def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
+        """The options as texts, a row each, and what the marks in the column `note` mean."""
+        marks: dict[str, str] = {}
+        rows = [
+            {
+                "stage": comparison.stage_name(option.stage),
+                "devices": str(option.shape.devices),
+                "nodes": str(option.shape.nodes),
+                "batch": str(option.global_batch),
+                "images/s": text(option.images_per_s),
+                "eff. %": text(100 * option.efficiency),
+                "minutes": text(option.seconds / 60, "not reached"),
+                self.hours: text(option.hours, "not reached"),
+                "pays from": text(option.break_even) if option.shape.devices > 1 else "-",
+                "note": _note(option, marks),
+            }
+            for option in options
+        ]
+        table = pd.DataFrame(rows)
+        return table if (table.nodes != "1").any() else table.drop(columns="nodes"), list(marks.values())
+
+    def numbers(self) -> pd.DataFrame:
+        """All options as numbers, a row each; the columns `_low` and `_high` bound the interval."""
+        rows = []
+        for option in map(_as_json, self.options()):
+            row = {}
+            for name, value in option.items():
+                if isinstance(value, list):
+                    row[f"{name}_low"], row[name], row[f"{name}_high"] = value
+                else:
+                    row[name] = value
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def trust(self) -> list[str]:
+        """How far the answer may be trusted: the model and its error, what was observed, what is left out."""
+        model, best = _model(self.answer), self.answer.best
+        error = model.errors[model.model]
+        tested = (
+            "there are too few runs to test it on some that it was not shown"
+            if math.isnan(error)
+            else f"on runs that it was not shown it is off by {100 * error:.1f} % (root mean square)"
+        )
+        means = "; ".join(MODELS[word] for word in model.model.split(", "))
+        told = [f"What was not measured is predicted by the model {model.model} ({means}); {tested}."]
+        if best and best.runs:
+            told.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
+        elif best:
+            told.append(f"The recommended choice is {best.basis}.")
+        told.append(
+            "An interval is to hold the truth in 9 of 10 cases, on this machine as it was then: another "
+            "network, busy neighbours or another version of the program are not in it."
+        )
+        return [*told, self._doubt] if self._doubt else told
+
+    @cached_property
+    def _doubt(self) -> str:
+        return trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
+
+    def unknown(self) -> list[str]:
+        """What is not predicted, and why."""
+        return [f"Not predicted, {clause}." for clause in self.answer.unknown]
+
+    def probes(self) -> list[tuple[str, str]]:
+        """The runs that would help, cheapest first: what each tells and costs, and its command."""
+        best, probes = self.answer.best, self.answer.probes
+        if best and not best.runs and not probes:
+            probes = [Probe(best.stage, best.shape, best.probe_hours, "whether the prediction holds")]
+        return [
+            (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most", self.command(probe))
+            for probe in probes
+        ]
+
+    def command(self, probe: Probe) -> str:
+        """What starts the run from the top folder, with the settings of the set."""
+        row, (devices, nodes, batch) = self.rows.iloc[0], probe.shape
+        words = ["python", f"{FOLDERS.get(probe.stage, '03_multigpu_ddp')}/submit.py"]
+        if probe.stage not in comparison.TUTORIAL_STAGES:
+            words += ["--script", f"{probe.stage}.py"]
+        words += ["--gpus", devices] * (probe.stage != "single") + ["--nodes", nodes] * (nodes > 1)
+        words += ["--batch-size", devices * batch, "--epochs", PROBE_EPOCHS]
+        words += ["--train-size", self.rows.images.max()]
+        for option, value, default in (
+            ("--dataset", row.dataset, "mnist"),
+            ("--width", row.width, 32),
+            ("--precision", row.precision, None),
+            ("--recipe", row.recipe, "classic"),
+            ("--lr", _given_lr(row), "unknown"),
+            ("--lr-scale", row.lr_scale, "none"),
+            ("--lr-warmup-images", row.lr_warmup_images, 0),
+            ("--gamma", row.gamma, "unknown"),
+            ("--loader", row.loader, "resident"),
+            ("--num-workers", row.workers_per_loader, 0),
+        ):
+            if value != default:
+                words += [option, value]
+        return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
+
+    def as_json(self) -> dict[str, object]:
+        """What a program needs, with intervals as [low, middle, high], None where there is no number."""
+        answer = self.answer
+        return {
+            "goal": answer.goal,
+            "why": self.why,
+            "sure": answer.sure,
+            "best": answer.best and _as_json(answer.best),
+            "options": list(map(_as_json, answer.options)),
+            "probes": [
+                {
+                    "stage": probe.stage,
+                    "devices": probe.shape.devices,
+                    "nodes": probe.shape.nodes,
+                    "global_batch": probe.shape.devices * probe.shape.batch,
+                    "gpu_hours": float(probe.hours),
+                    "tells": probe.tells,
+                    "command": self.command(probe),
+                }
+                for probe in answer.probes
+            ],
+            "unknown": answer.unknown,
+            "sentence": self.sentence(),
+        }
+
+
+def interval(draws: np.ndarray) -> list[float]:
+    """Low, middle and high."""
+    return np.percentile(draws, INTERVAL, method="nearest").tolist()  # some may be infinite
+
+
+def number(x: float, infinite: str = "never") -> str:
+    """With three digits; a dash if it is not known."""
+    if math.isnan(x):
+        return "-"
+    return format(float(format(x, ".3g")), ",.10g") if math.isfinite(x) else infinite
+
+
+def text(draws: np.ndarray, infinite: str = "never") -> str:
+    """The middle, and the interval in brackets if it is one."""
+    low, middle, high = (number(x, infinite) for x in interval(draws))
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+def _model(answer: Answer) -> Scaling:
+    """That of the recommended training."""
+    stage = answer.best.stage if answer.best else ""
+    return answer.models.get(stage) or next(iter(answer.models.values()))
+
+
+def _layout(option: Option) -> tuple[object, ...]:
+    return option.shape.devices, option.shape.nodes, option.stage
+
+
+def _place(option: Option) -> tuple[object, ...]:
+    return *_layout(option), option.global_batch
+
+
+def _beaten(one: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+    """Whether another is sooner done and costs no more, or the other way round."""
+    return any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in others)
+
+
+def _note(option: Option, marks: dict[str, str]) -> str:
+    """`measured` or `predicted`, with a mark for what more there is to say."""
+    known = "measured" if option.runs else "predicted"
+    rest = option.basis.removeprefix(known).lstrip(":, ")
+    if not rest:
+        return known
+    line = marks.setdefault(rest, f"[{len(marks) + 1}] {rest}.")
+    return f"{known} {line.partition(' ')[0]}"
+
+
+def _given_lr(row: pd.Series) -> str:
+    """What `--lr` said, before the rule by which it grows with the batch."""
+    if row.lr == "unknown":
+        return row.lr
+    base_batch = 64  # of --lr-scale
+    return f"{float(row.lr) * (base_batch / row.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0):.4g}"
+
+
+def _as_json(option: Option) -> dict[str, object]:
+    intervals = {
+        "images_per_s": option.images_per_s,
+        "minutes": option.seconds / 60,
+        "gpu_hours": option.hours,
+        "efficiency": option.efficiency,
+        "break_even_images": option.break_even,
+    }
+    return {
+        "stage": option.stage,
+        "devices": option.shape.devices,
+        "nodes": option.shape.nodes,
+        "global_batch": option.global_batch,
+        **{
+            name: [x if math.isfinite(x) else None for x in interval(draws)]
+            for name, draws in intervals.items()
+        },
+        "basis": option.basis,
+    }

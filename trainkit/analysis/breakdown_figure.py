@@ -1,0 +1,138 @@
+"""Where the step goes, by number of workers: a figure and a table of what stage 03's breakdown.py wrote."""
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # compute nodes have no screen
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from trainkit.analysis import comparison
+from trainkit.errors import UserError
+
+# Colour and hatch of each phase, in the order of the step: the hatches tell them apart on grey paper.
+PHASES = {
+    "data": ("#FFFFFF", "..."),
+    "forward": ("#D9D9D9", ""),
+    "backward": ("#9EC9E6", "//"),
+    "exchange": ("#D55E00", "xx"),
+    "waiting": ("#F7D9A0", "\\\\"),
+    "optimizer": ("#7F7F7F", ""),
+}
+# Panels differ in these, and the bars of a panel in those.
+SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
+SETTINGS += ["threads_per_worker", "debug"]
+BARS = ["global_batch", "world_size", "nodes"]
+COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
+ROOM = 0.08  # of the widest bar: a segment that is narrower has no number in it
+
+
+def draw(files: Iterable[Path], out: Path) -> list[str]:
+    """Write breakdown.png and breakdown.md into `out`, a folder that is there, and return their names.
+
+    Measurements that are equal in settings, batch and workers count as one.
+
+    Raises:
+        UserError: if a file cannot be read, or `out` cannot be written to.
+    """
+    table = milliseconds(pd.concat([_read(file) for file in files], ignore_index=True))
+    panels = list(table.groupby(SETTINGS))
+    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of a network is one
+    heights = [len(panel) + 2.5 for _, panel in panels]
+    figure = plt.figure(figsize=(7.5, 0.8 + 0.45 * sum(heights)), layout="constrained")
+    every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
+    for axes, (settings, panel) in zip(every, panels, strict=True):
+        _bars(axes, panel)
+        axes.set_title(textwrap.fill(_in_words(settings), 85), fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    try:
+        figure.savefig(out / "breakdown.png", dpi=150)
+        (out / "breakdown.md").write_text(_markdown(table), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another folder.") from None
+    finally:
+        plt.close(figure)
+    return ["breakdown.png", "breakdown.md"]
+
+
+def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each configuration, with its `ranks`' mean of each phase, and of the `step` as a whole (ms).
+
+    Of each rank it is the median over all repeats, so that a busy moment of the machine does not count.
+    """
+    of_rank = rows.groupby([*SETTINGS, *BARS, "phase", "rank"]).seconds.median()
+    table = 1000 * of_rank.groupby([*SETTINGS, *BARS, "phase"]).mean().unstack("phase")
+    return table[[*PHASES, "step"]].reset_index()
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))
+        missing = [name for name in COLUMNS if name not in rows]
+        if missing:
+            raise ValueError(f"it has no column {', '.join(missing)}")
+        numbers = ["rank", "seconds", *BARS]
+        rows[numbers] = rows[numbers].apply(pd.to_numeric)
+        if rows[COLUMNS].isna().any(axis=None) or set(rows.phase) != {*PHASES, "step"}:
+            raise ValueError("it is cut short, or has phases that are not known")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UserError(f"{file}: not read, {why}. Take it out of this folder.") from None
+    return rows
+
+
+def _bars(axes: Axes, panel: pd.DataFrame) -> None:
+    places, left = range(len(panel)), pd.Series(0.0, panel.index)
+    for phase, (colour, hatch) in PHASES.items():
+        widths = panel[phase].clip(lower=0)  # an exchange of nothing may come out below it
+        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
+        axes.barh(places, widths, left=left, height=0.6, label=phase, **look)
+        for place, width, start in zip(places, widths, left, strict=True):
+            if width > ROOM * panel.step.max():
+                paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                middle = start + width / 2
+                axes.text(middle, place, f"{width:.1f}", ha="center", va="center", fontsize=8, bbox=paper)
+        left += widths
+    axes.plot(panel.step, places, "kD", markersize=5, label="the step, timed as a whole")
+    axes.set_yticks(places, [_label(row) for row in panel.itertuples()], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of a training step: mean of the ranks")
+
+
+def _label(row: tuple) -> str:
+    nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
+    workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
+    return f"{workers}{nodes}\nbatch {row.global_batch}"
+
+
+def _in_words(settings: Iterable[object]) -> str:
+    own = dict(zip(SETTINGS, settings, strict=True))
+    words = [own["device_name"], comparison.with_model(own["dataset"], own["model"])]
+    words += [f"width {own['width']}", own["precision"], own["recipe"], f"{own['loader']} loader"]
+    if own["loader"] == "workers":
+        words.append(f"{own['workers_per_loader']} loader workers")
+    words.append(f"threads {own['threads_per_worker']}")
+    if own["debug"] != "0":
+        words.append("with --debug")
+    stand_in = ["CPU workers standing in for GPUs"] if comparison.is_cpu(own["device_name"]) else []
+    return ", ".join([*words, *stand_in])
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    """The same numbers, in ms."""
+    shown = table.rename(columns={"world_size": "workers", "global_batch": "batch"})
+    shown = shown[["workers", "nodes", "batch", *PHASES, "step"]].astype(object)
+    shown[[*PHASES, "step"]] = table[[*PHASES, "step"]].apply(lambda column: column.map("{:.2f}".format))
+    shown["settings"] = [
+        _in_words(row).replace("|", "\\|") for row in table[SETTINGS].itertuples(index=False)
+    ]
+    lines = [shown.columns, ["---"] * len(shown.columns), *shown.itertuples(index=False)]
+    return "\n".join(
+        ["ms of a training step", "", *(f"| {' | '.join(map(str, line))} |" for line in lines), ""]
+    )

@@ -1,0 +1,47 @@
+"""Tables and sentences as text: for a terminal, for Markdown, for a spreadsheet."""
+
+import html
+import re
+import textwrap
+
+import pandas as pd
+
+LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
+VARIANT = 24  # characters of a cell that has more lines than one
+
+
+def wrapped(note: str) -> str:
+    """The sentence on lines that every terminal has room for."""
+    return textwrap.fill(note, 110, subsequent_indent="    ")
+
+
+def plain(shown: pd.DataFrame) -> str:
+    """A table of texts for a terminal; a long `variant` has more lines than one."""
+    lines = []
+    for row in shown.to_dict("records"):
+        # A no-break space in every setting: a line ends between two of them.
+        settings = row.get("variant", "").replace(" ", "\xa0").replace(",\xa0", ", ")
+        first, *more = textwrap.wrap(settings, VARIANT, break_on_hyphens=False) or [""]
+        lines += [row | {"variant": first}, *({"variant": text} for text in more)]
+    columns = []
+    for name in shown:
+        cells = [name, *(line.get(name, "") for line in lines)]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)).replace("\xa0", " ")
+
+
+def markdown(shown: pd.DataFrame) -> str:
+    """A table of texts for Markdown."""
+    lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
+    return "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """The text for Markdown, where names may not open a tag, a link, a code span or a cell."""
+    return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
+
+
+def no_formula(cell: object) -> object:
+    """A spreadsheet would compute a text that begins like a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
