@@ -4,13 +4,14 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 """
 
 import argparse
+import math
 from datetime import datetime
 from pathlib import Path
 
 from trainkit import errors, staging
-from trainkit.command_line import Parser, at_least, list_of, one_of, time_limit
+from trainkit.command_line import Parser, above_0, at_least, list_of, one_of, time_limit
 from trainkit.errors import UserError
-from trainkit.jobs import local, slurm, submission, sweep
+from trainkit.jobs import local, slurm, submission, sweep, until_known
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.options import MOST_IMAGES
@@ -32,12 +33,17 @@ Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH
 nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1 does.
 
 Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
-in for them, one thread each."""
+in for them, one thread each.
+
+The last words of a sweep are how many GPUs to ask for (results/how_many_gpus.py). --until-known makes of the
+runs only those that this answer needs, the cheapest first, one at a time."""
 
 
 def main() -> int:
     own, arguments = _parse()
     site = read_site()
+    loaders = _loaders(own)
+    _check_until_known(own, len(loaders))
     stages = tuple(STAGES[name] for name in own.stages)
     if own.script:
         stages = (STAGES["ddp"].with_script(own.script),)
@@ -62,13 +68,15 @@ def main() -> int:
             stages,
             own.gpus,
             own.batch_size,
-            _loaders(own),
+            loaders,
             own.train_size,
             own.repeats,
             own.scaling,
             own.gpus_per_node,
         )
     )
+    if own.until_known:
+        cells = until_known.of_use(cells)
     for reason, count in left_out.items():
         print(f"left out ({count}): {reason}")
     if own.dry_run:
@@ -80,8 +88,36 @@ def main() -> int:
         return 0
     if here:
         print("no Slurm here (sbatch is not on PATH): one run at a time, as processes of this machine")
+    question = _question(own)
     with asked.claim(stages[0].script if own.script else None):
-        return sweep.run(asked, cells, own.max_jobs)
+        if own.until_known:
+            return until_known.run(asked, cells, question, own.spend or math.inf)
+        return sweep.run(asked, cells, own.max_jobs, question=question)
+
+
+def _question(own: argparse.Namespace) -> tuple[str, ...]:
+    """The options of results/how_many_gpus.py."""
+    words = []
+    for name in ("target", "deadline", "budget", "min_efficiency", "gpus_per_node"):
+        if (value := getattr(own, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return tuple(words)
+
+
+def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
+    """Raise a UserError for what --until-known does not choose among."""
+    if own.spend and not own.until_known:
+        raise UserError("--spend is the limit of --until-known: add that, or leave it out.")
+    if own.until_known and (own.scaling != "strong" or loaders > 1 or len(own.train_size) > 1):
+        raise UserError(
+            "--until-known chooses a number of GPUs and a batch size: give one --train-size and one loader, "
+            "and leave out --scaling."
+        )
+    if own.until_known and not (own.target or own.script):
+        raise UserError(
+            "--until-known needs a goal that stays the same from run to run: add --target, the test accuracy "
+            "(%) to reach."
+        )
 
 
 def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:
@@ -147,6 +183,29 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         default=1,
         metavar="N",
         help="of each, with another seed (default: 1)",
+    )
+    answer = parser.add_argument_group("how many GPUs to ask for")
+    answer.add_argument(
+        "--until-known",
+        action="store_true",
+        help="stop when that is known: of the lists run only what tells something, the cheapest first",
+    )
+    answer.add_argument(
+        "--spend",
+        type=above_0(),
+        metavar="HOURS",
+        help="GPU-hours that the runs of --until-known may take in all (default: no limit)",
+    )
+    wishes = "of the training that you plan: "
+    answer.add_argument(
+        "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy it is to reach"
+    )
+    answer.add_argument(
+        "--deadline", type=time_limit, metavar="LIMIT", help=f"{wishes}its time, as HH:MM:SS or in minutes"
+    )
+    answer.add_argument("--budget", type=above_0(), metavar="HOURS", help=f"{wishes}its GPU-hours")
+    answer.add_argument(
+        "--min-efficiency", type=above_0(100), metavar="PERCENT", help=f"{wishes}its efficiency (default: 70)"
     )
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(

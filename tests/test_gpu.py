@@ -252,3 +252,14 @@ def test_a_peer_that(fate: str, why: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert why in done.stderr
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
+def test_the_phases_of_a_step_on_gpus(tmp_path: Path) -> None:
+    script = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
+    done = run(script, "--batch-size", 256 * GPUS, "--results-dir", tmp_path, "--trace", processes=GPUS)
+    assert done.returncode == 0, done.stderr
+    assert f"{GPUS} x NVIDIA" in done.stdout
+    (file,) = (tmp_path / "breakdown").glob("*.tsv")
+    rows = pd.read_csv(file, sep="\t")
+    assert (rows[rows.phase.isin(["forward", "backward", "optimizer", "step"])].seconds > 0).all()
+    assert len(list((tmp_path / "breakdown").glob("*.json"))) == GPUS

@@ -31,9 +31,18 @@ def test_the_intervals_hold_what_they_say_and_the_choice_is_good() -> None:
 
 
 def test_every_point_left_out_of_real_runs_is_predicted() -> None:
-    table = PREDICTIONS["of_runs"](PREDICTIONS["SAMPLES"])
+    table = PREDICTIONS["of_runs"](PREDICTIONS["SAMPLES"] / "scaling")
     errors = table.error.abs()
     assert len(table) == 24 and errors.median() <= 0.05 and errors.max() <= 0.15
+
+
+def test_two_nodes_are_predicted_from_one_and_the_doctor() -> None:
+    """Real runs on the practice cluster, with a network of 100 Mbit/s between its nodes."""
+    table = PREDICTIONS["of_nodes"](PREDICTIONS["SAMPLES"] / "slow_network")
+    assert len(table) == 5 and table.error.abs().max() <= 0.15
+    measured = table["measured, seconds"]
+    assert (measured > 1.5 * table["one node, seconds"])[:3].all()  # or the network was no obstacle
+    assert measured.between(table["low, seconds"], table["high, seconds"]).all()
 
 
 @pytest.mark.parametrize("counts", [(1, 2, 4), (1, 2)], ids=str)

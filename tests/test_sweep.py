@@ -125,6 +125,7 @@ def main():
     facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
     facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0, "compiled": False}
     facts |= {"steps": steps, "images": steps * opts.batch_size}
+    facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
     recorder = records.Recorder(opts.results_dir, facts)
     for epoch in range(1, opts.epochs + 1):
         speed = SPEEDS[opts.batch_size] * devices
@@ -136,8 +137,8 @@ def main():
 if __name__ == "__main__":
     errors.run(main)
 """
-NUMBERS = ("nodes", "threads_per_worker", "batch_per_device", "accumulate", "test_images", "train_loss")
-NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "lr", "peak_memory_mb")
+NUMBERS = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss")
+NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
 
 
 def pretend(checkout: SweepCheckout) -> None:
@@ -313,6 +314,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
     done = checkout.start_sweep(*arguments, "--epochs", 1)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no Slurm here" in done.stdout
+    assert "no epoch after the warm-up was measured" in done.stdout  # how many GPUs to ask for is not known
     assert checkout.job(ddp1) == before
     rows = [checkout.rows(run)[0] for run in (ddp1, ddp2)]
     for setting in ("precision", "threads_per_worker"):  # or they could not be compared

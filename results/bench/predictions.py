@@ -3,6 +3,7 @@
 laws    scaling laws drawn by chance, measured with noise, stragglers and missing epochs: does the 90 %
         interval hold the truth, and is the choice as good as the best?
 runs    every point of recorded runs, predicted from all others
+nodes   two nodes with a slow network, predicted from runs on one and the all-reduce that the doctor measured
 """
 
 import argparse
@@ -16,13 +17,25 @@ import pandas as pd
 
 from trainkit import errors
 from trainkit.analysis import comparison
-from trainkit.analysis.advice import AS_GOOD, INTERVAL, Answer, Option, Training, Wishes, advise, sets
-from trainkit.analysis.scaling import left_out
+from trainkit.analysis.advice import (
+    AS_GOOD,
+    INTERVAL,
+    Answer,
+    Option,
+    Training,
+    Wishes,
+    advise,
+    all_reduces,
+    interval,
+    sets,
+)  # fmt: skip
+from trainkit.analysis.scaling import Shape, fit, left_out
+from trainkit.analysis.text import markdown
 from trainkit.command_line import Parser, at_least
 from trainkit.files import check_writable
 
 HERE = Path(__file__).resolve().parent
-SAMPLES = HERE.parent / "sample" / "cpu-xeon-2-cores" / "scaling"
+SAMPLES = HERE.parent / "sample" / "cpu-xeon-2-cores"
 IMAGES, EPOCHS = 65_536, 20
 START_SECONDS, EVALUATION_SECONDS = 10.0, 1.0
 COUNTS = ((1, 2), (1, 2, 4), (1, 2, 4, 8))
@@ -39,12 +52,25 @@ def main() -> None:
     )
     args = parser.parse_args()
     check_writable(args.out, "the benchmark", "give another --out.")
-    tables = {"runs": of_runs(SAMPLES)}
+    tables = {"nodes": of_nodes(SAMPLES / "slow_network"), "runs": of_runs(SAMPLES / "scaling")}
     if args.laws:
         tables["laws"], tables["choices"] = of_laws(args.laws, args.seed)
     for name, table in tables.items():
         table.round(4).to_csv(args.out / f"{name}.csv", index=False)
-        print(f"\n{name}\n{table.round(4).to_string(index=False)}", flush=True)
+        shown = in_short(tables["runs"]) if name == "runs" else table
+        (args.out / f"{name}.md").write_text(markdown(as_texts(shown)) + "\n")
+        print(f"\n{name}\n{as_texts(shown).to_string(index=False)}", flush=True)
+
+
+def as_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """Shares and errors in percent, seconds in milliseconds."""
+    texts = table.astype(object)
+    for name in table.select_dtypes("float"):
+        milliseconds = name.endswith("seconds")
+        number = 1000 * table[name] if milliseconds else 100 * table[name]
+        texts[name] = number.map("{:.1f}".format)
+        texts = texts.rename(columns={name: name.replace("seconds", "ms") if milliseconds else f"{name}, %"})
+    return texts.astype(str)
 
 
 # --- laws whose truth is known --------------------------------------------------------------------
@@ -179,6 +205,43 @@ def of_runs(folder: Path) -> pd.DataFrame:
             table = left_out(training.measured(stage))
             tables.append(table.assign(set=what, stage=stage, error=table.predicted / table.seconds - 1))
     return pd.concat(tables)
+
+
+def in_short(table: pd.DataFrame) -> pd.DataFrame:
+    """The errors of `of_runs` by their sets."""
+    table = table.assign(error=table.error.abs(), within=table.seconds.between(table.low, table.high))
+    by_set = table.groupby("set")
+    return by_set.agg(
+        points=("error", "size"),
+        median=("error", "median"),
+        largest=("error", "max"),
+        within=("within", "mean"),
+    ).reset_index()
+
+
+def of_nodes(folder: Path) -> pd.DataFrame:
+    """A step on two nodes, by the images of each: predicted from one node and the doctor's, and measured."""
+    one, two = (comparison.load([folder / name / "runs"])[0] for name in ("one_node", "two_nodes"))
+    doctor, _ = all_reduces([folder / "two_nodes"], two)
+    alone, together = (Training(rows, Wishes()).measured("ddp") for rows in (one, two))
+    gradient_bytes = 4 * one.parameters.max()
+    model = fit(alone, doctor, gradient_bytes)
+    rows = []
+    for shape, runs in together.items():
+        seconds = np.median(runs)
+        low, predicted, high = interval(model.step_seconds(shape))
+        rows.append(
+            {
+                "batch of each node": shape.batch,
+                "one node, seconds": np.median(alone[Shape(1, 1, shape.batch)]),
+                "low, seconds": low,
+                "predicted, seconds": predicted,
+                "high, seconds": high,
+                "measured, seconds": seconds,
+                "error": predicted / seconds - 1,
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,13 @@ def parse() -> argparse.Namespace:
         help="every node a host of its own (default, where that is allowed), or all nodes on this host",
     )
     options.add_argument(
+        "--bandwidth",
+        type=bandwidth,
+        default=0,
+        metavar="RATE",
+        help="at which a node sends, such as 100mbit (default: as fast as the machine can)",
+    )
+    options.add_argument(
         "--no-accounting", action="store_true", help="no database: a quicker start, but no sacct"
     )
     add(status)
@@ -71,6 +78,8 @@ def parse() -> argparse.Namespace:
     arguments.words = words[at + 1 :]
     if arguments.words and arguments.action is not shell:
         parser.error("only shell takes a command")
+    if arguments.action is up and arguments.bandwidth and arguments.mode == "one-host":
+        parser.error("--bandwidth needs nodes that are hosts of their own: leave out --mode one-host")
     return arguments
 
 
@@ -87,6 +96,14 @@ def number(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def bandwidth(text: str) -> int:
+    """In Mbit/s."""
+    rate = re.fullmatch(r"([1-9][0-9]{0,2}|1000)mbit", text)
+    if not rate:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate from 1mbit to 1000mbit")
+    return int(rate[1])
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -174,6 +191,7 @@ def load(name: str) -> Cluster:
 
 def description(cluster: Cluster) -> list[str]:
     where = "every node is a host of its own" if cluster.hosts else "all nodes are on this host"
+    where += f", with a network of {cluster.mbit} Mbit/s" if cluster.mbit else ""
     option = "" if cluster.name == "practice" else f" --name {cluster.name}"
     return [
         f"{cluster.name} is up: {', '.join(cluster.node_names)}; {where}.",
@@ -248,7 +266,8 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
         cpus=arguments.cpus,
         # What the job scripts ask for, 8 GB for each GPU: training on virtual ones takes 1 GB.
         memory=max(machine_memory() // arguments.nodes, 8192 * max(arguments.gpus, 2)),
-        hosts=arguments.mode != "one-host" and hosts_are_allowed(arguments.mode == "hosts"),
+        hosts=arguments.mode != "one-host" and hosts_are_allowed(arguments),
+        mbit=arguments.bandwidth,
         accounting=not arguments.no_accounting and software.has_accounting(),
         first_port=free_ports(arguments.name, config.FIRST_SLURMD_PORT + arguments.nodes),
     )
@@ -256,16 +275,22 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def hosts_are_allowed(must: bool) -> bool:
-    """Whether this user may make hosts here. Raises ClusterError if it `must` be."""
+def hosts_are_allowed(arguments: argparse.Namespace) -> bool:
+    """Whether this user may make hosts here. Raises ClusterError if they were asked for and cannot be."""
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add type bridge && ip link add type veth"
+    if arguments.bandwidth:
+        attempt += " && tc qdisc add dev veth0 root tbf rate 1mbit burst 70kb latency 50ms"
     command = ["unshare", *processes.NAMESPACES, "sh", "-c", attempt]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=software.environment())
         refusal = done.stderr.strip() if done.returncode else ""
     except FileNotFoundError:
         refusal = "there is no unshare"
-    if refusal and must:
+    if refusal and arguments.bandwidth:
+        raise ClusterError(
+            f"nodes cannot have a slow network here ({refusal}): be root, or leave out --bandwidth."
+        )
+    if refusal and arguments.mode == "hosts":
         raise ClusterError(
             f"nodes cannot be hosts of their own here ({refusal}): be root, or use --mode one-host."
         )

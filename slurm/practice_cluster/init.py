@@ -108,8 +108,8 @@ def start_accounting(cluster: Cluster) -> None:
 def start_slurmd(cluster: Cluster, node: str) -> Daemon:
     command = ["slurmd", "-D", "-N", node, "-d", str(cluster.folder / "bin" / "slurmstepd")]
     if cluster.hosts:
-        prepare = [str(HERE / "node.sh"), node, cluster.node_address(node), str(os.getpid())]
-        command = ["unshare", *NAMESPACES, *prepare, *command]
+        prepare = [HERE / "node.sh", node, cluster.node_address(node), os.getpid(), cluster.mbit]
+        command = ["unshare", *NAMESPACES, *map(str, prepare), *command]
     return Daemon(cluster, f"slurmd-{node}", command)
 
 

@@ -18,8 +18,9 @@ ACCOUNTING_DAEMONS = ["slurmdbd", "mariadbd"]
 DAEMONS = ["munged", "slurmctld", "slurmd", "slurmstepd", *ACCOUNTING_DAEMONS]
 COMMANDS = [
     *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo"),
-    *("sprio", "squeue", "sreport", "srun", "sstat", "ip"),
+    *("sprio", "squeue", "sreport", "srun", "sstat", "ip", "tc"),
 ]
+OPTIONAL = [*ACCOUNTING_DAEMONS, "tc"]
 CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
 
 
@@ -59,7 +60,7 @@ def find(program: str) -> Path | None:
 
 def missing() -> list[str]:
     """The programs that a cluster cannot do without, and that are not there."""
-    needed = [name for name in DAEMONS + COMMANDS if name not in ACCOUNTING_DAEMONS]
+    needed = [name for name in DAEMONS + COMMANDS if name not in OPTIONAL]
     return [name for name in needed if not find(name)]
 
 

@@ -16,7 +16,8 @@ class Cluster:
     """A practice cluster, as `up` was asked to make it.
 
     `hosts`: every node is a host of its own; otherwise all nodes share this machine's name and network.
-    `cpus`, `memory` (MB) and `gpus` are per node. The ports from `first_port` on are its own.
+    `cpus`, `memory` (MB) and `gpus` are per node. `mbit` is how fast a node sends (Mbit/s); 0: as
+    fast as the machine can. The ports from `first_port` on are its own.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Cluster:
     cpus: int
     memory: int
     hosts: bool
+    mbit: int
     accounting: bool
     first_port: int
 

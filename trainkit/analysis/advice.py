@@ -26,6 +26,7 @@ PROBE_EPOCHS = 3  # of a run that is proposed: one to warm up, two to measure
 EPOCHS_SCATTER = (
     0.3  # per doubling of the batch, in logarithms, of the epochs needed at one that was not tried
 )
+UNLIKELY = 0.05  # share of the draws from which on a thing is possible
 ENOUGH_RUNS = 3  # that are equal: another would tell little
 BINS = 5  # of what a run may show, for what is expected to be known after it
 # What is equal in all runs of a set. The batch is what the models know of; of the learning rate it is that
@@ -163,16 +164,20 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
                     gaps.setdefault(why, []).append(Probe(name, shape, hours, why))
             elif (name, shape) not in options:
                 options[name, shape] = training.option(name, shape, model)
+    told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
     options = list(options.values())
-    best, why, good = _choose(options, wishes)
+    if not options:
+        raise UserError(
+            f"nothing of what is to be chosen from can be predicted ({'; '.join(told)}): change it."
+        )
+    best, why, kept, good = _choose(options, wishes)
     if gaps and all(option.shape.devices == 1 for option in options):
         best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
     sure = float(good[options.index(best)].mean()) if best else 0.0
-    probes = _probes(options, good) if best and sure < SURE else []
+    probes = [] if sure >= SURE else _probes(options, good) if best else _hopes(options, kept)
     if sure < SURE and not probes:
         cheapest = [min(runs, key=lambda probe: probe.hours) for runs in gaps.values()]
         probes = sorted(cheapest, key=lambda probe: probe.hours)
-    told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
     return Answer(training.goal, options, best, why, sure, probes, told, models)
 
 
@@ -186,23 +191,25 @@ class Training:
             raise UserError("no epoch after the warm-up was measured: train for --epochs 3 or more.")
         self._steady = steady.assign(step_seconds=steady.global_batch / steady.images_per_s)
         self.images = rows.images.max()
-        whole = rows[
-            rows.images + rows.global_batch > self.images
-        ]  # runs on less data learn less in an epoch
+        # Runs on less data learn less in an epoch.
+        whole = rows[rows.images + rows.global_batch > self.images]
         target = wishes.target
         if target is None and not wishes.epochs:
             target = _reached_by_most(whole)
-        self._needed = None
+        self._curves = None
         self._epochs = wishes.epochs or int(rows.epoch.max())
         self.goal = f"{self._epochs} epoch(s) of {self.images:,} images"
         if target is not None:
-            self._needed = {batch: _epochs_to(target, runs) for batch, runs in whole.groupby("global_batch")}
+            self._target, best = target, whole.test_accuracy.max()
             self.goal = f"{target:g} % test accuracy, on {self.images:,} images"
-            if not np.isfinite(np.concatenate(list(self._needed.values()))).any():
+            if not best >= target:
                 raise UserError(
-                    f"no run has reached {target:g} % (the best had {whole.test_accuracy.max():.2f} %): "
-                    "lower --target, or train for more --epochs first."
+                    f"no run has reached {target:g} % (the best had {best:.2f} %): lower --target, or train "
+                    "for more --epochs first."
                 )
+            self._curves = {batch: _curves(runs) for batch, runs in whole.groupby("global_batch")}
+            # What an accuracy on so many images is known to.
+            self._by_chance = math.sqrt(target * (100 - target) / whole.test_images.median())
         outside = rows.groupby("run_id").agg(
             devices=("devices", "first"), trained=("train_seconds", "sum"), tested=("eval_seconds", "sum"),
             elapsed=("elapsed_s", "max"),
@@ -281,57 +288,57 @@ class Training:
 
     def _epochs_needed(self, batch: int) -> np.ndarray:
         """Draws; infinite where the target was not reached."""
-        if self._needed is None:
+        if self._curves is None:
             return np.full(DRAWS, float(self._epochs))
         random = np.random.default_rng(batch)  # the same for every number of devices
-        if batch in self._needed:
-            known = self._needed[batch]
-            by_chance = random.choice([-1, 0, 0, 1], DRAWS) if len(known) < 3 else 0
-            return np.maximum(random.choice(known, DRAWS) + by_chance, 1)
+        if batch in self._curves:
+            curves = self._curves[batch]
+            drawn = curves[random.integers(len(curves), size=DRAWS)]
+            return _first(drawn + random.normal(0, self._by_chance, (DRAWS, 1)) >= self._target)
+        # Of a batch that did not get there one epoch more than it had: at least that is needed.
         found = {
-            math.log2(b): np.log(np.median(n)) for b, n in self._needed.items() if np.isfinite(np.median(n))
+            math.log2(known): np.log(np.median(np.minimum(_first(curves >= self._target), self._epochs + 1)))
+            for known, curves in self._curves.items()
         }
-        if not found:
-            return np.full(DRAWS, math.inf)
-        near = min(abs(math.log2(batch) - b) for b in found)
+        near = min(abs(math.log2(batch) - known) for known in found)
         middle = np.interp(math.log2(batch), list(found), list(found.values()))
         return np.maximum(np.round(np.exp(random.normal(middle, EPOCHS_SCATTER * near, DRAWS))), 1)
 
     def _epochs_basis(self, batch: int) -> str:
         return (
-            "" if self._needed is None or batch in self._needed else ", its epochs guessed from other batches"
+            "" if self._curves is None or batch in self._curves else ", its epochs guessed from other batches"
         )
 
 
-def _choose(options: list[Option], wishes: Wishes) -> tuple[Option | None, str, np.ndarray]:
-    """The best option and why; and whether each is as good as the best of each draw, (options, draws)."""
+def _choose(options: list[Option], wishes: Wishes) -> tuple[Option | None, str, np.ndarray, np.ndarray]:
+    """The best option and why; whether each keeps the rules, and is as good as the best, (options, draws)."""
     seconds, hours = (
         np.array([getattr(option, name) for option in options]) for name in ("seconds", "hours")
     )
-    efficiency = np.array([np.median(option.efficiency) for option in options])
-    alone = np.array([option.shape.devices == 1 for option in options])
-    rules = {
-        f"{100 * wishes.min_efficiency:g} % efficiency": (alone | (efficiency >= wishes.min_efficiency))[
-            :, None
-        ]
-    }
+    efficiency = np.array([option.efficiency for option in options])
+    alone = np.array([[option.shape.devices == 1] for option in options])
+    efficient = alone | (efficiency >= wishes.min_efficiency)
+    limits = {}
     if wishes.deadline_s:
-        rules[f"the deadline of {minutes(wishes.deadline_s)} min"] = seconds <= wishes.deadline_s
+        limits[f"the deadline of {minutes(wishes.deadline_s)} min"] = seconds <= wishes.deadline_s
     if wishes.budget_hours:
-        rules[f"the budget of {wishes.budget_hours:g} GPU-hours"] = hours <= wishes.budget_hours
-    kept = reduce(np.logical_and, rules.values(), np.isfinite(seconds))
+        limits[f"the budget of {wishes.budget_hours:g} GPU-hours"] = hours <= wishes.budget_hours
+    within = reduce(np.logical_and, limits.values(), np.isfinite(seconds))
+    kept = efficient & within
     what, cost, other = ("cheapest", hours, seconds) if wishes.deadline_s else ("fastest", seconds, hours)
     least = np.where(kept, cost, math.inf).min(axis=0)
     good = kept & (cost <= (1 + AS_GOOD) * least) | np.isinf(least)
+    rules = {f"{100 * wishes.min_efficiency:g} % efficiency": efficient} | limits
+    # Limits are to be kept surely, if that can be.
     for share, how in ((0.95, ""), (0.5, ", as likely as not")):
-        able = kept.mean(axis=1) >= share
+        able = (within.mean(axis=1) >= share) & (efficient.mean(axis=1) >= 0.5)
         if able.any():
             middle = np.where(able, np.median(cost, axis=1), math.inf)
             as_good = middle <= (1 + AS_GOOD) * middle.min()
             best = np.where(as_good, np.median(other, axis=1), math.inf).argmin()
-            return options[best], f"the {what} that keeps {' and '.join(rules)}{how}", good
+            return options[best], f"the {what} that keeps {' and '.join(rules)}{how}", kept, good
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
-    return None, f"nothing keeps {' and '.join(never or rules)}: {_nearest(options)}", good
+    return None, f"nothing keeps {' and '.join(never or rules)}: {_nearest(options)}", kept, good
 
 
 def _nearest(options: list[Option]) -> str:
@@ -365,6 +372,21 @@ def interval(values: np.ndarray) -> tuple[float, float, float]:
     )  # between infinite ones nothing lies
 
 
+def _hopes(options: list[Option], kept: np.ndarray) -> list[Probe]:
+    """Runs of what may keep the rules after all, cheapest first."""
+    found = [
+        Probe(
+            option.stage,
+            option.shape,
+            option.probe_hours,
+            f"the wishes may be kept after all, in {100 * share:.0f} %",
+        )
+        for option, share in zip(options, kept.mean(axis=1), strict=True)
+        if share >= UNLIKELY and option.runs < ENOUGH_RUNS
+    ]
+    return sorted(found, key=lambda probe: probe.hours)
+
+
 def label(option: Option) -> str:
     """An option in a few words, as in the comparison."""
     return comparison.label(_AsRow(option.stage, *option.shape[:2], option.global_batch))
@@ -387,10 +409,17 @@ def _listed(shapes: list[Shape]) -> str:
     return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
 
 
-def _epochs_to(target: float, rows: pd.DataFrame) -> np.ndarray:
-    """Epochs until each run reached the target, infinite for those that did not."""
-    first = rows[rows.test_accuracy >= target].groupby("run_id").epoch.min()
-    return first.reindex(rows.run_id.unique()).fillna(math.inf).to_numpy(float)
+def _curves(rows: pd.DataFrame) -> np.ndarray:
+    """Test accuracies, (seeds, epochs), NaN where a run was shorter.
+
+    Runs with one seed differ in their devices and hardly in what they learn: they count as one.
+    """
+    return rows.pivot_table("test_accuracy", "seed", "epoch", "median", dropna=False).to_numpy(float)
+
+
+def _first(reached: np.ndarray) -> np.ndarray:
+    """The first epoch that has reached it, by rows of epochs; infinite where none has."""
+    return np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, math.inf)
 
 
 def _reached_by_most(rows: pd.DataFrame) -> float | None:

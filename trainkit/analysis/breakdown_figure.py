@@ -48,7 +48,7 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
     for axes, (settings, panel) in zip(every, panels, strict=True):
         _bars(axes, panel)
-        axes.set_title(textwrap.fill(_in_words(settings), 85), fontsize=10)
+        axes.set_title(f"{_message(panel)}\n{textwrap.fill(_in_words(settings), 85)}", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     try:
@@ -103,6 +103,15 @@ def _bars(axes: Axes, panel: pd.DataFrame) -> None:
     axes.set_yticks(places, [_label(row) for row in panel.itertuples()], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("ms of a training step: mean of the ranks")
+
+
+def _message(panel: pd.DataFrame) -> str:
+    """What the bar with the most workers shows."""
+    row = panel.sort_values("world_size").iloc[-1]
+    if row.world_size == 1:
+        return "One worker has nothing to exchange"
+    share = (row.exchange + row.waiting) / row.step
+    return f"With {row.world_size} workers {100 * max(share, 0):.0f} % of a step is exchange and waiting"
 
 
 def _label(row: tuple) -> str:

@@ -41,7 +41,7 @@ CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = ["device_name", "dataset", "model"]
-WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
+WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
 TUTORIAL_MODEL = "Net"
 # The stages of the tutorial, in its order. Any other name is somebody's own training.
 TUTORIAL_STAGES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}

@@ -31,6 +31,7 @@ OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
 # How much equal runs differ where there are no repeats to tell: as much as if two of them had shown 2 %.
 EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
+SIZES = 3  # of all-reduces, those nearest to that of the gradients
 FURTHEST = 2  # times the largest count that was measured
 
 Seconds = np.ndarray  # (draws, shapes)
@@ -271,9 +272,14 @@ def _exchange_of_runs(
 
 
 def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
-    """Seconds of the exchange by shapes, from the doctor's."""
+    """Seconds of the exchange by shapes, from the doctor's of about as many bytes."""
     if not all_reduces:
         return None
+    # Small messages take the time of their rounds, which varies, and tell little of large ones.
+    sizes = sorted(
+        {found.bytes for found in all_reduces}, key=lambda size: abs(np.log(size / gradient_bytes))
+    )
+    all_reduces = [found for found in all_reduces if found.bytes in sizes[:SIZES]]
     shapes = np.array([(found.devices, found.nodes, 0) for found in all_reduces], float)
     bytes, seconds = (
         np.array([getattr(found, name) for found in all_reduces]) for name in ("bytes", "seconds")

@@ -34,6 +34,7 @@ from trainkit.jobs.submission import Request
 from trainkit.options import Options
 
 PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
+HOW_MANY_GPUS = REPOSITORY / "results" / "how_many_gpus.py"
 MOST_CELLS = 10_000
 EPOCHS = 3  # one to warm up, two to measure
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
@@ -129,6 +130,11 @@ class Sweep:
                 "--batch-size-per-gpu is what --scaling weak makes of --batch-size here: give those two."
             )
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether CPU cores stand in for GPUs."""
+        return self.opts.no_cuda or (self.here and not self.gpus_here)
+
     def cells(self, lists: Lists) -> tuple[list[Cell], Counter[str]]:
         """The cells that make sense, and the reasons for those that do not, with their numbers.
 
@@ -166,7 +172,7 @@ class Sweep:
         gpus, most = cell.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
         if self.here and gpus > most:
             raise UserError(f"{gpus} workers are more than the {most} found here")
-        if cell.stage.name == "dp" and gpus > 1 and (self.opts.no_cuda or (self.here and not self.gpus_here)):
+        if cell.stage.name == "dp" and gpus > 1 and self.on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
         sizes = {"batch_size": cell.batch_size, "train_size": cell.train_size}
         submission.check_sizes(replace(self.opts, **sizes), cell.stage, cell.shape)
@@ -262,6 +268,11 @@ class Sweep:
         last = ((csv, rows[-1]) for csv, rows in self._csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
+    def device_hours(self) -> float:
+        """What all runs have taken, also those that failed after an epoch."""
+        last = (rows[-1] for _, rows in self._csvs("*"))
+        return sum(row["devices"] * row["elapsed_s"] for row in last) / 3600
+
     def precision(self) -> str:
         """The one precision of all runs: the one asked for, or "auto" until a run has chosen."""
         chosen = (rows[0]["precision"] for _, rows in self._csvs("*"))
@@ -282,17 +293,29 @@ def _text(path: Path) -> str:
         return ""
 
 
-def run(sweep: Sweep, cells: list[Cell], max_jobs: int, run_seconds: float | None = None) -> int:
+def run(
+    sweep: Sweep,
+    cells: list[Cell],
+    max_jobs: int,
+    run_seconds: float | None = None,
+    question: tuple[str, ...] | None = None,
+) -> int:
     """Finish the cells, at most `max_jobs` at a time, and compare; returns the exit code.
 
-    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known.
+    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known, and
+    `question` the options of results/how_many_gpus.py, if that is to answer.
 
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
+    begin(sweep, cells, run_seconds)
+    return compare(sweep, finish(sweep, cells, max_jobs, sweep.folder), question)
+
+
+def begin(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
+    """Print what is asked for, and how to come back to it."""
     tell(sweep, cells, run_seconds)
     print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
-    return _compare(sweep, finish(sweep, cells, max_jobs, sweep.folder))
 
 
 def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> list[str]:
@@ -360,16 +383,43 @@ def _without_one_device(cells: list[Cell], folder: Path) -> list[str]:
     ]
 
 
-def _compare(sweep: Sweep, failed: list[str]) -> int:
-    """Compare what has finished; returns the exit code of the sweep."""
+def compare(sweep: Sweep, failed: list[str], question: tuple[str, ...] | None = None) -> int:
+    """Compare what has finished, and answer the question if there is one; returns the sweep's exit code."""
     csvs = sweep.finished()
     code = 0
     if csvs:
         print(flush=True)
         code = subprocess.run([sys.executable, PLOT_RESULTS, *csvs, "--out", sweep.folder]).returncode
+    if csvs and question is not None:
+        done = _how_many_gpus(sweep, csvs, "--out", sweep.folder, *question)
+        print(f"\n{done.stdout or _why_not(done)}", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
     return 1 if failed else code
+
+
+def answer(sweep: Sweep, question: tuple[str, ...]) -> dict:
+    """What results/how_many_gpus.py --json says of the finished runs, `question` being its other options.
+
+    Where it refuses, there are no `options` and `probes`, and the `sentence` tells why.
+    """
+    told, csvs = "nothing has run", sweep.finished()
+    if csvs:
+        done = _how_many_gpus(sweep, csvs, "--json", *question)
+        if done.stdout:
+            return json.loads(done.stdout)
+        told = _why_not(done)
+    return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": told}
+
+
+def _how_many_gpus(sweep: Sweep, csvs: list[Path], *options: str | Path) -> subprocess.CompletedProcess[str]:
+    measured = [folder for folder in [sweep.site.results_dir / "all_reduce"] if folder.is_dir()]
+    command = [sys.executable, HOW_MANY_GPUS, *csvs, *measured, *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def _why_not(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stderr.strip().removeprefix("error: ")
 
 
 class Queue:

@@ -1,0 +1,117 @@
+"""Computes Amdahl's law and the interval of how_many_gpus.py from the runs in mine/runs."""
+
+import math
+
+from trainkit.analysis import advice, comparison
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction`"
+RECORDED = [  # each twice: one worker and two at batch 128, then at 512
+    f"results/sample/cpu-xeon-2-cores/scaling/w32/{run}.csv"
+    for run in (
+        "single-20261122-051438-83bb0ea1", "single-20261122-052850-9d48f0c7",
+        "ddp-20261122-052150-0428d3b8", "ddp-20261122-053552-e086724d",
+        "single-20261122-051552-d4ea067b", "single-20261122-053003-5ab77490",
+        "ddp-20261122-052237-b6e7be4c", "ddp-20261122-053639-e1b02513",
+    )
+]  # fmt: skip
+WRONG = [
+    ("answers.txt", "serial_ms = 19.6", "serial_ms = 38.6", "half of p"),
+    ("answers.txt", "serial_ms = 19.6", "serial_ms = 58.1", "whole step on two devices"),
+    ("answers.txt", "four = 3294", "four = 5296", "four times those of one"),
+    ("answers.txt", "four = 3294", "four = 4404", "twice those of two"),
+    ("answers.txt", "most_128 = 3", "most_128 = 9", "N T(N)"),
+    ("answers.txt", "most_512 = 6", "most_512 = 3", "the batch is larger"),
+    ("answers.txt", "low = 2500", "low = 3160", "is its middle"),
+    ("answers.txt", "high = 3430", "high = 4740", "four devices at batch 128"),
+    ("answers.txt", "refused = 8", "refused = 4", "twice as many as were measured"),
+    ("runs/ddp-*.csv", ",128,64,1,fp32", ",132,66,1,fp32", "no run of stage ddp and devices 2"),
+]  # fmt: skip
+ASKED = advice.Wishes(epochs=50, gpus=(1, 2, 4, 8), batches=(128, 512))
+LEAST = 0.7  # efficiency
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    one, two, serial = steps(mine, 128)
+    check_amdahl(answers, one, two, serial)
+    most = {batch: check_most(answers, batch, *steps(mine, batch)) for batch in (128, 512)}
+    low, middle, high = asked(mine)
+    for name, true in {"low": low, "high": high}.items():
+        given = answers.number(name)
+        if near(given, true, 0.04):
+            continue
+        if near(given, middle):
+            raise Wrong(f"`{name}`: {given:g} is its middle. The interval stands beneath it.")
+        raise Wrong(f"`{name}` is not {given:g}: look for DDP with four devices at batch 128, images/s.")
+    if answers.number("refused") != 8:
+        raise Wrong("`refused`: it goes as far as twice as many as were measured. What was left?")
+    four = amdahl(128, one, serial)
+    return (
+        f"By hand four devices do {four:,.0f} images/s, {four * one / 128:.2f} times as many as one (you "
+        f"predicted {prediction:g}). The kit says {low:,.0f} to {high:,.0f}, {middle:,.0f} in the middle. "
+        "Two measurements always agree with a law of two numbers: yours was never tested. And Amdahl's s "
+        "stays as it is, while an exchange has more rounds with every device. The kit fits several laws, "
+        "trusts those that predict runs which they were not shown, and gives an interval for what is left "
+        f"open. With a batch of 512 it is {most[512]} devices and not {most[128]} that keep 70 %: how many "
+        "are best cannot be said without the batch. Only a run on four tells for certain. What that costs is "
+        "in the exercise `next_run`."
+    )
+
+
+def steps(mine: Mine, batch: int) -> tuple[float, float, float]:
+    """Seconds of a step on one device and on two, and of the part that they do not divide."""
+    rows = (mine.row(stage=stage, devices=n, global_batch=batch) for stage, n in (("single", 1), ("ddp", 2)))
+    one, two = (batch / row.images_per_s for row in rows)
+    if two <= one / 2:
+        raise Wrong(
+            f"In mine/runs two devices are more than twice as fast as one at batch {batch}: something "
+            "disturbed these runs. Make them again, or take `recorded`."
+        )
+    return one, two, 2 * two - one
+
+
+def amdahl(batch: int, one: float, serial: float) -> float:
+    """Images/s of four devices."""
+    return batch / (serial + (one - serial) / 4)
+
+
+def check_amdahl(answers: Answers, one: float, two: float, serial: float) -> None:
+    """Say what is wrong with s, and with four devices."""
+    given = answers.number("serial_ms") / 1000
+    if not near(given, serial, 0.06):
+        if near(given, one - two, 0.03):
+            raise Wrong("`serial_ms`: that is T(1) - T(2), and half of p.")
+        if near(given, two, 0.03):
+            raise Wrong("`serial_ms`: that is the whole step on two devices, which has p / 2 in it.")
+        raise Wrong(f"`serial_ms` is not {1000 * given:g}: s = 2 T(2) - T(1), in milliseconds.")
+    given, true = answers.number("four"), amdahl(128, one, serial)
+    if not near(given, true, 0.03):
+        if near(given, 4 * 128 / one, 0.03):
+            raise Wrong("`four`: these are four times those of one. Where is s?")
+        if near(given, 2 * 128 / two, 0.03):
+            raise Wrong("`four`: these are twice those of two. But s is not divided again.")
+        raise Wrong(f"`four` is not {given:g}: 128 images in s + p / 4 seconds.")
+
+
+def check_most(answers: Answers, batch: int, one: float, two: float, serial: float) -> int:
+    """The largest count that keeps the efficiency; close to the next one, both are right."""
+    limit = (one / LEAST - (one - serial)) / serial
+    given = answers.number(f"most_{batch}")
+    if not math.floor(0.97 * limit) <= given <= math.floor(1.03 * limit):
+        small = " It is more than at 128, as the batch is larger." if batch == 512 and given < limit else ""
+        raise Wrong(
+            f"`most_{batch}` is not {given:g}: N T(N) = N s + p, and it may be T(1) / 0.7 at most.{small}"
+        )
+    return int(given)
+
+
+def asked(mine: Mine) -> tuple[float, float, float]:
+    """What how_many_gpus.py says of four devices at batch 128: low, middle and high."""
+    rows, _ = comparison.load([mine.folder / "runs"])
+    for _, of_a_set in advice.sets(rows):
+        for option in advice.advise(of_a_set, ASKED).options:
+            if (option.stage, option.shape.devices, option.global_batch) == ("ddp", 4, 128):
+                return advice.interval(option.images_per_s)
+    raise Wrong("how_many_gpus.py predicts nothing for four devices from mine/runs: take `recorded`.")

@@ -1,0 +1,107 @@
+"""Computes the bounds from the run on one node and the doctor's times, and has the run on two nodes."""
+
+import statistics
+from pathlib import Path
+
+from trainkit import records
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction`"
+_SLOW = "results/sample/cpu-xeon-2-cores/slow_network"
+_DOCTOR = f"{_SLOW}/two_nodes/all_reduce/20261122-060146-2x2.tsv"
+RECORDED = [f"{_SLOW}/one_node/runs", _DOCTOR]
+WRONG = [
+    ("answers.txt", "step_ms = 191", "step_ms = 0.191", "in seconds"),
+    ("answers.txt", "exchange_ms = 401", "exchange_ms = 802", "counted twice"),
+    ("answers.txt", "exchange_ms = 401", "exchange_ms = 100", "4 bytes each"),
+    ("answers.txt", "exchange_ms = 401", "exchange_ms = 351", "4,194,304"),
+    ("answers.txt", "longest_ms = 592", "longest_ms = 401", "then the exchange"),
+    ("answers.txt", "longest_ms = 592", "longest_ms = 783", "compute at the same time"),
+    ("answers.txt", "shortest_ms = 401", "shortest_ms = 592", "the longer one counts"),
+    ("answers.txt", "shortest_ms = 401", "shortest_ms = 191", "before its gradients"),
+    ("answers.txt", "least = 865", "least = 432", "both nodes"),
+    ("answers.txt", "recommended = 1", "recommended = 2", "first line"),
+]  # fmt: skip
+REPOSITORY = Path(__file__).resolve().parents[3]
+WEIGHTS, BATCH = 1_199_882, 256
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    step, exchange = 1000 * BATCH / speed("one_node"), 1000 * exchange_seconds()
+    check_parts(answers, step, exchange)
+    check_bounds(answers, step, exchange)
+    if answers.number("recommended") != 1:
+        raise Wrong("`recommended`: it is in the first line that the kit prints. Does your `most` agree?")
+    times = {batch: speed("two_nodes", batch) / speed("one_node", batch) for batch in (BATCH, 4 * BATCH)}
+    two = speed("two_nodes")
+    return (
+        f"Measured on two nodes: {two:,.0f} images/s, a step of {2000 * BATCH / two:.0f} ms, between your "
+        f"{answers['shortest_ms']} and {answers['longest_ms']}: DDP sends the first gradients while the "
+        f"backward pass still computes the others. That is {times[BATCH]:.2f} times one worker (you said "
+        f"{prediction:g}). Over this network two nodes are slower than one, and your bounds said so before "
+        "the run: even `most` is less than one worker does. So the kit recommends one. A larger batch makes "
+        f"the step longer, and the exchange not: with {4 * BATCH} images on each it is "
+        f"{times[4 * BATCH]:.2f} times. On your own cluster two runs are enough for how_many_gpus.py to "
+        "predict two nodes: `python ../slurm/doctor.py --job --nodes 2 --gpus 2`, and a short one on one GPU."
+    )
+
+
+def speed(folder: str, batch: int = BATCH) -> float:
+    """Median images/s of the runs with that batch per worker, in all epochs but the warm-up."""
+    runs = (REPOSITORY / _SLOW / folder / "runs").glob("*.csv")
+    rows = [row for path in runs for row in records.read(path)]
+    of_batch = [row for row in rows if row["batch_per_device"] == batch and not row["warmup"]]
+    return statistics.median(row["images_per_s"] for row in of_batch)
+
+
+def exchange_seconds() -> float:
+    """Of all gradients, between the two sizes of the doctor's that they lie between."""
+    seconds = {row["bytes"]: row["seconds"] for row in records.read_all_reduce(REPOSITORY / _DOCTOR)}
+    less = max(size for size in seconds if size <= 4 * WEIGHTS)
+    more = min(size for size in seconds if size > 4 * WEIGHTS)
+    share = (4 * WEIGHTS - less) / (more - less)
+    return seconds[less] + share * (seconds[more] - seconds[less])
+
+
+def check_parts(answers: Answers, step: float, exchange: float) -> None:
+    """Say what is wrong with the step on one node, and with the exchange; in ms."""
+    given = answers.number("step_ms")
+    if not near(given, step):
+        unit = " That is in seconds." if near(given, step / 1000) else ""
+        raise Wrong(f"`step_ms` is not {given:g}: 256 images / images/s, in milliseconds.{unit}")
+    given = answers.number("exchange_ms")
+    if not near(given, exchange, 0.05):
+        hint = "look between the lines of 4,194,304 and 16,777,216 bytes."
+        if near(given, 2 * exchange, 0.05):
+            hint = "the bytes are counted twice. The doctor's seconds are those of the whole sum, to and fro."
+        if near(given, exchange / 4, 0.15):
+            hint = "1,199,882 gradients of 4 bytes each."
+        if 0.8 * exchange < given < exchange:
+            hint = "that is the sum of 4,194,304 bytes, and there are 4,799,528."
+        raise Wrong(f"`exchange_ms` is not {given:g}: {hint}")
+
+
+def check_bounds(answers: Answers, step: float, exchange: float) -> None:
+    """Say what is wrong with the bounds of the step on two nodes, in ms, and with their images/s."""
+    longest, shortest = answers.number("longest_ms"), answers.number("shortest_ms")
+    if near(longest, max(step, exchange), 0.05):
+        raise Wrong("`longest_ms`: that is the larger of the two alone: first the step, then the exchange.")
+    if near(longest, 2 * step + exchange, 0.05):
+        raise Wrong("`longest_ms`: two nodes compute at the same time, so the step counts once, not twice.")
+    if not near(longest, step + exchange, 0.04):
+        raise Wrong(f"`longest_ms` is not {longest:g}: one after the other.")
+    if near(shortest, step + exchange, 0.05):
+        raise Wrong("`shortest_ms`: these are added, but both go on at the same time: the longer one counts.")
+    if near(shortest, min(step, exchange), 0.05):
+        raise Wrong("`shortest_ms`: no step ends before its gradients are exchanged: take the longer one.")
+    if not near(shortest, max(step, exchange), 0.05):
+        raise Wrong(f"`shortest_ms` is not {shortest:g}: the longer one of the two.")
+    for name, bound, ms in (("least", "longest", longest), ("most", "shortest", shortest)):
+        given, true = answers.number(name), 2 * BATCH / ms * 1000
+        if not near(given, true):
+            half = " These are those of one: both nodes do 256 images." if near(given, true / 2) else ""
+            raise Wrong(
+                f"`{name}` is not {given:g}: images of a step on both nodes, by the {bound} step.{half}"
+            )

@@ -1,0 +1,117 @@
+"""Computes the prices from the table of candidates, and the efficiency from the committed runs."""
+
+import csv
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainkit import records
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction`"
+WRONG = [
+    ("candidates.csv", "F,2,512,3,27,0.015", "F,2,512,3,27,0.0075", "Each of the 2 workers"),
+    ("candidates.csv", "A,4,512,3,27,0.03", "A,4,512,3,27,108", "seconds and not hours"),
+    ("candidates.csv", "D,2,512,12,98,0.0544", "D,2,512,12,98,?", "still open"),
+    ("answers.txt", "nothing = B, C, E", "nothing = B, E", "the warm-up"),
+    ("answers.txt", "nothing = B, C, E", "nothing = C", "no exchange"),
+    ("answers.txt", "nothing = B, C, E", "nothing = B, C, D, E", "has several workers"),
+    ("answers.txt", "cheapest = F", "cheapest = E", "tells nothing"),
+    ("answers.txt", "cheapest = F", "cheapest = A", "0.015 are fewer"),
+    ("answers.txt", "efficiency = 92.7", "efficiency = 185", "is the speedup"),
+    ("answers.txt", "four = predicted", "four = measured", "no run on four"),
+    ("answers.txt", "four = predicted", "four = unknown", "twice as many"),
+]  # fmt: skip
+TABLE = Path(__file__).parent / "starter" / "candidates.csv"
+CANDIDATES = {row["run"]: row for row in csv.DictReader(TABLE.read_text().splitlines())}
+W32 = Path(__file__).resolve().parents[3] / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32"
+WHY = {
+    "C": "C has one epoch, which is the warm-up, and no mean has that in it.",
+    **dict.fromkeys("BE", "a run on one worker has no exchange in it, however long it is."),
+}
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", *"abcdef").upper()
+    prices = check_prices(mine)
+    check_choice(answers, prices)
+    true, given = 100 * efficiency(), answers.number("efficiency")
+    if near(given, 2 * true):
+        raise Wrong("`efficiency`: that is the speedup. Divide it by the number of workers.")
+    if not near(given, true):
+        raise Wrong(f"`efficiency` is not {given:g}: column `eff. %`, 2 devices, batch 512.")
+    four = answers.word("four", "measured", "predicted", "unknown")
+    if four == "measured":
+        raise Wrong("`four`: no run on four workers was made.")
+    if four == "unknown":
+        raise Wrong("`four`: the kit goes as far as twice as many as were measured. See the column `note`.")
+    return (
+        f"You would have started {prediction}, for {prices[prediction]:.2g} worker-hours at most. F costs "
+        f"{prices['F']:.2g}, and decides for two workers: {true:.0f} %, measured. Four are predicted now, "
+        "with a wide interval, and the kit goes on to the run that tests it. So the order is: what is not "
+        "known, which runs have that in them, which of these is the cheapest. A, for twice the price, would "
+        "have left two workers predicted. "
+        "`sweep.py --until-known` goes on in this way by itself."
+    )
+
+
+def check_prices(mine: Mine) -> dict[str, float]:
+    """The worker-hours of each candidate; says what is wrong with the learner's."""
+    given = {
+        row["run"]: row for row in csv.DictReader(mine.text("candidates.csv").splitlines()) if row.get("run")
+    }
+    prices = {}
+    for run, row in CANDIDATES.items():
+        workers, seconds = int(row["workers"]), int(row["seconds_at_most"])
+        cell = Answers({run: (given.get(run, {}).get("worker_hours") or "?").strip()})
+        if cell[run] == "?":
+            raise Wrong(f"mine/candidates.csv: worker_hours of {run} is still open.")
+        hours, true = cell.number(run), workers * seconds / 3600
+        if not near(hours, true, 0.04):
+            if near(hours, true / workers, 0.04):
+                raise Wrong(
+                    f"{run}: {hours:g} are the hours of the run. Each of the {workers} workers costs as many."
+                )
+            if near(hours, 3600 * true):
+                raise Wrong(f"{run}: {hours:g} are seconds and not hours.")
+            raise Wrong(f"{run}: not {hours:g}. Seconds / 3600, times the workers.")
+        prices[run] = true
+    return prices
+
+
+def check_choice(answers: Answers, prices: dict[str, float]) -> None:
+    """Say what is wrong with the letters."""
+    given = set(answers["nothing"].upper()) - set(" ,")
+    for run in sorted(given ^ WHY.keys()):
+        if run not in prices:
+            raise Wrong(f"`nothing`: there is no run {run}. Give letters, such as `A, B`.")
+        if run in given:
+            raise Wrong(
+                f"`nothing`: {run} has several workers, its exchange in every step, and more than one epoch."
+            )
+        raise Wrong(f"`nothing`: {WHY[run]}")
+    cheapest = answers.word("cheapest", *"abcdef").upper()
+    if cheapest in WHY:
+        raise Wrong(f"`cheapest`: {cheapest} is cheap, and tells nothing.")
+    if cheapest != "F":
+        raise Wrong(
+            f"`cheapest`: {cheapest} costs {prices[cheapest]:.2g} worker-hours. {prices['F']:.2g} are fewer."
+        )
+
+
+def efficiency() -> float:
+    """Of two workers at batch 512, in the run that was made."""
+    two = speed([W32 / "ddp-20261122-052237-b6e7be4c.csv"])
+    return (
+        two
+        / speed(path for path in W32.glob("single-*.csv") if records.read(path)[0]["global_batch"] == 512)
+        / 2
+    )
+
+
+def speed(paths: Iterable[Path]) -> float:
+    """Median images/s of all epochs but the warm-up."""
+    return statistics.median(
+        row["images_per_s"] for path in paths for row in records.read(path) if not row["warmup"]
+    )
