@@ -60,7 +60,7 @@ def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
     done = asked(SAMPLE, "--out", tmp_path, "--proposal", 20)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Ask for 2 CPU workers on 1 node, DDP, batch 128: ")
-    assert max(map(len, done.stdout.partition("Written")[0].splitlines())) <= 120
+    assert max(map(len, done.stdout.partition("To know better")[0].splitlines())) <= 120
     assert {path.name for path in tmp_path.glob("*.png")} == FIGURES
     assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
 

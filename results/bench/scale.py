@@ -1,4 +1,4 @@
-"""How long the comparison of 10,000 runs takes, and how much memory: python results/bench/scale.py
+"""How long 10,000 runs take to compare, and to say how many GPUs: python results/bench/scale.py
 
 The runs are made up: only how many there are counts here.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainkit.records import ADDED, COLUMNS, RANK_COLUMNS, SCHEMA_VERSION, beside
 
-PLOT_RESULTS = Path(__file__).resolve().parents[1] / "plot_results.py"
+RESULTS = Path(__file__).resolve().parents[1]
 EPOCHS = 3
 # Every combination is one of 2,000 configurations; the last ones change first.
 TRAIN_SIZES, PRECISIONS = (4096, 8192, 16384, 32768, 65536), ("fp32", "bf16")
@@ -23,16 +23,22 @@ WIDTHS, BATCHES, DEVICES = (8, 16, 32, 64, 128), tuple(8 * 2**i for i in range(1
 
 
 def main() -> None:
-    print("configurations  runs  seconds  peak memory, MB")
+    print("configurations  runs  program            seconds  peak memory, MB")
     for configurations, repeats in ((200, 50), (2000, 5)):
         with tempfile.TemporaryDirectory() as folder:
             write_runs(Path(folder, "runs"), configurations, repeats)
-            command = [sys.executable, str(PLOT_RESULTS), f"{folder}/runs", "--out", f"{folder}/out"]
-            start = time.perf_counter()
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6  # the most of all so far
-        print(f"{configurations:14}  {configurations * repeats:4}  {seconds:7.1f}  {peak:15.0f}")
+            for name, options in (
+                ("plot_results.py", ()),
+                ("how_many_gpus.py", ("--set", "1", "--epochs", "9")),
+            ):
+                command = [sys.executable, str(RESULTS / name), f"{folder}/runs", "--out", f"{folder}/out"]
+                start = time.perf_counter()
+                subprocess.run([*command, *options], stdout=subprocess.DEVNULL, check=True)
+                seconds = time.perf_counter() - start
+                usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+                peak = usage.ru_maxrss * 1024 / 1e6  # the most of all so far
+                count = configurations * repeats
+                print(f"{configurations:14}  {count:4}  {name:17}  {seconds:7.1f}  {peak:15.0f}")
 
 
 def write_runs(folder: Path, configurations: int, repeats: int) -> None:

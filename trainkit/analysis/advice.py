@@ -171,10 +171,14 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
             f"nothing of what is to be chosen from can be predicted ({'; '.join(told)}): change it."
         )
     best, why, kept, good = _choose(options, wishes)
-    if gaps and all(option.shape.devices == 1 for option in options):
+    alone = bool(gaps) and all(option.shape.devices == 1 for option in options)
+    if alone:
         best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
     sure = float(good[options.index(best)].mean()) if best else 0.0
-    probes = [] if sure >= SURE else _probes(options, good) if best else _hopes(options, kept)
+    if best:
+        probes = _probes(options, good) if sure < SURE else []
+    else:
+        probes = [] if alone else _hopes(options, kept)
     if sure < SURE and not probes:
         cheapest = [min(runs, key=lambda probe: probe.hours) for runs in gaps.values()]
         probes = sorted(cheapest, key=lambda probe: probe.hours)
