@@ -189,7 +189,8 @@ def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
     if answer.best is None or not able:
         return answer.best is None and not able
     late = deadline is not None and seconds(answer.best) > (1 + AS_GOOD) * deadline
-    return not late and cost(answer.best) <= (1 + AS_GOOD) * min(map(cost, able))
+    wasteful = efficiency(answer.best) < (1 - AS_GOOD) * Wishes().min_efficiency
+    return not late and not wasteful and cost(answer.best) <= (1 + AS_GOOD) * min(map(cost, able))
 
 
 # --- recorded runs --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from trainkit.errors import UserError
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
 SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
-PROBE_EPOCHS = 3  # of a run that is proposed: one to warm up, two to measure
+PROBE_EPOCHS = 3  # that tell a speed: one to warm up, two to measure
 EPOCHS_SCATTER = (
     0.3  # per doubling of the batch, in logarithms, of the epochs needed at one that was not tried
 )
@@ -64,7 +64,8 @@ class Option:
     images_per_s: np.ndarray
     efficiency: np.ndarray  # speedup over one device with the same global batch, divided by the devices
     seconds: np.ndarray  # start, training and evaluations; infinite where the target was not reached
-    probe_hours: float  # of a run of `PROBE_EPOCHS` that would measure it
+    probe_epochs: int  # of a run that would measure it
+    probe_hours: float
     break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device
 
     @property
@@ -78,10 +79,11 @@ class Option:
 
 
 class Probe(NamedTuple):
-    """A short run that would help, and what it costs at most, in device-hours."""
+    """A run that would help, of so many epochs, and what it costs at most, in device-hours."""
 
     stage: str
     shape: Shape
+    epochs: int
     hours: float
     tells: str
 
@@ -123,23 +125,30 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
     """What the doctor measured on the devices of `rows`, and a sentence for every file that cannot be read.
 
-    It is in folders `all_reduce`: beneath the paths of the runs, or beside them, as of results/sweeps/NAME.
+    It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
+    they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
     """
-    beside = {folder / "all_reduce" for path in paths for folder in [*path.resolve().parents][:3]}
-    files = {file for folder in beside for file in folder.glob("*.tsv")}
-    files |= {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
-    found, skipped = [], []
+    files = {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
+    for path in paths:
+        parent, *others = path.resolve().parents
+        for folder in [parent, *(other for other in others if other.name == "results")]:
+            files |= set(folder.glob("all_reduce/*.tsv"))
+    newest, skipped = {}, []
     for file in sorted(files):
         try:
             measured = records.read_all_reduce(file)
         except records.RecordError as error:
             skipped.append(str(error))
             continue
-        found += [
-            AllReduce(row["ranks"], row["nodes"], row["bytes"], row["seconds"])
-            for row in measured
-            if row["device_name"] == rows.device_name.iloc[0]
-        ]
+        first = measured[0]
+        if first["device_name"] == rows.device_name.iloc[0]:
+            shape = first["ranks"], first["nodes"]
+            newest[shape] = max(newest.get(shape, measured), measured, key=lambda m: m[0]["started_at"])
+    found = [
+        AllReduce(row["ranks"], row["nodes"], row["bytes"], row["seconds"])
+        for measured in newest.values()
+        for row in measured
+    ]
     return found, skipped
 
 
@@ -155,16 +164,26 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
         measured = training.measured(stage)
         model = models[stage] = scaling.fit(measured, all_reduces, 4 * int(rows.parameters.max()))
         for shape in training.shapes(stage, model):
-            one = Shape(1, 1, shape.devices * shape.batch)
             name = "single" if shape.devices == 1 and (rows.stage == "single").any() else stage
+            if shape.batch % 1 or shape.devices % shape.nodes:
+                if wishes.gpus or wishes.batches:
+                    unknown.setdefault("cannot be shared out evenly", []).append(shape)
+                continue
+            shape, one = (
+                shape._replace(batch=int(shape.batch)),
+                Shape(1, 1, round(shape.devices * shape.batch)),
+            )
             if why := model.unknown(shape):
                 unknown.setdefault(f"{comparison.stage_name(stage)}: {why}", []).append(shape)
-                if not model.unknown(one):
+                if (shape == one or not model.unknown(one)) and training.may_reach(one.batch):
                     hours = shape.devices * training.probe_seconds(one, model) / 3600
-                    gaps.setdefault(why, []).append(Probe(name, shape, hours, why))
+                    probe = Probe(name, shape, training.probe_epochs, hours, f"what is missing ({why})")
+                    gaps.setdefault(why, []).append(probe)
             elif (name, shape) not in options:
                 options[name, shape] = training.option(name, shape, model)
     told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
+    if all_reduces and not rows.parameters.max():
+        told.append("from the doctor's all-reduce: these runs do not tell how many weights the network has")
     options = list(options.values())
     if not options:
         raise UserError(
@@ -172,13 +191,14 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
         )
     best, why, kept, good = _choose(options, wishes)
     alone = bool(gaps) and all(option.shape.devices == 1 for option in options)
+    no_efficiency = all(np.isnan(option.efficiency).all() for option in options)
     if alone:
         best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
     sure = float(good[options.index(best)].mean()) if best else 0.0
     if best:
         probes = _probes(options, good) if sure < SURE else []
     else:
-        probes = [] if alone else _hopes(options, kept)
+        probes = [] if alone or no_efficiency else _hopes(options, kept)
     if sure < SURE and not probes:
         cheapest = [min(runs, key=lambda probe: probe.hours) for runs in gaps.values()]
         probes = sorted(cheapest, key=lambda probe: probe.hours)
@@ -202,18 +222,23 @@ class Training:
             target = _reached_by_most(whole)
         self._curves = None
         self._epochs = wishes.epochs or int(rows.epoch.max())
+        # To know how many a batch needs to the target takes as many as the other runs had.
+        self.probe_epochs = PROBE_EPOCHS if target is None else self._epochs
         self.goal = f"{self._epochs} epoch(s) of {self.images:,} images"
         if target is not None:
             self._target, best = target, whole.test_accuracy.max()
-            self.goal = f"{target:g} % test accuracy, on {self.images:,} images"
+            chosen = "" if wishes.target else " (half of the batches reach it)"
+            self.goal = f"{target:g} % test accuracy{chosen}, on {self.images:,} images"
             if not best >= target:
                 raise UserError(
                     f"no run has reached {target:g} % (the best had {best:.2f} %): lower --target, or train "
                     "for more --epochs first."
                 )
-            self._curves = {batch: _curves(runs) for batch, runs in whole.groupby("global_batch")}
-            # What an accuracy on so many images is known to.
-            self._by_chance = math.sqrt(target * (100 - target) / whole.test_images.median())
+            curves = {
+                batch: _curves(runs, target, self._epochs) for batch, runs in whole.groupby("global_batch")
+            }
+            self._curves = {batch: known for batch, known in curves.items() if len(known)}
+            self._by_chance = _by_chance(target, whole)
         outside = rows.groupby("run_id").agg(
             devices=("devices", "first"), trained=("train_seconds", "sum"), tested=("eval_seconds", "sum"),
             elapsed=("elapsed_s", "max"),
@@ -251,11 +276,10 @@ class Training:
         batches = self._wishes.batches or sorted({s.devices * s.batch for s in model.measured})
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
         layouts |= {(count, math.ceil(count / per_node)) for count in counts}
+        if self._wishes.gpus_per_node:
+            layouts = {(devices, nodes) for devices, nodes in layouts if devices <= per_node * nodes}
         return [
-            Shape(devices, nodes, batch // devices)
-            for devices, nodes in sorted(layouts)
-            for batch in batches
-            if batch % devices == 0 and devices % nodes == 0
+            Shape(devices, nodes, batch / devices) for devices, nodes in sorted(layouts) for batch in batches
         ]
 
     def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
@@ -275,20 +299,26 @@ class Training:
             batch / step,
             alone / step / shape.devices,
             around + epochs * steps * step,
+            self.probe_epochs,
             shape.devices * self.probe_seconds(shape, model) / 3600,
-            even,
+            np.where(even < 1, 0, even),
         )
 
     def probe_seconds(self, shape: Shape, model: Scaling) -> float:
-        """Of a short run."""
+        """Of a run that would measure it."""
         steps = self.images // (shape.devices * shape.batch)
-        trained = PROBE_EPOCHS * steps * float(np.median(model.step_seconds(shape)))
-        return float(self._around(shape.devices, PROBE_EPOCHS)) + trained
+        trained = self.probe_epochs * steps * float(np.median(model.step_seconds(shape)))
+        return float(self._around(shape.devices, self.probe_epochs)) + trained
 
     def _around(self, devices: int, epochs: np.ndarray | int) -> np.ndarray | float:
         """Seconds of a run outside its training steps: its start and its evaluations."""
         start, evaluation = (np.interp(devices, of.index, of) for of in (self._start, self._evaluation))
-        return start + epochs * evaluation
+        shared = min(1, self._evaluation.index.max() / devices)  # each device evaluates its part
+        return start + epochs * evaluation * shared
+
+    def may_reach(self, batch: int) -> bool:
+        """Whether a training with this batch may come to the target, if there is one."""
+        return bool(np.isfinite(self._epochs_needed(batch)).any())
 
     def _epochs_needed(self, batch: int) -> np.ndarray:
         """Draws; infinite where the target was not reached."""
@@ -331,8 +361,10 @@ def _choose(options: list[Option], wishes: Wishes) -> tuple[Option | None, str, 
     kept = efficient & within
     what, cost, other = ("cheapest", hours, seconds) if wishes.deadline_s else ("fastest", seconds, hours)
     least = np.where(kept, cost, math.inf).min(axis=0)
-    good = kept & (cost <= (1 + AS_GOOD) * least) | np.isinf(least)
+    good = kept & (cost <= (1 + AS_GOOD) * least)
     rules = {f"{100 * wishes.min_efficiency:g} % efficiency": efficient} | limits
+    if np.isnan(efficiency).all():
+        rules = {"an efficiency that is not known without a run on one device with the same batch": efficient}
     # Limits are to be kept surely, if that can be.
     for share, how in ((0.95, ""), (0.5, ", as likely as not")):
         able = (within.mean(axis=1) >= share) & (efficient.mean(axis=1) >= 0.5)
@@ -341,16 +373,21 @@ def _choose(options: list[Option], wishes: Wishes) -> tuple[Option | None, str, 
             as_good = middle <= (1 + AS_GOOD) * middle.min()
             best = np.where(as_good, np.median(other, axis=1), math.inf).argmin()
             return options[best], f"the {what} that keeps {' and '.join(rules)}{how}", kept, good
+    rules = {"the target": np.isfinite(seconds)} | rules
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
-    return None, f"nothing keeps {' and '.join(never or rules)}: {_nearest(options)}", kept, good
+    return None, f"nothing keeps {' and '.join(never or rules)}{_nearest(options)}", kept, good
 
 
 def _nearest(options: list[Option]) -> str:
-    fastest = min(options, key=lambda option: np.median(option.seconds))
-    cheapest = min(options, key=lambda option: np.median(option.hours))
+    reached = [option for option in options if np.isfinite(np.median(option.seconds))]
+    if not reached:
+        return ""
+    fastest = min(reached, key=lambda option: np.median(option.seconds))
+    cheapest = min(reached, key=lambda option: np.median(option.hours))
+    fast, cheap = (label(o) + ("" if o.runs else ", predicted") for o in (fastest, cheapest))
     return (
-        f"the fastest takes {minutes(np.median(fastest.seconds))} min ({label(fastest)}), the cheapest "
-        f"{np.median(cheapest.hours):.2g} GPU-hours ({label(cheapest)})"
+        f": the fastest takes {minutes(np.median(fastest.seconds))} min ({fast}), the cheapest "
+        f"{np.median(cheapest.hours):.2g} GPU-hours ({cheap})"
     )
 
 
@@ -364,7 +401,7 @@ def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
             then = np.mean([good[:, part].mean(axis=1).max() for part in np.array_split(order, BINS)])
             if then > now + 0.02:
                 tells = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
-                found.append((then - now, Probe(option.stage, option.shape, option.probe_hours, tells)))
+                found.append((then - now, probe_of(option, tells)))
     most = max((gain for gain, _ in found), default=0)
     return sorted((probe for gain, probe in found if gain >= most / 2), key=lambda probe: probe.hours)
 
@@ -379,16 +416,16 @@ def interval(values: np.ndarray) -> tuple[float, float, float]:
 def _hopes(options: list[Option], kept: np.ndarray) -> list[Probe]:
     """Runs of what may keep the rules after all, cheapest first."""
     found = [
-        Probe(
-            option.stage,
-            option.shape,
-            option.probe_hours,
-            f"the wishes may be kept after all, in {100 * share:.0f} %",
-        )
+        probe_of(option, f"the wishes may be kept after all, in {100 * share:.0f} %")
         for option, share in zip(options, kept.mean(axis=1), strict=True)
         if share >= UNLIKELY and option.runs < ENOUGH_RUNS
     ]
     return sorted(found, key=lambda probe: probe.hours)
+
+
+def probe_of(option: Option, tells: str) -> Probe:
+    """The run that measures the option."""
+    return Probe(option.stage, option.shape, option.probe_epochs, option.probe_hours, tells)
 
 
 def label(option: Option) -> str:
@@ -410,15 +447,18 @@ def minutes(seconds: float) -> str:
 
 
 def _listed(shapes: list[Shape]) -> str:
-    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
+    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch:.0f}" for shape in shapes)
 
 
-def _curves(rows: pd.DataFrame) -> np.ndarray:
-    """Test accuracies, (seeds, epochs), NaN where a run was shorter.
+def _curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:
+    """Test accuracies of the runs that reached the target or had so many epochs, (seeds, epochs).
 
-    Runs with one seed differ in their devices and hardly in what they learn: they count as one.
+    NaN where a run was shorter. Runs with one seed differ in their devices and hardly in what they learn:
+    they count as one.
     """
-    return rows.pivot_table("test_accuracy", "seed", "epoch", "median", dropna=False).to_numpy(float)
+    curves = rows.pivot_table("test_accuracy", "seed", "epoch", "median", dropna=False)
+    curves = curves.reindex(columns=range(1, epochs + 1)).to_numpy(float)
+    return curves[(curves >= target).any(axis=1) | ~np.isnan(curves[:, -1])]
 
 
 def _first(reached: np.ndarray) -> np.ndarray:
@@ -427,7 +467,12 @@ def _first(reached: np.ndarray) -> np.ndarray:
 
 
 def _reached_by_most(rows: pd.DataFrame) -> float | None:
-    """The highest half percent that half of the batches reach; None where there are no accuracies."""
+    """The highest half percent that half of the batches clearly reach; None where there are no accuracies."""
     best = rows.groupby(["global_batch", "run_id"]).test_accuracy.max().groupby("global_batch").median()
     middle = best.dropna().median()
-    return math.floor(2 * middle) / 2 if middle > 0 else None
+    return math.floor(2 * (middle - 2 * _by_chance(middle, rows))) / 2 if middle > 0 else None
+
+
+def _by_chance(accuracy: float, rows: pd.DataFrame) -> float:
+    """What an accuracy (%) on so many test images is known to: its standard deviation."""
+    return math.sqrt(accuracy * (100 - accuracy) / rows.test_images.median())

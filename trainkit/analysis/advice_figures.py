@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from trainkit.analysis import comparison
-from trainkit.analysis.advice import Option, Training, Wishes
-from trainkit.analysis.answer import InWords, interval, number, text
+from trainkit.analysis.advice import Option, Training, Wishes, interval
+from trainkit.analysis.answer import InWords, number, text
 from trainkit.analysis.figures import COLOURS, LINES, MARKERS
 from trainkit.analysis.scaling import Shape
 

@@ -1,4 +1,4 @@
-"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md and .csv, figures and a proposal."""
+"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.html, .md and .csv, a proposal."""
 
 from pathlib import Path
 
@@ -23,15 +23,18 @@ def report(words: InWords, wishes: Wishes, out: Path, notes: list[str], training
     """
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    answer = " ".join(filter(None, [words.sentence(), words.how_sure()]))
+    answer = _answer(words)
     few, marks = words.table(words.few())
+    if wishes.gpus:
+        notes = [f"Chosen among {', '.join(map(str, wishes.gpus))} {words.units} (--gpus).", *notes]
     told = [LEGEND, *marks, *words.unknown(), *notes]
     tell(f"{wrapped(answer)}\n\n{plain(_on_two_lines(few))}\n")
     tell("\n".join(map(wrapped, told)) + "\n")
     tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
     if probes := words.probes():
         runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in probes]
-        tell(f"{PROBES}, the cheapest run first:\n" + "\n".join(runs) + "\n")
+        tell(f"{PROBES}, the cheapest run first:\n" + "\n".join(runs))
+        tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
     if trainings and not words.answer.best:
         tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
     try:
@@ -45,24 +48,28 @@ def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[
     found = sets(rows)
     made: list[page.Block] = [page.Heading("How many devices to ask for?")]
     if len(found) > MOST_SETS:
-        return [
-            *made,
-            page.Text(f"These runs are of {len(found)} sets: results/how_many_gpus.py --set N tells."),
-        ]
+        return [*made, page.Text(f"The runs are of {len(found)} sets: results/how_many_gpus.py --set N.")]
     for what, of_set in found:
         made += [page.Text(f"Of the runs with {what}:")] if what else []
         try:
             measured, _ = all_reduces(paths, of_set)
-            words = InWords(checked(advise(of_set, Wishes(target), measured)), of_set)
+            made += _blocks_of(InWords(checked(advise(of_set, Wishes(target), measured)), of_set))
         except UserError as error:
             made.append(page.Text(str(error)))
-            continue
-        table, marks = words.table(words.few())
-        made += [page.Text(" ".join(filter(None, [words.sentence(), words.how_sure()]))), page.Table(table)]
-        made.append(page.Notes([LEGEND, *marks, *words.unknown(), *words.trust()]))
-        for tells, command in words.probes():
-            made += [page.Text(f"{PROBES}: {tells}:"), page.Command(command)]
+    return [*made, page.Text("With a deadline or a budget: results/how_many_gpus.py --deadline or --budget.")]
+
+
+def _blocks_of(words: InWords) -> list[page.Block]:
+    table, marks = words.table(words.few())
+    made = [page.Text(_answer(words)), page.Table(table)]
+    made.append(page.Notes([LEGEND, *marks, *words.unknown(), *words.trust()]))
+    for tells, command in words.probes():
+        made += [page.Text(f"{PROBES}: {tells}:"), page.Command(command)]
     return made
+
+
+def _answer(words: InWords) -> str:
+    return " ".join(filter(None, [words.sentence(), words.how_sure()]))
 
 
 def _write(
@@ -82,7 +89,10 @@ def _write(
         parts += [f"{escaped(tells)}:\n\n```\n{command}\n```" for tells, command in probes]
     parts += [f"![{name}]({name})" for name in figures]
     (out / "how_many_gpus.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    names = ["how_many_gpus.md", "how_many_gpus.csv", *figures]
+    shown = [page.Figure(out / name, name.removesuffix(".png")) for name in figures]
+    title = f"How many {words.units}?"
+    page.write(out / "how_many_gpus.html", title, [*_blocks_of(words), *shown, page.Notes(notes)])
+    names = ["how_many_gpus.html", "how_many_gpus.md", "how_many_gpus.csv", *figures]
     if trainings and words.answer.best:
         (out / "proposal.md").write_text(proposal(words, trainings, figures), encoding="utf-8")
         names.append("proposal.md")

@@ -11,7 +11,7 @@ import pandas as pd
 
 from trainkit import records
 from trainkit.analysis import comparison, trust
-from trainkit.analysis.advice import AS_GOOD, INTERVAL, PROBE_EPOCHS, SURE, Answer, Option, Probe
+from trainkit.analysis.advice import AS_GOOD, SURE, Answer, Option, Probe, interval, probe_of
 from trainkit.analysis.scaling import Scaling
 
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
@@ -51,9 +51,10 @@ def checked(answer: Answer) -> Answer:
         )
     else:
         return answer
-    again = min((option for option in answer.options if option.runs), key=lambda option: option.probe_hours)
-    probe = Probe(again.stage, again.shape, again.probe_hours, "whether the machine was quiet")
-    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, probes=[probe])
+    reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
+    again = min(reached, key=lambda option: option.probe_hours, default=None)
+    probes = [probe_of(again, "whether the machine was quiet")] if again else []
+    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, probes=probes)
 
 
 class InWords:
@@ -96,10 +97,12 @@ class InWords:
         if not self.answer.best:
             return ""
         sure = self.answer.sure
-        limit = "" if self.answer.best.runs else ", if what was seen goes on beyond what was measured"
+        how = "Sure" if sure >= SURE else "Not sure"
+        if not self.answer.best.runs:
+            how = "It was never run, and the laws that were found may not hold there"
         return (
-            f"{'Sure' if sure >= SURE else 'Not sure'}: in {min(round(100 * sure), 99)} of 100 cases that "
-            f"the runs leave open no other choice is better by more than {100 * AS_GOOD:.0f} %{limit}."
+            f"{how}: where the measurements are varied as much as they scatter, it is the best choice, or "
+            f"within {100 * AS_GOOD:.0f} % of it, in {min(round(100 * sure), 99)} of 100 cases."
         )
 
     def options(self) -> list[Option]:
@@ -188,21 +191,30 @@ class InWords:
         """The runs that would help, cheapest first: what each tells and costs, and its command."""
         best, probes = self.answer.best, self.answer.probes
         if best and not best.runs and not probes:
-            probes = [Probe(best.stage, best.shape, best.probe_hours, "whether the prediction holds")]
+            probes = [probe_of(best, "whether the prediction holds")]
+        own = (
+            ""
+            if self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
+            else " (with your script and its own options)"
+        )
         return [
-            (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most", self.command(probe))
+            (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most{own}", self.command(probe))
             for probe in probes
         ]
 
     def command(self, probe: Probe) -> str:
         """What starts the run from the top folder, with the settings of the set."""
         row, (devices, nodes, batch) = self.rows.iloc[0], probe.shape
-        words = ["python", f"{FOLDERS.get(probe.stage, '03_multigpu_ddp')}/submit.py"]
+        words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
+        words += ["python", f"{FOLDERS.get(probe.stage, '03_multigpu_ddp')}/submit.py"]
         if probe.stage not in comparison.TUTORIAL_STAGES:
-            words += ["--script", f"{probe.stage}.py"]
+            words += ["--script", "YOUR_SCRIPT.py"]
         words += ["--gpus", devices] * (probe.stage != "single") + ["--nodes", nodes] * (nodes > 1)
-        words += ["--batch-size", devices * batch, "--epochs", PROBE_EPOCHS]
+        words += ["--batch-size", devices * batch, "--epochs", probe.epochs]
         words += ["--train-size", self.rows.images.max()]
+        # With a seed of an earlier run it would learn the same again.
+        if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
+            words += ["--seed", seeds.max() + 1]
         for option, value, default in (
             ("--dataset", row.dataset, "mnist"),
             ("--width", row.width, 32),
@@ -234,6 +246,7 @@ class InWords:
                     "devices": probe.shape.devices,
                     "nodes": probe.shape.nodes,
                     "global_batch": probe.shape.devices * probe.shape.batch,
+                    "epochs": probe.epochs,
                     "gpu_hours": float(probe.hours),
                     "tells": probe.tells,
                     "command": self.command(probe),
@@ -243,11 +256,6 @@ class InWords:
             "unknown": answer.unknown,
             "sentence": self.sentence(),
         }
-
-
-def interval(draws: np.ndarray) -> list[float]:
-    """Low, middle and high."""
-    return np.percentile(draws, INTERVAL, method="nearest").tolist()  # some may be infinite
 
 
 def number(x: float, infinite: str = "never") -> str:

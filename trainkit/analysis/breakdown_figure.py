@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.analysis import comparison
+from trainkit.analysis.text import escaped
 from trainkit.errors import UserError
 
 # Colour and hatch of each phase, in the order of the step: the hatches tell them apart on grey paper.
@@ -29,6 +30,7 @@ SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "
 SETTINGS += ["threads_per_worker", "debug"]
 BARS = ["global_batch", "world_size", "nodes"]
 COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
+MOST_APART = 0.05  # of the step: the sum of its phases, on a quiet machine
 ROOM = 0.08  # of the widest bar: a segment that is narrower has no number in it
 
 
@@ -117,6 +119,8 @@ def _message(panel: pd.DataFrame) -> str:
 def _label(row: tuple) -> str:
     nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
     workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
+    if abs(sum(getattr(row, phase) for phase in PHASES) / row.step - 1) > MOST_APART:
+        workers += " (not quiet)"
     return f"{workers}{nodes}\nbatch {row.global_batch}"
 
 
@@ -138,9 +142,7 @@ def _markdown(table: pd.DataFrame) -> str:
     shown = table.rename(columns={"world_size": "workers", "global_batch": "batch"})
     shown = shown[["workers", "nodes", "batch", *PHASES, "step"]].astype(object)
     shown[[*PHASES, "step"]] = table[[*PHASES, "step"]].apply(lambda column: column.map("{:.2f}".format))
-    shown["settings"] = [
-        _in_words(row).replace("|", "\\|") for row in table[SETTINGS].itertuples(index=False)
-    ]
+    shown["settings"] = [escaped(_in_words(row)) for row in table[SETTINGS].itertuples(index=False)]
     lines = [shown.columns, ["---"] * len(shown.columns), *shown.itertuples(index=False)]
     return "\n".join(
         ["ms of a training step", "", *(f"| {' | '.join(map(str, line))} |" for line in lines), ""]

@@ -3,7 +3,8 @@
 import pandas as pd
 
 from trainkit.analysis import comparison
-from trainkit.analysis.answer import LEGEND, InWords, interval, number, text
+from trainkit.analysis.advice import interval
+from trainkit.analysis.answer import LEGEND, InWords, number, text
 from trainkit.analysis.text import escaped, markdown
 
 MOST_NODES = 10  # that are named
@@ -15,7 +16,7 @@ def proposal(words: InWords, trainings: int, figures: list[str]) -> str:
     best, steady = answer.best, rows[~rows.warmup]
     low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
     table, marks = words.table(words.few())
-    limits = [*marks, *words.unknown(), *words.trust()[1:]]
+    limits = [words.how_sure(), *marks, *words.unknown(), *words.trust()[1:]]
     if rows.dataset.iloc[0] == "synthetic":
         limits.append(
             "Measured with generated digits, not with MNIST: the accuracies say nothing about MNIST."
@@ -27,7 +28,7 @@ def proposal(words: InWords, trainings: int, figures: list[str]) -> str:
             f"A training ({escaped(answer.goal)}) takes {text(best.seconds / 60)} minutes.",
         ],
         "Why so many": [
-            f"It is {escaped(words.why)}. {words.how_sure()}",
+            f"It is {escaped(words.why)}.",
             markdown(table),
             LEGEND,
             *(f"![{name}]({name})" for name in figures if "speedup" in name or "cost" in name),

@@ -104,11 +104,15 @@ class Scaling:
         several = {found.nodes > 1 for found in seen if found.devices > 1}
         most = max(found.devices for found in seen)
         batches = [found.batch for found in self.measured]
+        if shape.devices == 1 and not any(found.devices == 1 for found in self.measured):
+            return "no run on one device was measured"
         if shape.devices > 1 and (shape.nodes > 1) not in several:
             where = "between nodes" if shape.nodes > 1 else "between devices of one node"
             return f"no exchange {where} was measured"
         if shape.devices > FURTHEST * most:
             return f"more than {FURTHEST} times the {most} device(s) that were measured"
+        if len(set(batches)) == 1 and shape.batch not in batches:
+            return f"with {batches[0]} images on each device only, the cost of others is not known"
         if not min(batches) / FURTHEST <= shape.batch <= max(batches) * FURTHEST:
             within = f"{min(batches)} to {max(batches)}"
             return f"{shape.batch} images on each device are far from the {within} that were measured"
@@ -142,10 +146,14 @@ def fit(
     elsewhere = np.exp(scatter * random.standard_t(freedom, (DRAWS, 1)))
 
     chosen = random.choice(len(ladder), DRAWS, p=list(weights.values()))
-    predictors = [model.fit(shapes, draws) for model in ladder.values()]
+    predictors = {name: model.fit(shapes, draws) for name, model in ladder.items()}
+    crossed = {nodes > 1 for devices, nodes, _ in shapes if devices > 1}
 
     def predict(wanted: np.ndarray) -> Seconds:
-        predicted = np.stack([predictor(wanted) for predictor in predictors])
+        predicted = np.stack([predictor(wanted) for predictor in predictors.values()])
+        for i, (devices, nodes, _) in enumerate(wanted):
+            if devices > 1 and (nodes > 1) not in crossed:  # the other models know of no such exchange
+                predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
         return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
 
     used = tuple(all_reduces) if "doctor" in ladder else ()
@@ -176,16 +184,16 @@ def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
     """The models that these shapes can tell something of."""
     several = shapes[:, 0] > 1
     ladder = {}
-    if exchange:
+    if exchange and not several.all():
         ladder["doctor"] = _overlap(lambda *_: lambda wanted: exchange(wanted)[None], parameters=2)
-    if several.any() or not exchange:
+    if several.any() or not ladder:
         ladder["amdahl"] = _linear(_amdahl, shapes)
     # Of one count above 1, latency and bandwidth cannot be told apart, and go on in different ways.
     kinds = {"ring": (0, 1, 2, 3)}
     if len(np.unique(shapes[several, 0])) < 2:
         kinds = {"latency": (0, 2), "bandwidth": (1, 3)}
     for name, of_ring in kinds.items():
-        if several.any() or not exchange:
+        if several.any() or "doctor" not in ladder:
             ladder[name] = _linear(partial(_ring, of_ring), shapes)
             ladder[f"shared, {name}"] = _linear(partial(_shared, of_ring), shapes)
         if several.any() and not several.all():
@@ -315,7 +323,8 @@ def _error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
     errors = []
     for hidden in [devices == devices.max(), *(batches == batch for batch in np.unique(batches))]:
         shown = devices[~hidden]
-        if (shown == 1).any() and (shown.max() > 1 or devices.max() == 1):
+        enough = len(np.unique(batches[~hidden])) > 1  # for a fixed cost and one per image
+        if enough and (shown == 1).any() and (shown.max() > 1 or devices.max() == 1):
             predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
             errors += list(np.log(np.maximum(predictor(shapes[hidden])[0], 1e-12) / seconds[hidden]))
     return float(np.sqrt(np.mean(np.square(errors)))) if errors else np.nan

@@ -389,7 +389,10 @@ def compare(sweep: Sweep, failed: list[str], question: tuple[str, ...] | None = 
     code = 0
     if csvs:
         print(flush=True)
-        code = subprocess.run([sys.executable, PLOT_RESULTS, *csvs, "--out", sweep.folder]).returncode
+        command = [sys.executable, PLOT_RESULTS, *csvs, *_all_reduce(sweep), "--out", sweep.folder]
+        if question and "--target" in question:
+            command += ["--target", question[question.index("--target") + 1]]
+        code = subprocess.run(command).returncode
     if csvs and question is not None:
         done = _how_many_gpus(sweep, csvs, "--out", sweep.folder, *question)
         print(f"\n{done.stdout or _why_not(done)}", flush=True)
@@ -413,13 +416,18 @@ def answer(sweep: Sweep, question: tuple[str, ...]) -> dict:
 
 
 def _how_many_gpus(sweep: Sweep, csvs: list[Path], *options: str | Path) -> subprocess.CompletedProcess[str]:
-    measured = [folder for folder in [sweep.site.results_dir / "all_reduce"] if folder.is_dir()]
-    command = [sys.executable, HOW_MANY_GPUS, *csvs, *measured, *options]
+    command = [sys.executable, HOW_MANY_GPUS, *csvs, *_all_reduce(sweep), *options]
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def _all_reduce(sweep: Sweep) -> list[Path]:
+    """The folder of what the doctor has measured, if there is one."""
+    return [folder for folder in [sweep.site.results_dir / "all_reduce"] if folder.is_dir()]
+
+
 def _why_not(done: subprocess.CompletedProcess[str]) -> str:
-    return done.stderr.strip().removeprefix("error: ")
+    """Its sentence, or the last line of what went wrong with the program itself."""
+    return done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
 
 
 class Queue:

@@ -106,7 +106,7 @@ def _lists(cells: list[Cell]) -> tuple[str, ...]:
 def _known(answer: dict) -> str:
     best = answer["best"]
     if not best:
-        return "no answer yet"
+        return f"no answer yet ({answer['sentence'].rstrip('.')})"
     nodes = f" on {best['nodes']} nodes" if best["nodes"] > 1 else ""
     choice = f"{best['stage']} x{best['devices']}{nodes}, batch {best['global_batch']}"
     return f"{choice}, is as good as any in {100 * answer['sure']:.0f} of 100 cases"
@@ -124,7 +124,7 @@ def _steps(left: list[Cell], finished: list[Cell], answer: dict, usual: float, e
         yield Step(cell, why, usual)
     for probe in answer["probes"]:
         for cell in filter(lambda cell: _is_of(cell, probe), left):
-            yield Step(cell, probe["tells"], probe["gpu_hours"] * epochs / sweep.EPOCHS)
+            yield Step(cell, probe["tells"], probe["gpu_hours"] * epochs / probe["epochs"])
     for cell, why in _further(left, answer):
         yield Step(cell, why, usual)
     best = answer["best"]

@@ -1,0 +1,119 @@
+"""How many GPUs to ask for: what your runs say about time and cost, how sure that is, and what would help.
+
+Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:00
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit.analysis import advice, comparison
+from trainkit.analysis.answer import InWords, checked
+from trainkit.command_line import Parser, above_0, at_least, list_of
+from trainkit.errors import UserError, run, tell
+
+RESULTS = Path(__file__).resolve().parent
+MOST_SETS = 20  # that are listed
+
+
+def main() -> int:
+    own = _parse()
+    rows, skipped = comparison.load(own.paths)
+    if rows.empty:
+        reasons = " ".join(skipped) or "There is no CSV."
+        raise UserError(f"no runs found in {', '.join(map(str, own.paths))}. {reasons}")
+    rows = _set(rows, own.set)
+    all_reduces, not_read = advice.all_reduces(own.paths, rows)
+    skipped += not_read
+    wishes = advice.Wishes(
+        own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
+        own.gpus_per_node,
+    )  # fmt: skip
+    words = InWords(checked(advice.advise(rows, wishes, all_reduces)), rows)
+    if own.json:
+        tell(json.dumps(words.as_json() | {"skipped": skipped}, indent=1))
+    else:
+        from trainkit.analysis.advice_report import report  # loads matplotlib, which takes a second
+
+        report(words, wishes, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
+    return 0 if words.answer.best else 1
+
+
+def _set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
+    """The set that was chosen, or the only one."""
+    found = advice.sets(rows)
+    if len(found) == 1 and (number or 1) > 1:
+        raise UserError("these runs are of one set: leave out --set.")
+    if len(found) == 1 or number and number <= len(found):
+        return found[(number or 1) - 1][1]
+    listed = "; ".join(
+        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
+    )
+    raise UserError(
+        f"these runs are of {len(found)} sets that nothing may be fitted over together: {listed}. "
+        "Choose one with --set N."
+    )
+
+
+def _seconds(text: str) -> float:
+    """An argparse type: minutes, or Slurm's [days-]HH:MM:SS."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if not parts:
+        try:
+            float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither HH:MM:SS nor a number of minutes"
+            ) from None
+        return 60 * above_0()(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+    return above_0()(str(((days * 24 + hours) * 60 + minutes) * 60 + seconds))
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    numbers = list_of(at_least(1))
+    parser.add_argument(
+        "paths", nargs="*", type=Path, default=[RESULTS / "runs"],
+        help="CSV files of runs, or folders that hold some (default: results/runs)",
+    )  # fmt: skip
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument(
+        "--target", type=above_0(100), metavar="PERCENT",
+        help="the time until this test accuracy counts (default: one that most batches have reached)",
+    )  # fmt: skip
+    goal.add_argument("--epochs", type=at_least(1), metavar="N", help="the time of so many epochs counts")
+    parser.add_argument(
+        "--deadline", type=_seconds, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
+    )
+    parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="with so many GPU-hours at most")
+    parser.add_argument(
+        "--min-efficiency", type=above_0(100), default=70, metavar="PERCENT",
+        help="speedup over one GPU, divided by the GPUs, of at least (default: 70)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus", type=numbers, default=(), metavar="LIST",
+        help="choose among these (default: those measured, and twice the most)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=numbers, default=(), metavar="LIST",
+        help="choose among these global batch sizes (default: those measured)",
+    )  # fmt: skip
+    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="that a node of yours has")
+    parser.add_argument("--set", type=at_least(1), metavar="N", help="of runs with several settings, these")
+    parser.add_argument(
+        "--json", action="store_true", help="print the answer for a program, and write nothing"
+    )
+    parser.add_argument(
+        "--proposal", nargs="?", type=at_least(1), const=1, metavar="N", dest="trainings",
+        help="write proposal.md too, the page that computing centres ask for, for N trainings (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
