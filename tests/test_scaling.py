@@ -66,6 +66,13 @@ def test_one_device_and_the_doctor_are_enough() -> None:
         assert 0.9 * max(computation, exchange) < low < high < 1.1 * (computation + exchange)
 
 
+def test_runs_within_a_node_make_no_crossing_free() -> None:
+    """What two devices of one node exchange says nothing of two nodes, for which the doctor took a second."""
+    doctor = [AllReduce(2, 2, bytes, bytes / 5e6) for bytes in (1e3, 1e6, 1e7)]
+    model = scaling.fit(runs_of(ring), doctor, gradient_bytes=5e6)
+    assert model.step_seconds(Shape(2, 2, 64)).min() > 0.9
+
+
 @pytest.mark.parametrize(
     "shape, why",
     [

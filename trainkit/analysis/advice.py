@@ -164,21 +164,14 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
         measured = training.measured(stage)
         model = models[stage] = scaling.fit(measured, all_reduces, 4 * int(rows.parameters.max()))
         for shape in training.shapes(stage, model):
+            one = Shape(1, 1, shape.devices * shape.batch)
             name = "single" if shape.devices == 1 and (rows.stage == "single").any() else stage
-            if shape.batch % 1 or shape.devices % shape.nodes:
-                if wishes.gpus or wishes.batches:
-                    unknown.setdefault("cannot be shared out evenly", []).append(shape)
-                continue
-            shape, one = (
-                shape._replace(batch=int(shape.batch)),
-                Shape(1, 1, round(shape.devices * shape.batch)),
-            )
             if why := model.unknown(shape):
                 unknown.setdefault(f"{comparison.stage_name(stage)}: {why}", []).append(shape)
                 if (shape == one or not model.unknown(one)) and training.may_reach(one.batch):
                     hours = shape.devices * training.probe_seconds(one, model) / 3600
                     probe = Probe(name, shape, training.probe_epochs, hours, f"what is missing ({why})")
-                    gaps.setdefault(why, []).append(probe)
+                    gaps[why] = min(gaps.get(why, probe), probe, key=_hours)
             elif (name, shape) not in options:
                 options[name, shape] = training.option(name, shape, model)
     told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
@@ -186,22 +179,20 @@ def advise(rows: pd.DataFrame, wishes: Wishes, all_reduces: Sequence[AllReduce] 
         told.append("from the doctor's all-reduce: these runs do not tell how many weights the network has")
     options = list(options.values())
     if not options:
-        raise UserError(
-            f"nothing of what is to be chosen from can be predicted ({'; '.join(told)}): change it."
-        )
+        what = "; ".join(told) or "no batch can be shared out evenly"
+        raise UserError(f"nothing of what is to be chosen from can be predicted ({what}): change it.")
     best, why, kept, good = _choose(options, wishes)
     alone = bool(gaps) and all(option.shape.devices == 1 for option in options)
-    no_efficiency = all(np.isnan(option.efficiency).all() for option in options)
     if alone:
         best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
     sure = float(good[options.index(best)].mean()) if best else 0.0
-    if best:
-        probes = _probes(options, good) if sure < SURE else []
-    else:
-        probes = [] if alone or no_efficiency else _hopes(options, kept)
+    probes = []
+    if best and sure < SURE:
+        probes = _probes(options, good)
+    elif not best and not alone and not all(np.isnan(option.efficiency).all() for option in options):
+        probes = _hopes(options, kept)
     if sure < SURE and not probes:
-        cheapest = [min(runs, key=lambda probe: probe.hours) for runs in gaps.values()]
-        probes = sorted(cheapest, key=lambda probe: probe.hours)
+        probes = sorted(gaps.values(), key=_hours)
     return Answer(training.goal, options, best, why, sure, probes, told, models)
 
 
@@ -270,16 +261,21 @@ class Training:
     def shapes(self, stage: str, model: Scaling) -> list[Shape]:
         """What there is to choose from."""
         seen = [*model.measured, *model.all_reduces]
-        counts = self._wishes.gpus or sorted({s.devices for s in seen} | {2 * max(s.devices for s in seen)})
-        per_node = self._wishes.gpus_per_node
-        per_node = per_node or max((s.devices // s.nodes for s in seen if s.nodes > 1), default=max(counts))
+        found = {s.devices for s in seen}
+        counts = self._wishes.gpus or sorted({1, *found, 2 * max(found)})
+        crossed = any(s.nodes > 1 for s in seen)
+        per_node = max(s.devices // s.nodes for s in seen) if crossed else max(counts)
+        per_node = self._wishes.gpus_per_node or per_node
         batches = self._wishes.batches or sorted({s.devices * s.batch for s in model.measured})
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
         layouts |= {(count, math.ceil(count / per_node)) for count in counts}
         if self._wishes.gpus_per_node:
             layouts = {(devices, nodes) for devices, nodes in layouts if devices <= per_node * nodes}
         return [
-            Shape(devices, nodes, batch / devices) for devices, nodes in sorted(layouts) for batch in batches
+            Shape(devices, nodes, batch // devices)
+            for devices, nodes in sorted(layouts)
+            for batch in batches
+            if batch % devices == 0 and devices % nodes == 0
         ]
 
     def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
@@ -403,7 +399,7 @@ def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
                 tells = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
                 found.append((then - now, probe_of(option, tells)))
     most = max((gain for gain, _ in found), default=0)
-    return sorted((probe for gain, probe in found if gain >= most / 2), key=lambda probe: probe.hours)
+    return sorted((probe for gain, probe in found if gain >= most / 2), key=_hours)
 
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:
@@ -420,7 +416,11 @@ def _hopes(options: list[Option], kept: np.ndarray) -> list[Probe]:
         for option, share in zip(options, kept.mean(axis=1), strict=True)
         if share >= UNLIKELY and option.runs < ENOUGH_RUNS
     ]
-    return sorted(found, key=lambda probe: probe.hours)
+    return sorted(found, key=_hours)
+
+
+def _hours(probe: Probe) -> float:
+    return probe.hours
 
 
 def probe_of(option: Option, tells: str) -> Probe:
@@ -447,7 +447,7 @@ def minutes(seconds: float) -> str:
 
 
 def _listed(shapes: list[Shape]) -> str:
-    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch:.0f}" for shape in shapes)
+    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
 
 
 def _curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:

@@ -152,7 +152,8 @@ def fit(
     def predict(wanted: np.ndarray) -> Seconds:
         predicted = np.stack([predictor(wanted) for predictor in predictors.values()])
         for i, (devices, nodes, _) in enumerate(wanted):
-            if devices > 1 and (nodes > 1) not in crossed:  # the other models know of no such exchange
+            # The other models know of no such exchange.
+            if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
                 predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
         return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
 
