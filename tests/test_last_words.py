@@ -175,7 +175,9 @@ def test_srun_of_a_gpu_that_failed(checkout: Checkout) -> None:
 )
 def test_nccl_gave_up_in_local_processes(ranks: str, waited_for: str, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
-    gave_up = say(GAVE_UP["2.15"]) + f"wait_for(*{[f'said-{rank}' for rank in ranks]}); os.abort()"
+    ready = f"(folder / f'ready-{{rank}}').touch(); wait_for(*{[f'ready-{rank}' for rank in ranks]}); "
+    together = f"wait_for(*{[f'said-{rank}' for rank in ranks]}); os.abort()"
+    gave_up = ready + say(GAVE_UP["2.15"]) + together
     plant(checkout, *(gave_up if rank in ranks else WAIT for rank in "01"))
     done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
     told = f" failed: NCCL gave up after --timeout: rank {waited_for}\n"

@@ -24,6 +24,7 @@ from trainkit.errors import UserError, printable
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 
+GIVING_UP_SECONDS = 5  # between the first rank and the last
 PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
 
@@ -140,12 +141,17 @@ class LocalHandle(Handle):
 
     ended: Callable[[], bool]
     failed_at: float | None = None
+    gave_up_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
 
     def _look(self) -> State:
-        failure = self._told_by_a_rank() or self._told_by_nccl()
+        told, gave_up = self._told_by_a_rank(), self._told_by_nccl()
+        failure = told or gave_up
+        if gave_up and self.gave_up_at is None:
+            self.gave_up_at = time.monotonic()
         if not self.ended():
-            if failure:
+            # Where NCCL gave up, the other ranks are about to say so: who does not, was waited for.
+            if told or (gave_up and time.monotonic() - self.gave_up_at > GIVING_UP_SECONDS):
                 self._end_peers()
             return State("running", self._progress())
         if len(self._notes("finished")) == self.tasks and not self._stopped():
