@@ -106,7 +106,8 @@ def _lists(cells: list[Cell]) -> tuple[str, ...]:
 def _known(answer: dict) -> str:
     best = answer["best"]
     if not best:
-        return f"no answer yet ({answer['sentence'].rstrip('.')})"
+        why = answer.get("why") or answer["sentence"].rstrip(".")
+        return f"no answer yet ({why})"
     nodes = f" on {best['nodes']} nodes" if best["nodes"] > 1 else ""
     choice = f"{best['stage']} x{best['devices']}{nodes}, batch {best['global_batch']}"
     return f"{choice}, is as good as any in {100 * answer['sure']:.0f} of 100 cases"
