@@ -5,14 +5,13 @@ Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:0
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 import pandas as pd
 
 from trainkit.analysis import advice, comparison
 from trainkit.analysis.answer import InWords, checked
-from trainkit.command_line import Parser, above_0, at_least, list_of
+from trainkit.command_line import Parser, above_0, at_least, duration, list_of
 from trainkit.errors import UserError, run, tell
 
 RESULTS = Path(__file__).resolve().parent
@@ -21,10 +20,7 @@ MOST_SETS = 20  # that are listed
 
 def main() -> int:
     own = _parse()
-    rows, skipped = comparison.load(own.paths)
-    if rows.empty:
-        reasons = " ".join(skipped) or "There is no CSV."
-        raise UserError(f"no runs found in {', '.join(map(str, own.paths))}. {reasons}")
+    rows, skipped = comparison.load_some(own.paths)
     rows = _set(rows, own.set)
     all_reduces, not_read = advice.all_reduces(own.paths, rows)
     skipped += not_read
@@ -58,21 +54,6 @@ def _set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
     )
 
 
-def _seconds(text: str) -> float:
-    """An argparse type: minutes, or Slurm's [days-]HH:MM:SS."""
-    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
-    if not parts:
-        try:
-            float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither HH:MM:SS nor a number of minutes"
-            ) from None
-        return 60 * above_0()(text)
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return above_0()(str(((days * 24 + hours) * 60 + minutes) * 60 + seconds))
-
-
 def _parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     numbers = list_of(at_least(1))
@@ -87,7 +68,7 @@ def _parse() -> argparse.Namespace:
     )  # fmt: skip
     goal.add_argument("--epochs", type=at_least(1), metavar="N", help="the time of so many epochs counts")
     parser.add_argument(
-        "--deadline", type=_seconds, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
+        "--deadline", type=duration, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
     )
     parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="with so many GPU-hours at most")
     parser.add_argument(

@@ -404,9 +404,8 @@ def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:
     """The lower end, the middle and the upper end of what the draws say."""
-    return tuple(
-        np.percentile(values, INTERVAL, method="nearest").tolist()
-    )  # between infinite ones nothing lies
+    # Nearest, as nothing lies between infinite ones.
+    return tuple(np.percentile(values, INTERVAL, method="nearest").tolist())
 
 
 def _hopes(options: list[Option], kept: np.ndarray) -> list[Probe]:

@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from trainkit.analysis import comparison
 from trainkit.analysis.advice import Option, Training, Wishes, interval
 from trainkit.analysis.answer import InWords, number, text
-from trainkit.analysis.figures import COLOURS, LINES, MARKERS
+from trainkit.analysis.figures import COLOURS, LINES, MARKERS, logarithmic, save
 from trainkit.analysis.scaling import Shape
 
 MOST_LINES = 4  # of a panel
@@ -38,14 +36,7 @@ def draw(words: InWords, wishes: Wishes, out: Path) -> list[str]:
         "how_many_time_to_accuracy.png": _time_to_accuracy(words),
         "how_many_break_even.png": _break_even(words, wishes),
     }
-    for name, figure in every.items():
-        (out / name).unlink(missing_ok=True)
-        if figure:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
-                figure.savefig(out / name, dpi=120)
-            plt.close(figure)
-    return [name for name, figure in every.items() if figure]
+    return save(every, out, dpi=120)
 
 
 def _speedup(words: InWords) -> Figure | None:
@@ -163,7 +154,7 @@ def _break_even(words: InWords, wishes: Wishes) -> Figure | None:
         within = max(low, sizes[0]), min(high, sizes[-1])
         axes.axvspan(*within, color="silver", alpha=0.5, label="break-even, 90 % interval")
         axes.axvline(even, color="black", linewidth=0.8)
-    _logarithmic(axes)
+    logarithmic(axes)
     axes.set(xlabel=f"images of an epoch, batch {batch}", ylabel="minutes of a run, start included")
     axes.legend(fontsize=8)
     return figure
@@ -223,15 +214,6 @@ def _panels(words: InWords, message: str, count: int = 1) -> tuple[Figure, list[
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels
-
-
-def _logarithmic(axes: Axes) -> None:
-    axes.set(xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
-        axis.set_minor_formatter(NullFormatter())
-    axes.tick_params(axis="x", rotation=45)
 
 
 def _line(axes: Axes, points: list[tuple[float, list[float], bool | None]], i: int, label: str) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.analysis import comparison
-from trainkit.analysis.text import escaped
+from trainkit.analysis.text import markdown
 from trainkit.errors import UserError
 
 # Colour and hatch of each phase, in the order of the step: the hatches tell them apart on grey paper.
@@ -142,8 +142,5 @@ def _markdown(table: pd.DataFrame) -> str:
     shown = table.rename(columns={"world_size": "workers", "global_batch": "batch"})
     shown = shown[["workers", "nodes", "batch", *PHASES, "step"]].astype(object)
     shown[[*PHASES, "step"]] = table[[*PHASES, "step"]].apply(lambda column: column.map("{:.2f}".format))
-    shown["settings"] = [escaped(_in_words(row)) for row in table[SETTINGS].itertuples(index=False)]
-    lines = [shown.columns, ["---"] * len(shown.columns), *shown.itertuples(index=False)]
-    return "\n".join(
-        ["ms of a training step", "", *(f"| {' | '.join(map(str, line))} |" for line in lines), ""]
-    )
+    shown["settings"] = [_in_words(row) for row in table[SETTINGS].itertuples(index=False)]
+    return f"ms of a training step\n\n{markdown(shown.astype(str))}\n"

@@ -125,6 +125,20 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     return rows[~rows.run_id.isin(mixed)], [printable(sentence) for sentence in skipped]
 
 
+def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """As `load`, of at least one run.
+
+    Raises:
+        UserError: if a path is not there, or no run is found.
+    """
+    paths = list(paths)
+    rows, skipped = load(paths)
+    if rows.empty:
+        reasons = " ".join(skipped) or "There is no CSV."
+        raise UserError(f"no runs found in {', '.join(map(str, paths))}. {reasons}")
+    return rows, skipped
+
+
 def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 

@@ -45,15 +45,36 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
         "size.png": _size(table),
         "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
     }
+    return save(every, out)
+
+
+def save(every: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
+    """Write the figures into `out` by their names, and return the names of those that there are.
+
+    A file of an earlier call for which there is no figure goes.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
     for name, figure in every.items():
         # A figure of an earlier call would be taken for one of these runs.
         (out / name).unlink(missing_ok=True)
         if figure:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
-                figure.savefig(out / name, dpi=min(150, MOST_PIXELS / figure.get_figheight()))
+                figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
             plt.close(figure)
     return [name for name, figure in every.items() if figure]
+
+
+def logarithmic(axes: Axes) -> None:
+    """Both scales, with numbers as they are read."""
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
+        axis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", rotation=45)
 
 
 def _throughput(table: pd.DataFrame) -> Figure | None:
@@ -115,12 +136,8 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
     ):
         for text, rows in lines:
             axes.plot(rows.train_images, rows[column], **_look(text, looks))
-        axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
-            axis.set_minor_formatter(NullFormatter())
-        axes.tick_params(axis="x", rotation=45)
+        logarithmic(axes)
+        axes.set(xlabel="images of an epoch", ylabel=what)
         axes.grid(alpha=0.3)
 
 

@@ -65,10 +65,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     Raises:
         UserError: if a path is not there, no file can be read, or `out` cannot be written to.
     """
-    rows, skipped = comparison.load(paths)
-    if rows.empty:
-        reasons = " ".join(skipped) or "There is no CSV."
-        raise UserError(f"no runs found in {', '.join(map(str, paths))}. {reasons}")
+    rows, skipped = comparison.load_some(paths)
     table = comparison.compare(comparison.summarize(rows, target))
     shown, reasons = _as_text(table, target)
     notes = reasons + _notes(rows, skipped)
