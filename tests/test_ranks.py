@@ -55,6 +55,23 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
     assert re.search(rf"In ddp-\S+ {who}", " ".join(capsys.readouterr().out.split()))
 
 
+def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    slowly = "lambda self: ((time.sleep(0.1), batch)[1] for batch in whole(self))"
+    patch = f"kind = type(train_batches); whole = kind.__iter__; kind.__iter__ = {slowly}"
+    place.insert("single", patch, before="run = Run")
+    done = script(place.script("single"), *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for seconds, row in zip(of_ranks(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
+        assert 0.4 <= seconds < row["train_seconds"]
+
+
+def test_the_moment_of_a_row_is_told(slow: tuple[Path, str]) -> None:
+    first, second = (pd.Timestamp(row["recorded_at"]) for row in rows_of(slow[0]))
+    row = rows_of(slow[0])[1]
+    assert (second - first).total_seconds() > row["train_seconds"] + row["eval_seconds"] - 0.01
+
+
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
     results, told = slow
     least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])

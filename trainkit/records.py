@@ -96,6 +96,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "learning_rate": _number(float, 0, FLOAT32),
     "peak_memory_mb": _number(float, 0),
     "elapsed_s": _number(float, 0),
+    "recorded_at": _text(),
     "ended": _text(),
     "seed": _number(int, 0),
     "job_id": _text(),
@@ -106,7 +107,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "started_at": _text(),
     "schema_version": _number(int, 1),
 }
-# Of the file beside it. The seconds are those of the rank, without its waiting for others (see own_time.py).
+# Of the file beside it: how long the rank worked by itself (see own_time.py), and waited for its batches.
 RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "epoch": COLUMNS["epoch"],
     "rank": _number(int, 0),
@@ -114,6 +115,7 @@ RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "device": _text(),
     "device_name": _text(),
     "own_seconds": _or_nan(0, MOST),
+    "data_seconds": _or_nan(0, MOST),
     "peak_memory_mb": COLUMNS["peak_memory_mb"],
 }
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
@@ -133,7 +135,8 @@ NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own 
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "recorded_at": "", "ended": ""}
+ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
 class RecordError(UserError):
@@ -175,7 +178,7 @@ class Recorder:
             UserError: if the file cannot be written; the text tells where the rows are then.
         """
         self.rows.append(self._facts | row)
-        self.of_ranks += of_ranks
+        self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
         self._write()
 
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
@@ -244,7 +247,9 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     Raises:
         RecordError: as `read`.
     """
-    return _read(beside(path), lambda line, where: _row(line, where, RANK_COLUMNS), delimiter="\t")
+    return _read(
+        beside(path), lambda line, where: _row(ADDED_TO_RANKS | line, where, RANK_COLUMNS), delimiter="\t"
+    )
 
 
 def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:

@@ -3,6 +3,7 @@
 import platform
 import sys
 from collections.abc import Iterator
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -94,9 +95,11 @@ class Run:
         self._losses = torch.zeros(len(batches), device=device)
         self._losses[: done.steps] = done.losses
         self._added, seconds = done.steps, done.seconds
+        self._data_seconds, first = 0.0, done.steps
         bar = tqdm(
-            batches,
-            initial=done.steps,
+            self._timed(batches),
+            initial=first,
+            total=len(batches),
             desc=f"epoch {epoch}",
             unit="step",
             leave=False,
@@ -106,7 +109,7 @@ class Run:
         )
         started = clock.start(device)
         self._own_time.begin()
-        for step, batch in enumerate(bar, start=done.steps + 1):
+        for step, batch in enumerate(bar, start=first + 1):
             yield batch
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
@@ -128,6 +131,7 @@ class Run:
         losses = _mean_over_ranks(self._losses)
         _check_finite(losses, epoch)
         self._trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
+        self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
     def add(self, loss: torch.Tensor) -> None:
         """Take note of the loss of this step: the mean over this rank's share of the batch."""
@@ -154,6 +158,17 @@ class Run:
         world.on_first(lambda: self._log.finish(self._model))
         self._checkpoints.finish(self._ended)
 
+    def _timed(self, batches: Batches) -> Iterator[Batch]:
+        """The batches, and the clock on how long each one is waited for."""
+        loader = iter(batches)
+        while True:
+            asked = perf_counter()
+            batch = next(loader, None)
+            self._data_seconds += perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
     def _own_rows(self, epoch: int) -> list[dict[str, object]]:
         """A row for each device of this rank, of `records.RANK_COLUMNS`."""
         # Of a mean, as an epoch that was interrupted has steps that an earlier process went through.
@@ -166,6 +181,7 @@ class Run:
                 "device": str(device),
                 "device_name": machine.device_name(device),
                 "own_seconds": own_seconds,
+                "data_seconds": self._data_seconds,
                 "peak_memory_mb": machine.peak_memory_mb(device),
             }
             for device in machine.devices_in_use(self._device)

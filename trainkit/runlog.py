@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit import machine
+from trainkit import machine, samples
 from trainkit.epoch import Tested, Trained, why_ended
 from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
@@ -108,9 +108,12 @@ class RunLog:
                 "learning_rate": trained.learning_rate,
                 "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
                 "elapsed_s": self._elapsed_s(),
+                "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
             self._recorder.add(of_ranks, **row, ended=ended)
+            if not self._past_first_epoch:
+                samples.note_run(self._recorder.path)
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
         if self._past_first_epoch and (slow := slow_rank(of_ranks)):
             tell(f"{slow}.")

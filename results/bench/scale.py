@@ -68,7 +68,7 @@ def write_runs(folder: Path, configurations: int, repeats: int) -> None:
                 )
                 ranks += [
                     {"epoch": epoch, "rank": rank, "host": "node1", "device": f"cuda:{rank}"}
-                    | {"device_name": "made up", "own_seconds": took, "peak_memory_mb": 300}
+                    | {"device_name": "made up", "own_seconds": took, "data_seconds": 0, "peak_memory_mb": 1}
                     for rank in range(devices)
                 ]
             _put(folder / f"{run_id}.csv", COLUMNS, epochs)
