@@ -4,6 +4,8 @@
 # prints what this job runs on. When the script ends, it tells why if it failed, and sends a job
 # that was stopped by a signal, and has saved, back to the queue.
 #
+# Unless SITE_MONITOR is off, each node is sampled meanwhile, and a verdict stands among the job's last lines.
+#
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
 # SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
 
@@ -73,6 +75,17 @@ print(f"python  {sys.executable}, torch", importlib.metadata.version("torch"))' 
 SITE_SRUN_ARGS in slurm/site.sh."
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
+
+# --- what watches it --------------------------------------------------------------------------------
+# A step beside the ranks, until `finish` closes its input. What becomes of it never matters to the job, and srun's
+# words about it stay out of the job's log, where `deaths` would take it for a rank.
+watching=$TRAINKIT_JOB_DIR/monitor sampler=""
+if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
+    exec {own_output}>&1 # in place of which a coprocess has a pipe
+    coproc SAMPLER { sample "$SLURM_JOB_NUM_NODES" "$watching" 1>&"$own_output" 2>"$watching/log"; }
+    exec {own_output}>&-
+    sampler=${SAMPLER_PID:-} sampler_input=${SAMPLER[1]:-} # bash forgets both when it ends
+fi
 
 # --- how it ends ------------------------------------------------------------------------------------
 # Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/errors.py).
@@ -155,6 +168,23 @@ tell_who_failed() {
     fi
 }
 
+# End the sampling; it has 10 seconds for its verdict.
+tell_what_was_seen() {
+    local tenths
+    [[ -n $sampler ]] || return
+    exec {sampler_input}>&-
+    for ((tenths = 0; tenths < 100; tenths++)); do
+        kill -0 "$sampler" 2>/dev/null || break
+        sleep 0.1
+    done
+    if kill "$sampler" 2>/dev/null; then
+        echo "watch   no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+    elif ! wait "$sampler"; then
+        # Not what srun says of every step that fails.
+        echo "watch   not sampled: $(grep -vE ': tasks? [0-9,-]+: |^Try ' "$watching/log" | tail -n 1)"
+    fi
+}
+
 # An option of the training may name another place.
 told_where="; results in $RESULTS_DIR/runs"
 [[ " $* " != *" --results-dir"[\ =]* ]] || told_where=""
@@ -166,6 +196,7 @@ finish() {
     trap '' TERM # requeue sends it to this script, too
     echo
     if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then saved=$(<"$TRAINKIT_JOB_DIR/stopped"); fi
+    [[ -n $saved ]] || tell_what_was_seen # else the queue comes first
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
         echo "stopped by a signal; back to the queue, to go on from the checkpoint"
@@ -177,6 +208,7 @@ finish() {
     elif ((code)); then
         tell_who_failed
     fi
+    [[ -z $saved ]] || tell_what_was_seen
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
     exit "$code"
 }

@@ -28,8 +28,11 @@
 # --- 3. Where things are; all of these must be on a file system that every node sees ------------
 #SITE_DATA_DIR=/shared/datasets/mnist      # default: data/ of this checkout
 #SITE_RESULTS_DIR=$HOME/results            # default: results/ of this checkout
-#SITE_SCRATCH_DIR=/scratch/$USER           # checkpoints and error notes of jobs; default: results/jobs/
+#SITE_SCRATCH_DIR=/scratch/$USER           # checkpoints, samples, error notes; default: results/jobs/
 
 # --- 4. How the processes start and meet --------------------------------------------------------
 #SITE_SRUN_ARGS=(--mpi=none)               # more arguments for srun
 #SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo
+
+# --- 5. What a job tells of itself --------------------------------------------------------------
+#SITE_MONITOR=off                          # no samples of what it uses, and no verdict in its log; default: on

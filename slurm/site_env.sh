@@ -63,7 +63,9 @@ fi
 
 DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
-JOBS_DIR=${SITE_SCRATCH_DIR:-$RESULTS_DIR/jobs} # a folder for each job: its checkpoints and error notes
+JOBS_DIR=${SITE_SCRATCH_DIR:-$RESULTS_DIR/jobs} # a folder for each job: its checkpoints, samples and error notes
+[[ ${SITE_MONITOR:=on} == on || $SITE_MONITOR == off ]] ||
+    fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
 PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
 export PYTHONPATH
 
@@ -73,4 +75,14 @@ activate() {
     activate_environment || fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
+}
+
+# Become the step of a job that samples its $1 nodes into the folder $2, until its input ends. What follows is for srun.
+# It shares memory, cores and GPUs with the ranks, and sees all of a node's, also where each rank has GPUs of its own.
+sample() {
+    local nodes=$1 folder=$2
+    shift 2
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
+    exec srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "$@" \
+        "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$folder"
 }

@@ -1,9 +1,9 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE.md`, `table FILE.md "A, B, ..."` of these columns or, of a comparison.csv, `pivot FILE.csv ROWS
-COLUMNS VALUES "CONDITION"`, with paths relative to the README. Run this file (`make lessons`) to bring all
-up to date.
+`table FILE.md`, `table FILE.md "A, B, ..."` of these columns, of a comparison.csv `pivot FILE.csv ROWS
+COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README. Run
+this file (`make lessons`) to bring all up to date.
 """
 
 import difflib
@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from trainkit.analysis import waste
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_SLURM = re.compile(
-    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b"
+    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b|<job>"
 )
+# Their commands start in the top folder, those of the others in their own.
+FROM_THE_TOP = ("slurm/README.md", "slurm/MONITORING.md", "slurm/practice_cluster/README.md")
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
@@ -40,12 +44,19 @@ def commands(on_a_cluster: bool) -> list[tuple[Path, str]]:
     return [found for found in blocks if bool(NEEDS_SLURM.search(found[1])) == on_a_cluster]
 
 
+def starts_in(readme: Path) -> Path:
+    """The folder in which the reader of `readme` is, relative to the top folder."""
+    name = readme.relative_to(REPOSITORY)
+    return Path() if str(name) in FROM_THE_TOP else name.parent
+
+
 def up_to_date(readme: Path) -> str:
     """The text of `readme` with every quote as its source has it now."""
 
     def quoted(match: re.Match) -> str:
         kind, *words = shlex.split(match[2])
-        text = {"diff": _diff, "table": _table, "pivot": _pivot}[kind](readme.parent, *words)
+        kinds = {"diff": _diff, "table": _table, "pivot": _pivot, "verdict": _verdict}
+        text = kinds[kind](readme.parent, *words)
         return f"{match[1]}{text}\n{match[3]}"
 
     return QUOTE.sub(quoted, readme.read_text())
@@ -80,6 +91,12 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
         [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _verdict(folder: Path, name: str) -> str:
+    """As the log of a job tells it."""
+    lines = waste.judge(folder / name).lines("job 12")
+    return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
 
 
 if __name__ == "__main__":

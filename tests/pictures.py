@@ -1,6 +1,13 @@
-"""The pictures of the lessons, as SVG in grey on white. Run this file (`make lessons`) to write them all."""
+"""The pictures of the lessons, as SVG in grey on white. Run this file (`make lessons`) to write them all.
+
+The timelines are drawn by the commands that slurm/MONITORING.md gives for them.
+"""
 
 import math
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -330,7 +337,19 @@ PICTURES = {
 }
 
 
+def timelines() -> dict[str, list[str]]:
+    """The arguments of python that draw each of them, from the top folder."""
+    page = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
+    commands = re.findall(
+        r"^python (slurm/monitor\.py --plot \S+ --out (\S+/pictures/\S+))$", page, re.MULTILINE
+    )
+    return {name: shlex.split(command) for command, name in commands}
+
+
 if __name__ == "__main__":
     for name, picture in PICTURES.items():
         (REPOSITORY / name).parent.mkdir(exist_ok=True)
         (REPOSITORY / name).write_text(picture())
+    for name, arguments in timelines().items():
+        (REPOSITORY / name).parent.mkdir(exist_ok=True)
+        subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, check=True)

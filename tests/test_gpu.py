@@ -22,6 +22,9 @@ from checkout import Checkout
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, free_port, rows_of, run_stage, stage_command
 from filelock import FileLock
 from test_ranks import of_ranks
+from test_sampler import NOBODY, notes, sampled, seen
+
+from trainkit import samples
 
 pytestmark = [
     pytest.mark.gpu,
@@ -162,6 +165,28 @@ def test_data_parallel_tells_the_memory_of_each_gpu(tmp_path: Path) -> None:
     last = of_ranks(tmp_path).query("epoch == 2")
     assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
     assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
+
+
+def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
+    """While they train for some seconds. In a container NVML may not tell whose processes it sees."""
+    sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
+    with sampled(tmp_path, period=0.5, **WITH_GPUS):
+        train("ddp", tmp_path, *sizes, processes=GPUS, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
+    rows = pd.DataFrame(seen(tmp_path, samples.GPU))
+    for number, gpu in rows.groupby("number"):
+        assert gpu["name"].str.len().gt(0).all()
+        assert gpu.utilisation.max() > 0
+        assert gpu.memory_mb.gt(0).all() and gpu.memory_mb.lt(gpu.memory_limit_mb).all()
+        assert gpu.power_w.max() > gpu.power_w.min() > 0, notes(tmp_path)
+        assert gpu.power_limit_w.gt(0).all()
+        assert gpu.clock_mhz.max() <= gpu.clock_limit_mhz.max()
+        assert gpu.temperature_c.between(5, 110).all()
+        joules = gpu.energy_j.iloc[-1] - gpu.energy_j.iloc[0]  # NaN before Volta
+        seconds = gpu.time.iloc[-1] - gpu.time.iloc[0]
+        assert not joules <= 0.5 * gpu.power_w.min() * seconds, number
+        assert not joules >= 2 * gpu.power_w.max() * seconds, number
+    assert rows.number.nunique() == GPUS
+    assert NOBODY == "?" or {*rows.ranks} >= {str(rank) for rank in range(GPUS)}
 
 
 def test_debug_has_nccl_write_what_it_does(tmp_path: Path) -> None:

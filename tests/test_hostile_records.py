@@ -12,7 +12,7 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from matplotlib.figure import Figure
 
-from trainkit.analysis import comparison
+from trainkit.analysis import comparison, waste
 from trainkit.analysis.report import report
 from trainkit.errors import UserError
 from trainkit.records import COLUMNS, Recorder
@@ -149,6 +149,37 @@ def test_a_damaged_file_never_raises_anything_else(
     assert "good" in set(rows.run_id)
     report([tmp_path], tmp_path / "out")
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\xff\xfe", b"\0", b"{", b"3", b"[]", b"{}", b"[" * 100_000, b" " * 2**21 + b"{}"),
+        *(
+            f'{{"joules_per_1000_images": {value}}}'.encode()
+            for value in ("-1", "NaN", "Infinity", "1e999", '"4"', "[]")
+        ),
+        b'{"joules_per_1000_images": %s}' % (b"9" * 5000),
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: bytes) -> None:
+    """The run counts without it."""
+    beside = waste.beside(made(tmp_path, "one"))
+    beside.write_bytes(content)
+    rows, (sentence,) = comparison.load([tmp_path])
+    assert sentence.startswith(f"{beside}: not read, ") and len(sentence) < len(str(beside)) + 100
+    assert len(rows) and rows.joules_per_1000_images.isna().all()
+
+
+def test_a_verdict_that_is_no_file(tmp_path: Path) -> None:
+    """A pipe would be waited for."""
+    os.mkfifo(waste.beside(made(tmp_path, "one")))
+    waste.beside(made(tmp_path, "two")).mkdir()
+    _, skipped = comparison.load([tmp_path])
+    assert [sentence.rpartition(": ")[2] for sentence in skipped] == [
+        "not read, it is not a regular file."
+    ] * 2
 
 
 def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from trainkit.analysis import waste
 from trainkit.analysis.report import report, report_each
 from trainkit.errors import UserError
 from trainkit.records import ADDED, COLUMNS, Recorder
@@ -754,3 +756,21 @@ def test_no_figure_at_all(tmp_path: Path, compared: Compared) -> None:
     seen = compared()
     assert not seen.figures
     assert f"Written to {tmp_path / 'out'}: report.html, comparison.md, comparison.csv\n" in seen.text
+
+
+def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:
+    """The median of the repeats whose job knew it; the column is there if there is any."""
+    paths = [write_run(tmp_path, f"one-{i}", [10, 1000 + i]) for i in range(4)]
+    assert "J/1000 img" not in compared().text
+    for path, joules in zip(paths, (40.0, 44, None), strict=False):
+        waste.beside(path).write_text(json.dumps({"joules_per_1000_images": joules}))
+    seen = compared()
+    assert seen.table.joules_per_1000_images.tolist() == [42]
+    assert "42.0" in cells(seen.text, "single", 1) and "J/1000 img: the energy of all GPUs" in seen.text
+
+
+def test_the_samples_of_a_job_are_no_runs(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000])
+    (tmp_path / "12" / "monitor").mkdir(parents=True)
+    (tmp_path / "12" / "monitor" / "n1.csv").write_text("time,what\n1,node\n")
+    assert "Skipped" not in compared().text

@@ -12,8 +12,6 @@ from conftest import REPOSITORY
 # Commands that other tests run, or that set up what is set up here.
 RUN_ELSEWHERE = {"make data", "source .venv/bin/activate"}
 PRACTICE_CLUSTER = ("make cluster-", "slurm/practice_cluster/cluster.py ")  # test_practice_cluster.py
-STARTS_IN = {"slurm/README.md": ".", "slurm/MONITORING.md": "03_multigpu_ddp"}
-STARTS_IN |= {"slurm/practice_cluster/README.md": "."}
 
 
 def _blocks() -> list[tuple[Path, str]]:
@@ -43,6 +41,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) 
 @pytest.mark.parametrize(("document", "block"), _blocks(), ids=str)
 def test_the_commands_of_a_document(document: Path, block: str, checkout: Checkout) -> None:
     """As the document says where, on less data; `<job>` is a running job and `<number>` an earlier one."""
+    if "monitor.py" in block:
+        checkout.site("SITE_MONITOR=on\n")
     if "<job>" in block:
         job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600, "--test-size", 200)
         checkout.wait_for("epoch 1/", job)
@@ -55,7 +55,7 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
         block,
         flags=re.MULTILINE,
     )
-    folder = checkout.folder / STARTS_IN.get(str(document), document.parent)
+    folder = checkout.folder / lessons.starts_in(REPOSITORY / document)
     done = checkout.run("bash", "-euc", block, cwd=folder)
     checkout.cluster.run(["scancel", "--me"])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ itself at each moment; and `runs`, the paths of the CSVs of the trainings of tha
 """
 
 import csv
+import errno
 import io
 import math
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from trainkit.errors import UserError
 
-FOLDER, RUNS, PERIOD = "monitor", "runs", 1.0  # the period in seconds
+FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
 # What a row is of.
 NODE, GPU, RANK = "node", "gpu", "rank"
 # Column -> the kinds of rows that have it. An empty cell: it cannot be read here.
@@ -43,6 +44,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
+NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
 
 
@@ -56,10 +58,14 @@ class Writer:
     def __init__(self, folder: Path, node: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{node}.csv").open("a+b", buffering=0)
-        if self._file.tell() == 0:
-            self._put(",".join(COLUMNS) + "\n")
+        header = ",".join(COLUMNS).encode() + b"\n"
+        self._file.seek(0)
+        there = self._file.read(len(header))
+        if len(there) < len(header) and header.startswith(there):  # new, or a full disk has cut it short
+            self._file.truncate(0)
+            self._put(header)
         else:  # the last line of one that was killed may lack its end; an empty line is no row
-            self._put("\n")
+            self._put(b"\n")
 
     def add(self, rows: Iterable[dict[str, object]]) -> None:
         """Write rows with some of `COLUMNS`, so that a kill of the job, or of the node, cannot take them."""
@@ -67,12 +73,20 @@ class Writer:
         csv.DictWriter(text, COLUMNS, lineterminator="\n").writerows(
             {name: _to_text(value) for name, value in row.items()} for row in rows
         )
-        self._put(text.getvalue())
+        self._put(text.getvalue().encode())
 
-    def _put(self, text: str) -> None:
-        self._file.write(text.encode())
-        with suppress(OSError):  # a pipe, or a file system without it
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _put(self, text: bytes) -> None:
+        while text:  # a disk that is nearly full takes a part, and refuses the rest
+            text = text[self._file.write(text) :]
+        try:
             os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in NO_FSYNC:
+                raise
 
 
 def read(folder: Path) -> list[dict[str, object]]:

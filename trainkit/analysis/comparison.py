@@ -4,6 +4,7 @@ rows, skipped = load(paths)
 table = compare(summarize(rows))
 """
 
+import json
 import math
 import operator
 import os
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit import records
-from trainkit.analysis import trust
+from trainkit import records, samples
+from trainkit.analysis import trust, waste
 from trainkit.errors import UserError, printable
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
@@ -41,6 +42,7 @@ CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = ["device_name", "dataset", "model"]
+LONGEST_VERDICT = 2**20  # characters
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
 TUTORIAL_MODEL = "Net"
 # The stages of the tutorial, in its order. Any other name is somebody's own training.
@@ -77,9 +79,10 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with the columns of `records.COLUMNS`, and three that are of the whole run: `file`, its name;
-        `slow_rank`, a clause on the rank that holds up the others or "", and `least_memory_mb`, the peak of
-        the device with the lowest one, NaN where it is not known; then the sentences.
+        Rows with the columns of `records.COLUMNS`, and four that are of the whole run: `file`, its name;
+        `slow_rank`, a clause on the rank that holds up the others or "", `least_memory_mb`, the peak of the
+        device with the lowest one, and `joules_per_1000_images` of all its GPUs: NaN where they are not
+        known; then the sentences.
 
     Raises:
         UserError: if a path is not there.
@@ -91,9 +94,10 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         if not path.is_dir():
             files[os.path.realpath(path)] = path  # Path.resolve raises for a link to itself
             continue
-        for folder, _, names in os.walk(
+        for folder, folders, names in os.walk(
             path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}.")
         ):
+            folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
             found = [Path(folder, name) for name in names if name.endswith(".csv") and name not in WRITTEN]
             files |= {os.path.realpath(file): file for file in found}
     columns: dict[str, list] = {}  # of all runs at once: a table for each would take most of the time
@@ -109,7 +113,13 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 of_ranks = records.read_ranks(file)
             except records.RecordError as error:
                 skipped.append(str(error))
-        of_the_run = {"file": printable(str(file))} | _by_rank(run, of_ranks)
+        try:
+            joules = _joules(waste.beside(file))
+        except ValueError as error:
+            joules = math.nan
+            skipped.append(f"{waste.beside(file)}: not read, {error}.")
+        of_the_run = {"file": printable(str(file)), "joules_per_1000_images": joules}
+        of_the_run |= _by_rank(run, of_ranks)
         for row in run:
             for name, cell in (row | of_the_run).items():
                 columns.setdefault(name, []).append(cell)
@@ -145,7 +155,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
     such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
-    last epoch's, `peak_memory_mb` is the largest, of a warm-up only where there is nothing else.
+    last epoch's, `joules_per_1000_images` over those that tell it; `peak_memory_mb` is the largest, of a
+    warm-up only where there is nothing else.
     `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
     settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
     the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
@@ -163,6 +174,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         eval_seconds=steady.eval_seconds.median(),
         test_accuracy=last.test_accuracy.median(),
         elapsed_s=last.elapsed_s.median(),
+        joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
         least_memory_mb=groups.least_memory_mb.min(),
         runs=epochs.size(),
@@ -273,6 +285,29 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
         "slow_rank": records.slow_rank(of_ranks),
         "least_memory_mb": min(peaks.values(), default=math.nan),
     }
+
+
+def _joules(file: Path) -> float:
+    """What the verdict on a run's job tells; NaN if there is none, or it does not know.
+
+    Raises:
+        ValueError: if it is not as a job writes it.
+    """
+    if not file.exists():
+        return math.nan
+    if not file.is_file():  # a pipe would be waited for
+        raise ValueError("it is not a regular file")
+    try:
+        with file.open(encoding="utf-8") as opened:
+            facts = json.loads(opened.read(LONGEST_VERDICT))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(getattr(error, "strerror", None) or "it is damaged") from None
+    joules = facts.get("joules_per_1000_images", "") if isinstance(facts, dict) else ""
+    if joules is None:
+        return math.nan
+    if not isinstance(joules, float | int) or not 0 <= joules <= records.MOST:
+        raise ValueError(f"{str(joules)[:30]!r} are no joules_per_1000_images")
+    return joules
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:

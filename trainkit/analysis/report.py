@@ -27,10 +27,21 @@ SHOWN = {
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
     "mem. MB": ("memory", ""),
+    "J/1000 img": ("joules_per_1000_images", ".1f"),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s", "min..max", "eff. %")
+LEAST_NEEDED = (
+    "eval s",
+    "train s to it",
+    "mem. MB",
+    "epochs",
+    "runs",
+    "J/1000 img",
+    "wall s",
+    "min..max",
+    "eff. %",
+)
 # What the page tells of the runs behind a row: header, and the column of `comparison.load`.
 OF_A_RUN = {
     "run": "run_id",
@@ -51,6 +62,9 @@ WEAK_LEGEND = (
     "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
 )
 MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
+ENERGY_LEGEND = (
+    "J/1000 img: the energy of all GPUs of the job for 1,000 training images, evaluations between included."
+)
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -182,11 +196,13 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
         },
         index=table.index,
     )
-    silent = ["nodes", "variant", "weak eff. %", "note", "doubt"]
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     if "weak eff. %" not in silent:
         legends.append(WEAK_LEGEND)
+    if "J/1000 img" not in silent:
+        legends.append(ENERGY_LEGEND)
     if shown["mem. MB"].str.contains("..", regex=False).any():
         legends.append(MEMORY_LEGEND)
     if target is not None:

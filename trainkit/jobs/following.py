@@ -12,11 +12,13 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -27,6 +29,8 @@ from trainkit.jobs.slurm import FAILED, QUEUED
 GIVING_UP_SECONDS = 5  # between the first rank and the last
 PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
+
+CLEARED = "\r\x1b[K"  # on a terminal: in place of the line that stands there
 
 # The last words of a job script and of a Python program; the first pattern that is found counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
@@ -74,6 +78,11 @@ class Handle:
         """The commands that show the job and stop it, one per line."""
         output, results = shlex.quote(str(self.log)), shlex.quote(str(self.results))
         return f"output   tail -n +1 -F {output}\nresults  ls {results}"
+
+    def verdict(self) -> list[str]:
+        """What the job's sampler has told at its end (trainkit.jobs.monitor); nothing if there was none."""
+        backwards = dropwhile(lambda line: not line.startswith("watch   "), reversed(_lines(self.log)))
+        return [*takewhile(lambda line: line.startswith("watch   "), backwards)][::-1]
 
     def _progress(self) -> str:
         return self._log_line("epoch ") or "no epoch finished yet"
@@ -136,10 +145,11 @@ class SlurmHandle(Handle):
 class LocalHandle(Handle):
     """Processes of this machine; the job's number is that of the process that controls them.
 
-    `ended` tells whether that process has.
+    `ended` tells whether that process has. `sampler` then has some seconds for its verdict.
     """
 
     ended: Callable[[], bool]
+    sampler: subprocess.Popen | None = None
     failed_at: float | None = None
     gave_up_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
@@ -153,6 +163,8 @@ class LocalHandle(Handle):
             # Where NCCL gave up, the other ranks are about to say so: who does not, was waited for.
             if told or (gave_up and time.monotonic() - self.gave_up_at > GIVING_UP_SECONDS):
                 self._end_peers()
+            return State("running", self._progress())
+        if self.sampler and self.sampler.poll() is None:
             return State("running", self._progress())
         if len(self._notes("finished")) == self.tasks and not self._stopped():
             return State("done", self._results())
@@ -246,9 +258,12 @@ def follow(handle: Handle, quiet: bool = False) -> int:
         else:
             print(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", file=sys.stderr)
         raise
+    if state.name == "failed" and sys.stdout.isatty() and not quiet:
+        print()
+    if not quiet:
+        for line in handle.verdict():
+            print(f"{CLEARED if sys.stdout.isatty() else ''}{printable(line)}", flush=True)
     if state.name == "failed":
-        if sys.stdout.isatty() and not quiet:
-            print()
         print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
         return 1
     if not quiet:
@@ -261,9 +276,9 @@ def _show(state: State, ended: bool) -> None:
     if not sys.stdout.isatty():
         print(text, flush=True)
     elif ended:
-        print(f"\r\x1b[K{text}")
+        print(f"{CLEARED}{text}")
     else:  # a line that wraps could not be taken back
-        print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        print(f"{CLEARED}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 def _lines(log: Path) -> list[str]:

@@ -11,14 +11,20 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from trainkit import samples
 from trainkit.errors import printable
 from trainkit.jobs import local, slurm
 
-# job_env.sh's folders: of a job, and of an older one whose number came again; and those of submit.py.
+# Folders of job_env.sh: of a job, and of an older one whose number came again; of monitor.py; of submit.py.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
+MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
 SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
-NOTE = re.compile(r"rank-\d+\.(started|finished|failed|lost)")
+# What is in them.
+NOTE = re.compile(r"rank-\d+\.(started|finished|failed|lost)|monitor/log")
+SAMPLES = re.compile("monitor")
+OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
 UNKNOWN = "unknown"
+ENDED = ("COMPLETED", "ended", *slurm.FAILED)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class JobFolder:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("COMPLETED", "ended", *slurm.FAILED)
+        return self.state in ENDED
 
     def row(self, jobs_dir: Path) -> tuple[str, ...]:
         """Its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
@@ -77,37 +83,54 @@ def size(folder: Path) -> int:
     return total
 
 
+def state_of(job: Path) -> str:
+    """Slurm's word for the state of the job with this folder, or RUNNING, ended or unknown."""
+    numbered = NUMBERED.fullmatch(job.name)
+    if numbered:
+        return "ended" if numbered[2] else _state_in_slurm(numbered[1])
+    submitted = next(job.glob("[0-9]*_submitted.pkl"), None)
+    if not submitted:  # it may be on its way to Slurm
+        return _state_of_command(job) if MONITORED.fullmatch(job.name) else UNKNOWN
+    if next(job.glob("*submission*.sh"), None):  # with a dot in front if the submitter was killed
+        return _state_in_slurm(submitted.name.removesuffix("_submitted.pkl"))
+    return _state_here(job)
+
+
 def _folders(jobs_dir: Path) -> Iterator[Path]:
     """By name, owner and content: a folder called 2024 may also be the user's photographs."""
-    for place, name in ((jobs_dir, NUMBERED), (jobs_dir / "submitit", SUBMITTED)):
+    kinds = ((jobs_dir, NUMBERED, NOTE), (jobs_dir, MONITORED, SAMPLES))
+    for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
         if place.is_symlink() and place != jobs_dir or not place.is_dir():
             continue
         for path in place.iterdir():
             if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
                 continue
-            names = [entry.name for entry in path.iterdir()] if path.stat().st_uid == os.getuid() else ["?"]
-            marks = NOTE if name is NUMBERED else re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
+            if path.stat().st_uid != os.getuid():
+                continue
+            names = [str(entry.relative_to(path)) for entry in (*path.iterdir(), *path.glob("monitor/log"))]
             if not names or any(marks.fullmatch(entry) for entry in names):
                 yield path
 
 
 def _judge(path: Path, jobs_dir: Path) -> JobFolder:
-    numbered = NUMBERED.fullmatch(path.name)
-    if numbered and path.parent == jobs_dir:
-        state = "ended" if numbered[2] else _state_in_slurm(numbered[1])
-        return JobFolder(path, state, _newest(path))
+    checkpoints = path
     submitted = next(path.glob("[0-9]*_submitted.pkl"), None)
-    if not submitted:  # it may be on its way to Slurm
-        return JobFolder(path, UNKNOWN, _newest(path))
-    job_id = submitted.name.removesuffix("_submitted.pkl")
-    if next(path.glob("*submission*.sh"), None):  # with a dot in front if the submitter was killed
-        return JobFolder(path, _state_in_slurm(job_id), _newest(jobs_dir / job_id))
-    return JobFolder(path, _state_here(path), _newest(path))
+    if submitted and next(path.glob("*submission*.sh"), None):  # Slurm's, which have a folder of their own
+        checkpoints = jobs_dir / submitted.name.removesuffix("_submitted.pkl")
+    return JobFolder(path, state_of(path), _newest(checkpoints))
 
 
 def _state_in_slurm(job_id: str) -> str:
     state = slurm.job_facts(job_id)["JobState"] if slurm.is_here() else UNKNOWN
     return UNKNOWN if state == "UNKNOWN" else state
+
+
+def _state_of_command(job: Path) -> str:
+    """Of one that monitor.py runs, here or on another machine with the same folders."""
+    if local.process_with(job, "TRAINKIT_JOB_DIR", told="environ"):
+        return "RUNNING"
+    nodes = {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
+    return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
 
 
 def _state_here(path: Path) -> str:

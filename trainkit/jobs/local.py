@@ -9,13 +9,17 @@ import random
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from trainkit import samples
 from trainkit.jobs.following import LocalHandle
+from trainkit.jobs.stages import REPOSITORY
 
 # submitit announces every step; the log is to have the stage's lines only.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
@@ -74,6 +78,7 @@ def start(
     threads: int | None = None,
     minutes: int = DAY_MINUTES,
     checkpoints: bool = True,
+    sampled: bool = False,
 ) -> LocalHandle:
     """Start the ranks of a job on this machine, where nothing has prepared an environment for them.
 
@@ -83,6 +88,7 @@ def start(
         threads: of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
         minutes: time limit; shortly before, the ranks are told to save a checkpoint and end.
         checkpoints: save them, and go on from them.
+        sampled: also start what samples them, and ends the log with its verdict (trainkit.jobs.monitor).
     """
     import submitit
 
@@ -103,33 +109,57 @@ def start(
     executor.update_parameters(tasks_per_node=ranks, timeout_min=minutes, stderr_to_stdout=True)
     # Ctrl-C is for this process alone, which then ends the others in an orderly way.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sampled:
+        (folder / samples.FOLDER).mkdir(exist_ok=True)  # the ranks note there what they record
     try:
         with environment(variables):
             job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints))
+        sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
-    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done)
+    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done, sampler)
+
+
+def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
+    """Samples the job, also when this program has ended, and tells its verdict in the log."""
+    place = folder / samples.FOLDER
+    with log.open("ab") as told, (place / "log").open("w") as complaints:
+        return subprocess.Popen(
+            [sys.executable, REPOSITORY / "slurm" / "monitor.py", "--sample", place, "--until", job_id],
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=complaints,
+            start_new_session=True,
+        )
 
 
 def started_before(job_id: str, tasks: int, log: Path, folder: Path, results: Path) -> LocalHandle:
     """A job that an earlier program has started: its processes are not our children."""
-    words = Path("/proc", job_id, "cmdline")
-
-    def ended() -> bool:
-        try:  # the number may belong to another program by now
-            return os.fsencode(log.parent) not in words.read_bytes().split(b"\0")
-        except OSError:
-            return True
-
-    return LocalHandle(job_id, tasks, log, folder, results, ended)
+    return LocalHandle(job_id, tasks, log, folder, results, partial(has_ended, job_id, folder))
 
 
-def process_with(folder: Path, program: str) -> str | None:
-    """The number of a process that runs `program` for the job in `folder`; None if there is none."""
-    for words in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
+def has_ended(job_id: str, folder: Path) -> bool:
+    """Whether the process has that controls the ranks of the job in `folder`."""
+    try:  # the number may belong to another program by now
+        return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return True
+
+
+def outside_of_jobs() -> dict[str, str]:
+    """This environment, without the shape of the job that this shell may be in: for what is another's."""
+    own = dict(os.environ)
+    if "SLURM_JOB_ID" in own:
+        own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    return own
+
+
+def process_with(folder: Path, word: str, told: str = "cmdline") -> str | None:
+    """The number of a process with both in its command line, or its `environ`; None if there is none."""
+    for words in Path("/proc").glob(f"[0-9]*/{told}"):
+        with suppress(OSError):  # it has ended, or is another user's
             text = words.read_bytes()
-            if os.fsencode(folder) in text and os.fsencode(program) in text:
+            if os.fsencode(folder) in text and os.fsencode(word) in text:
                 return words.parent.name
     return None
 

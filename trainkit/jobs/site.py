@@ -12,12 +12,14 @@ class Site(NamedTuple):
     """What slurm/site.sh says, with the defaults of slurm/site_env.sh.
 
     `sbatch` are the SBATCH_* variables, those of this shell included. `jobs_dir` has a folder per job.
+    `monitor` tells whether jobs are sampled.
     """
 
     sbatch: dict[str, str]
     data_dir: Path
     results_dir: Path
     jobs_dir: Path
+    monitor: bool = True
 
 
 def read_site() -> Site:
@@ -34,4 +36,5 @@ def read_site() -> Site:
     return Site(
         {name: value for name, value in variables.items() if name.startswith("SBATCH_")},
         *(Path(variables[name]).absolute() for name in ("DATA_DIR", "RESULTS_DIR", "JOBS_DIR")),
+        monitor=variables["SITE_MONITOR"] == "on",
     )

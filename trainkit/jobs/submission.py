@@ -9,7 +9,6 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 
 import argparse
 import io
-import os
 import secrets
 import shlex
 import shutil
@@ -94,6 +93,7 @@ def submit(request: Request, site: Site | None = None) -> Handle:
             gpus=request.geometry.gpus,
             threads=request.threads,
             minutes=request.minutes or DEFAULT_MINUTES,
+            sampled=site.monitor,
         )
     try:
         job = _send(request, site, folder)
@@ -305,10 +305,7 @@ def _overruling(request: Request, site: Site) -> dict[str, str]:
 
 
 def _for_sbatch(request: Request, site: Site) -> dict[str, str]:
-    own = dict(os.environ)
-    if "SLURM_JOB_ID" in own:  # an interactive job, whose shape must not pass on to the new one
-        own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
-    return own | local.QUIET | _overruling(request, site)
+    return local.outside_of_jobs() | local.QUIET | _overruling(request, site)
 
 
 def main(stage_name: str, description: str) -> int:

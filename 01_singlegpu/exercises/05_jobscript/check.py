@@ -1,13 +1,12 @@
 """Reads the job script as Slurm and the shell would, asks Slurm where it is, and looks for the log."""
 
 import argparse
-import os
 import re
 from pathlib import Path
 
 from trainkit.command_line import time_limit
 from trainkit.jobs import slurm
-from trainkit.jobs.site import read_site
+from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Mine, Wrong
 
 JOB = "job.sh"
@@ -41,7 +40,7 @@ def check(mine: Mine) -> str:
     ignored = answers.word("ignored", "name", "nodes", "memory", "time")
     text = mine.text(JOB)
     _check_lines(text.splitlines())
-    options = dict(re.findall(r"^#SBATCH\s+--([a-z-]+)[= ]\s*(\S+)", text, re.MULTILINE))
+    options = requested(text)
     _check_options(options)
     _check_commands(mine.folder / JOB, re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " ")))
     if ignored != "memory":
@@ -51,7 +50,7 @@ def check(mine: Mine) -> str:
     stage = mine.folder.parents[2]
     right = "as you expected" if prediction == "file" else "not to the terminal"
     return (
-        f"Every rule holds. {_ask_slurm(mine.folder / JOB, stage)} The output goes into the file of "
+        f"Every rule holds. {ask_slurm(mine.folder / JOB, stage)} The output goes into the file of "
         f"--output, {right}: sbatch returns before the job begins. {_log(options, stage)}"
     )
 
@@ -139,17 +138,6 @@ def _check_commands(path: Path, commands: str) -> None:
             f"mine/{JOB}: srun does not take --cpus-per-task over from #SBATCH: the training gets one core "
             "only."
         )
-
-
-def _ask_slurm(path: Path, stage: Path) -> str:
-    if not slurm.is_here():
-        return "(There is no Slurm here to ask: `sbatch --test-only` was not tried.)"
-    environment = os.environ | read_site().sbatch
-    asked = slurm.ask("sbatch", "--test-only", str(path), cwd=stage, env=environment)
-    if asked.returncode:
-        told = slurm.told_by_sbatch(asked.stderr)
-        raise Wrong(f"Slurm would not take the job ({told}): {slurm.advice(told)}.")
-    return "Slurm was asked, and would take the job."
 
 
 def _log(options: dict[str, str], stage: Path) -> str:

@@ -1,0 +1,154 @@
+"""Compares the learner's runs, of how long they waited, and what the program makes of some images."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from trainkit import records
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction`"
+RECORDED = []
+WRONG = []
+# Columns that runs share if they are to be compared.
+SAME = ("images", "global_batch", "width", "precision", "device_name", "threads_per_worker")
+WAITS, CURED = 30, 25  # seconds of 100: a run that waits for its loader has more, and a cured one less
+
+
+class Watched(NamedTuple):
+    """A run that was sampled: the row of its last epoch, images/s and the seconds of 100 that it waited, both
+    behind the warm-up, and the kinds of its findings."""
+
+    row: dict[str, object]
+    speed: float
+    waited: float
+    kinds: list[str]
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    first, cured = _two([_watched(path) for path in sorted(mine.folder.glob("runs/*.csv"))])
+    _check_images(mine, cured.row["loader"])
+    _check_answers(answers, first, cured)
+    place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
+    return (
+        f"Of 100 seconds the training waited {first.waited:.0f} (you expected {prediction:g}). Its log has "
+        f"no word on that, and its verdict named it, {place}. Now it waits {cured.waited:.0f}, and is "
+        f"{cured.speed / first.speed:.1f} times as fast, with the same images. More workers would have "
+        "hidden the waiting, for a core each, until a faster device shows it again. So look first at what "
+        "is done for each image, do it for a whole batch, or once before the training, and add workers last."
+    )
+
+
+def _watched(path: Path) -> Watched:
+    rows, of_ranks = records.read(path), records.read_ranks(path)
+    counted = {row["epoch"] for row in rows if not row["warmup"]}
+    if not counted:
+        raise Wrong(f"mine/runs/{path.name} has only a warm-up: give it two epochs or more, or remove it.")
+    seconds = sum(row["train_seconds"] for row in rows if row["epoch"] in counted)
+    waited = sum(row["data_seconds"] for row in of_ranks if row["epoch"] in counted)
+    if math.isnan(waited):
+        raise Wrong(f"mine/runs/{path.name} does not know how long it waited: remove it, and run it again.")
+    speed = statistics.median(row["images_per_s"] for row in rows if row["epoch"] in counted)
+    try:
+        verdict = json.loads(path.with_suffix(".monitor.json").read_text())
+    except FileNotFoundError:
+        raise Wrong(
+            f"mine/runs/{path.name} was not watched: it has no verdict beside it. Run it as the README says, "
+            "and remove this one."
+        ) from None
+    return Watched(rows[-1], speed, 100 * waited / seconds, [found["kind"] for found in verdict["findings"]])
+
+
+def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
+    """The one that waits most, and the newest."""
+    if not runs:
+        raise Wrong(
+            "There are no runs in mine/runs yet: give the commands of the README, or take `recorded`."
+        )
+    runs = sorted(runs, key=lambda run: run.row["started_at"])
+    first, cured = max(runs, key=lambda run: run.waited), runs[-1]
+    if first.waited < WAITS:
+        raise Wrong(
+            f"None of your runs waits: at most {first.waited:.0f} seconds of 100. The first one is that of "
+            "the starter, with --loader workers --num-workers 1."
+        )
+    if "waiting_for_loader" not in first.kinds:
+        raise Wrong(
+            f"The first run waits {first.waited:.0f} seconds of 100, and its verdict does not say so. Was it "
+            "too short? Then give it more --epochs."
+        )
+    for name in SAME:
+        if first.row[name] != cured.row[name]:
+            raise Wrong(
+                f"The runs differ in {name} ({first.row[name]} and {cured.row[name]}): give both the same "
+                "options, but for --loader, --num-workers and --epochs."
+            )
+    if cured.waited >= CURED or cured.waited > first.waited / 2:
+        raise Wrong(
+            f"Your newest run waits {cured.waited:.0f} seconds of 100, where the first one waits "
+            f"{first.waited:.0f}: it is not cured. More workers take more cores. What is done for each image?"
+        )
+    return first, cured
+
+
+def _check_images(mine: Mine, loader: str) -> None:
+    """Whether the network gets the same images as from the starter, by the loader of the cured run."""
+    import torch
+
+    from trainkit import data
+
+    random = torch.Generator().manual_seed(1)
+    brightness = torch.tensor([40, 80, 120, 250]).view(4, 1, 1, 1)
+    images = (torch.rand(4, 1, 28, 28, generator=random) * brightness).to(torch.uint8)
+    labels = torch.zeros(4, dtype=torch.int64)
+    split = mine.module("training.py").my_images(
+        data.Split("mnist", images, labels, data.normalize, data.normalize_one)
+    )
+    if loader == "resident":
+        made = split.prepare(split.inputs.clone())
+    else:
+        made = torch.stack([split.one(index) for index in range(4)])
+    pixels = images.float()
+    std, mean = torch.std_mean(pixels, dim=(1, 2, 3), keepdim=True, correction=0)
+    if made.shape != pixels.shape:
+        raise Wrong(
+            f"Of 4 images (4, 1, 28, 28), your program makes {tuple(made.shape)}: the shape is to stay."
+        )
+    if torch.allclose(made, (pixels - mean) / std, atol=0.01):
+        return
+    hint = "each is to have mean 0 and standard deviation 1, as before."
+    if torch.allclose(made, data.normalize(images), atol=0.01):
+        hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
+    if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
+        hint = "they have the mean of the whole batch taken out: `dim` tells over what a mean goes."
+    raise Wrong(f"With the {loader} loader, your program makes other images than the starter: {hint}")
+
+
+def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
+    for name, run, other in (("waited", first, cured), ("waits", cured, first)):
+        given = answers.number(name)
+        if abs(given - run.waited) <= max(1.0, 0.05 * run.waited):
+            continue
+        hint = "100 x data_seconds / train_seconds, of the epochs behind the warm-up."
+        if near(given, 100 - run.waited, 0.03):
+            hint = "so much it trained. How much did it wait?"
+        if near(given, other.waited, 0.03):
+            hint = "that is the other run."
+        if near(given, run.waited / 100, 0.1):
+            hint = "of 100 seconds, so in percent."
+        raise Wrong(f"`{name}` is not {given:g}: {hint}")
+    given, times = answers.number("times"), cured.speed / first.speed
+    if not near(given, times, 0.05):
+        hint = "That is upside down." if near(given, 1 / times, 0.05) else "Divide the images/s."
+        raise Wrong(f"`times` is not {given:g}. {hint}")
+    each = first.speed / max(first.row["workers_per_loader"], 1)
+    given, needed = answers.number("workers"), cured.speed / each
+    if not math.floor(0.95 * needed) <= given <= math.ceil(1.05 * needed):
+        raise Wrong(
+            f"`workers` is not {given:g}: one of them prepares {each:,.0f} images/s, as the first run shows, "
+            f"in which it was never idle. The cured training takes {cured.speed:,.0f}."
+        )

@@ -1,0 +1,135 @@
+"""Counts GPUs and ranks in the texts of starter/, which do not change, and reads the mended job script."""
+
+import re
+from pathlib import Path
+
+from trainkit import samples
+from trainkit.workshop.job_scripts import ask_slurm, requested
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+STARTS_WITH = "`prediction`"
+WRONG = []
+STARTER = Path(__file__).parent / "starter"
+TORCHRUN, WASTEFUL = "launch", "wide"
+
+
+class Job:
+    """A job: its number, name, hours and GPUs from sacct, and its ranks from the samples."""
+
+    def __init__(self, line: list[str]) -> None:
+        self.number, self.name, elapsed, resources = line[0], line[1], line[3], line[-1]
+        hours, minutes, seconds = map(int, elapsed.split(":"))
+        self.hours = hours + minutes / 60 + seconds / 3600
+        self.gpus = int(re.search(r"gres/gpu=(\d+)", resources)[1])
+        rows = samples.read(STARTER / "samples" / self.number)
+        self.ranks = len({row["number"] for row in rows if row["what"] == samples.RANK})
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    lines = map(str.split, (STARTER / "sacct.txt").read_text().splitlines())
+    jobs = [Job(line) for line in lines if line and line[0].isdigit()]
+    wasteful = _check_job(answers, jobs)
+    wasted = _check_hours(answers, wasteful, jobs)
+    nodes, ranks = _check_script(mine)
+    asked = ask_slurm(mine.folder / f"{wasteful.name}.sh", mine.folder.parents[2])
+    right = ", as you had expected" if prediction == int(wasteful.number) else ""
+    return (
+        f"Job {wasteful.number}{right}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Nothing in its log "
+        f"is wrong, and it trains as others do; but {wasted:.3f} GPU-hours were paid for nothing, which "
+        f"would be {24 * (wasteful.gpus - wasteful.ranks)} in a training of a day. Your script asks for "
+        f"{ranks} ranks on {nodes} nodes, with a GPU for each. {asked} Two habits find such jobs: to set the "
+        "GPUs in AllocTRES beside `ranks` in the log's line on what is trained, and to read the lines at "
+        "its end that begin with `watch`."
+    )
+
+
+def _check_job(answers: Answers, jobs: list[Job]) -> Job:
+    (right,) = (job for job in jobs if job.gpus > job.ranks)
+    given = {job.number: job for job in jobs}.get(answers["job"].strip())
+    if given is None:
+        raise Wrong(f"`job`: the jobs have the numbers {', '.join(job.number for job in jobs)}.")
+    if given.name == TORCHRUN:
+        raise Wrong(
+            f"`job`: the one task that Slurm counts in {given.number} is torchrun. How many ranks did that "
+            "start? The samples have them."
+        )
+    if given is not right:
+        raise Wrong(
+            f"`job`: {given.number} had {given.gpus} GPUs and {given.ranks} ranks, one for each. Who is "
+            "slow, or runs long, need not waste a GPU."
+        )
+    idle = right.gpus - right.ranks
+    if answers.number("idle") != idle:
+        raise Wrong(
+            f"`idle` is not {answers.number('idle'):g}: its GPUs less its ranks, both of all its nodes."
+        )
+    return right
+
+
+def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
+    idle, given = job.gpus - job.ranks, answers.number("gpu_hours")
+    true = idle * job.hours
+    if not near(given, true, 0.03):
+        hint = f"{idle} GPUs, for as long as the job had them, in hours."
+        if near(given, job.gpus * job.hours, 0.03):
+            hint = "that is what all its GPUs cost. Two of them did work."
+        if near(given, job.hours, 0.03):
+            hint = "these are the hours of one GPU."
+        if near(given, 60 * true, 0.03) or near(given, 3600 * true, 0.03):
+            hint = "Elapsed is hours:minutes:seconds, and 3600 seconds are an hour."
+        raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
+    given, paid = answers.number("percent"), sum(each.gpus * each.hours for each in jobs)
+    if not near(given, 100 * true / paid, 0.04):
+        hint = "`gpu_hours` of 100, by GPUs x hours of each job, added up."
+        if near(given, 50):
+            hint = "that is its share of its own job. What did all four cost?"
+        if near(given, 100 * true / sum(each.hours for each in jobs), 0.03):
+            hint = "hours of jobs are not yet GPU-hours: each of them had several GPUs."
+        raise Wrong(f"`percent` is not {given:g}: {hint}")
+    return true
+
+
+def _check_script(mine: Mine) -> tuple[int, int]:
+    """The nodes that the script asks for, and its ranks on all of them."""
+    for path in sorted(STARTER.glob("*.sh")):
+        if path.stem != WASTEFUL and mine.text(path.name) != path.read_text():
+            raise Wrong(f"mine/{path.name} was right, and is changed. `reset` shows how it was.")
+    name = f"mine/{WASTEFUL}.sh"
+    before, text = (STARTER / f"{WASTEFUL}.sh").read_text(), mine.text(f"{WASTEFUL}.sh")
+    if requested(text) == requested(before):
+        raise Wrong(f"{name} still asks for what it asked for: mend its #SBATCH lines.")
+    if _commands(text) != _commands(before):
+        raise Wrong(
+            f"{name}: change the #SBATCH lines only. What they ask for is paid, and srun follows them."
+        )
+    options = {key: _number(value) for key, value in requested(text).items()}
+    nodes = options.get("nodes", 1)
+    on_each = options.get("gpus-per-node") or options.get("gres") or options.get("gpus", 0) / nodes
+    gpus, ranks = nodes * on_each, options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
+    has = f"{name} asks for {gpus:g} GPUs and {ranks:g} ranks on {nodes:g} nodes"
+    if ranks != nodes * options.get("ntasks-per-node", ranks / nodes):
+        raise Wrong(f"{name}: --ntasks counts over all nodes, --ntasks-per-node on each, and they disagree.")
+    if ranks < gpus:
+        raise Wrong(f"{has}. --ntasks counts over all nodes, and --gpus-per-node on each.")
+    if ranks > gpus:
+        raise Wrong(f"{has}. Two ranks on one GPU are refused by NCCL.")
+    if ranks < 2:
+        raise Wrong(f"{has}. It was a training of several ranks: one is stage 01.")
+    if ranks > nodes > 1 and "ntasks-per-node" not in options:
+        raise Wrong(
+            f"{has}, but not where: of {ranks:g} tasks, one node may get {ranks - 1:g}. Say it per node, as "
+            "you do with the GPUs."
+        )
+    return nodes, ranks
+
+
+def _commands(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def _number(value: str) -> int:
+    """That of `2` as of `gpu:a100:2`."""
+    digits = value.rpartition(":")[2]
+    return int(digits) if digits.isdigit() else 0

@@ -1,0 +1,367 @@
+"""slurm/monitor.py, and the jobs that are sampled: what they tell of themselves, and nothing else changes.
+
+What the samples hold is the matter of test_sampler.py, and the verdict that of test_waste.py.
+"""
+
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from cluster import RunningCluster
+
+from trainkit import samples
+
+MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
+TRAINING = ("--epochs", 1, "--train-size", 600, "--test-size", 200, "--batch-size", 100)
+TRAINING += ("--precision", "fp32", "--no-cuda")
+# A rank that trains nothing: it says that it has started, and ends as is planted.
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trainkit import errors
+
+folder = Path(os.environ["TRAINKIT_JOB_DIR"])
+rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition("".join(path.read_text() for path in folder.glob("monitor/*.csv"))):
+        assert time.monotonic() < deadline, "it is not in the samples"
+        time.sleep(0.1)
+
+def wait_until_two_are_seen():
+    import torch  # by which a rank is known for one
+    wait_until(lambda text: ",rank,0," in text and ",rank,1," in text)
+
+def wait_for_samples(number):
+    counts = []
+    wait_until(lambda text: counts.append(text.count("node,")) or counts[-1] >= counts[0] + number)
+
+def main():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # there is no checkpoint to save
+    {}
+
+errors.run(main)
+"""
+
+
+def plant(checkout: Checkout, ending: str, stage: str = "01_singlegpu") -> str:
+    (checkout.folder / stage / "own.py").write_text(RANK.replace("{}", ending))
+    return "own.py"
+
+
+def told(text: str) -> list[str]:
+    """The lines of the verdict in a log."""
+    return [line for line in text.splitlines() if line.startswith("watch   ")]
+
+
+def ranks_in(folder: Path) -> dict[str, set[str]]:
+    """The ranks that were seen on each node, by the samples of a job."""
+    rows = samples.read(folder)
+    return {
+        node: {row["number"] for row in rows if (row["node"], row["what"]) == (node, samples.RANK)}
+        for node in {row["node"] for row in rows}
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "a checkout")
+
+
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Iterator[Checkout]:
+    checkout = Checkout(tmp_path / "a checkout", cluster)
+    checkout.site(ON)
+    yield checkout
+    cluster.run(["scancel", "--user", str(os.getuid())])  # what a test that failed has left
+
+
+def monitor_of(checkout: Checkout, job: int | str) -> Path:
+    return checkout.folder / "results" / "jobs" / str(job) / "monitor"
+
+
+# --- a command, on this machine ---------------------------------------------------------------------
+
+
+def test_a_command(checkout: Checkout) -> None:
+    """It has a job's folder, its exit code is that of monitor.py, and it can be looked at afterwards."""
+    command = ("bash", "-c", "echo in $TRAINKIT_JOB_DIR; exit 3")
+    done = checkout.python(MONITOR, "--", *command)
+    assert done.returncode == 3, done.stderr
+    first, *verdict = done.stdout.splitlines()
+    folder = Path(first.removeprefix("in "))
+    assert folder.parent == checkout.folder / "results" / "jobs"
+    assert verdict == told(done.stdout)
+    assert verdict[-1].endswith(f" {folder / 'monitor'}")
+    again = checkout.python(MONITOR, "--verdict", folder)
+    assert [f"watch   {line}" for line in again.stdout.splitlines()][:-1] == verdict[:-2]
+    facts = json.loads(checkout.python(MONITOR, "--verdict", folder / "monitor", "--json").stdout)
+    assert facts == json.loads((folder / "monitor" / "verdict.json").read_text())
+    assert f"{folder.name} " in checkout.python("slurm/jobs.py", "--remove").stdout
+    assert not folder.exists()
+
+
+def test_signals_go_to_the_command(checkout: Checkout) -> None:
+    """Ctrl-C once, as the terminal sends it to both; and what somebody sends to monitor.py alone."""
+    program = """
+import signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: (got.append(1), print("caught", flush=True)))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(40 + len(got)))
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+    number, terminal = pty.fork()
+    if number == 0:
+        command = [checkout.folder / MONITOR, "--", sys.executable, "-c", program]
+        os.execve(sys.executable, [sys.executable, *map(str, command)], checkout.environment)
+    screen = b""
+    for waits_for, send in (
+        (b"ready", lambda: os.write(terminal, b"\x03")),
+        (b"caught", lambda: os.kill(number, signal.SIGTERM)),
+    ):
+        while waits_for not in screen:
+            screen += os.read(terminal, 1024)
+        send()
+    while True:
+        try:
+            screen += os.read(terminal, 1024)
+        except OSError:  # it has ended
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 41, screen
+    assert b"watch   " in screen
+
+
+def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
+    jobs = checkout.folder / "results" / "jobs"
+    (jobs / "7").mkdir(parents=True)
+    (jobs / "8" / "monitor").mkdir(parents=True)
+    (jobs / "9" / "monitor").mkdir(parents=True)
+    (jobs / "9" / "monitor" / "n1.csv").write_text("a photograph\n")
+    nobodys = "give one of its options, or a command behind --. See --help."
+    sentences = {
+        (): nobodys,
+        ("--",): nobodys,
+        ("--watch", 7, "--", "true"): nobodys,
+        ("train.py",): "train.py: no option of monitor.py; a command goes behind --. See --help.",
+        ("--", "no-such-command"): "no-such-command cannot be run (No such file or directory): correct",
+        ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
+        ("--watch", 5): f"there is no job 5 in {jobs}: `python slurm/jobs.py` lists them.",
+        ("--plot", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
+        (
+            "--verdict",
+            7,
+        ): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python slurm/mon",
+        ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
+        ("--verdict", jobs / "9"): f"{jobs / '9' / 'monitor' / 'n1.csv'}: no samples of slurm/monitor.py (",
+        ("--watch", 7, "--plot", 7): "argument --plot: not allowed with argument --watch. See --help.",
+        ("--plot", 7, "--json"): "--json belongs to --verdict: give both, or none.",
+        ("--verdict", 7, "--out", "x.png"): "--out belongs to --plot: give both, or none.",
+        ("--attach", "mine"): "argument --attach: 'mine' is not a whole number. See --help.",
+        ("--attach", 7): "no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.",
+    }
+    for arguments, sentence in sentences.items():
+        done = checkout.python(MONITOR, *arguments)
+        assert done.stderr.startswith(f"error: {sentence}"), (arguments, done.stderr)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (arguments, done.stderr)
+    assert {path.name for path in jobs.iterdir()} == {"7", "8", "9"}
+    checkout.site("SITE_SCRATCH_DIR=/proc/nowhere\n")
+    done = checkout.python(MONITOR, "--", "true")
+    assert done.stderr.startswith("error: samples cannot be written to /proc/nowhere/monitored-")
+    checkout.site("SITE_MONITOR=no\n")
+    done = checkout.submit_py("single", "--dry-run")
+    assert done.stderr == (
+        "error: SITE_MONITOR is on or off, not no: correct it in slurm/site.sh or in your shell.\n"
+    )
+
+
+# --- local processes --------------------------------------------------------------------------------
+
+
+def test_a_job_without_slurm(checkout: Checkout) -> None:
+    """Its log ends with the verdict, which submit.py --wait shows before its own last line."""
+    plant(checkout, "pass")
+    done = checkout.submit_py("single", "--script", "own.py", "--wait")
+    assert (done.returncode, told(done.stdout)) == (0, []), done.stderr
+    jobs = checkout.folder / "results" / "jobs" / "submitit"
+    assert not list(jobs.rglob("monitor"))
+    checkout.site(ON)
+    plant(checkout, "wait_until_two_are_seen()", stage="03_multigpu_ddp")
+    done = checkout.submit_py("ddp", "--script", "own.py", "--gpus", 2, "--wait")
+    assert done.returncode == 0, done.stderr
+    (verdict,) = jobs.rglob("verdict.json")
+    (log,) = verdict.parents[1].glob("*_0_log.out")
+    number = log.name.partition("_")[0]
+    *_, last, ending = done.stdout.splitlines()
+    assert last.startswith(f"watch   job {number} ")
+    assert ending.startswith("done: ")
+    assert (
+        told(done.stdout) == told(log.read_text()) == log.read_text().splitlines()[-len(told(done.stdout)) :]
+    )
+    assert ranks_in(verdict.parent) == {os.uname().nodename: {"0", "1"}}
+    assert checkout.python(MONITOR, "--verdict", number).stdout.startswith(told(log.read_text())[0][8:])
+
+
+# --- a real Slurm -----------------------------------------------------------------------------------
+
+
+def test_two_nodes(on_cluster: Checkout) -> None:
+    """A training: a file of samples for each node, its ranks, its record, and the verdict."""
+    job = on_cluster.submit("srun", *TRAINING, sbatch=("--nodes=2", "--ntasks-per-node=1"))
+    assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
+    log, folder = on_cluster.log(job), monitor_of(on_cluster, job)
+    assert re.search(rf"\n\n(watch   .*\n)*watch   job {job} .*\nended   .* with exit code 0;.*\n$", log), log
+    assert "not sampled" not in log
+    assert ranks_in(folder) == {"n1": {"0"}, "n2": {"1"}}
+    notes = {path.name for path in folder.parent.glob("rank-*")}
+    assert notes == {"rank-0.finished", "rank-1.finished"}  # no samplers'
+    assert not re.search("srun|Traceback", (folder / "log").read_text())
+    (csv,) = (on_cluster.folder / "results" / "runs").glob("*.csv")
+    assert samples.runs(folder) == [csv]
+    facts = json.loads((folder / "verdict.json").read_text())
+    assert json.loads(csv.with_suffix(".monitor.json").read_text()) == facts
+    assert f"meet at n1:{10_000 + job}" in log
+    done = on_cluster.python(MONITOR, "--watch", job)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "n2" in done.stdout
+    done = on_cluster.python(MONITOR, "--plot", job, "--out", on_cluster.folder / "job.png")
+    assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
+    assert (on_cluster.folder / "job.png").is_file()
+
+
+def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
+    """submit.py shows the verdict, and the reason of the failure as ever."""
+    ending = "(rank == '1' or time.sleep(60)) and os._exit(3)"
+    plant(on_cluster, ending, stage="03_multigpu_ddp")
+    done = on_cluster.submit_py("ddp", "--script", "own.py", "--gpus", 2, "--wait")
+    assert done.returncode == 1
+    assert done.stderr.endswith(" failed: rank 1 on n1 ended without a word, with exit code 3\n"), done.stderr
+    job = done.stdout.split()[1]
+    assert told(done.stdout)[-1].startswith(f"watch   job {job} ")
+
+
+def test_torchrun_and_who_was_killed(on_cluster: Checkout) -> None:
+    ending = "wait_until_two_are_seen(); rank == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    plant(on_cluster, ending, stage="03_multigpu_ddp")
+    log = on_cluster.fail("torchrun", "own.py")
+    why = r"why     rank 1 on n1 was killed \(by hand, or for want of memory: --mem\)"
+    assert re.search(rf"\nwatch   job \d+ .*\n{why}\nended  ", log), log
+    job = int(log.split()[1])
+    assert ranks_in(monitor_of(on_cluster, job)) == {"n1": {"0", "1"}}
+
+
+def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
+    """Its samples go on in the same files; the signal before the time limit does not end them."""
+    ending = """
+    wait_for_samples(1)
+    if restart == "0":
+        subprocess.run(["scancel", "--signal=USR2", os.environ["SLURM_JOB_ID"]], check=True)
+        wait_for_samples(2)
+        (folder / "stopped").write_text("here")"""
+    job = on_cluster.submit("single", plant(on_cluster, ending))
+    state = on_cluster.cluster.wait(job)
+    log = on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    assert len(re.findall(rf"\nwatch   job {job} .*\nended ", log)) == 2, log
+    (file,) = monitor_of(on_cluster, job).glob("*.csv")
+    assert file.read_text().count("time,") == 1
+    assert len({row["time"] for row in samples.read(file.parent)}) >= 4
+
+
+def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
+    """One line tells why, and nothing else is different."""
+    faults = {  # a broken Python, a Slurm without --overlap, a step that hangs, a verdict that takes too long
+        "python": '[ "$SLURM_JOB_NAME" != monitor ] || { echo planted >&2; exit 3; }',
+        "srun": 'for a; do [ "$a" != --overlap ] || { echo srun: unrecognized option >&2; exit 1; }; done',
+        "hangs": 'for a; do [ "$a" != --overlap ] || exec sleep 600; done',
+        "verdict": "",
+    }
+    reasons = {
+        "python": "not sampled: planted",
+        "srun": "not sampled: srun: unrecognized option",
+        "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
+        "verdict": "no verdict within 1 seconds: python slurm/monitor.py --verdict ",
+    }
+    limits = {
+        "hangs": ("slurm/job_env.sh", "tenths < 100", "tenths < 5"),
+        "verdict": ("trainkit/jobs/monitor.py", "VERDICT_SECONDS = 8", "VERDICT_SECONDS = 1"),
+    }
+    # Nobody will ever write into what should be the list of trainings.
+    endless = "os.mkfifo(folder / 'monitor' / 'runs')"
+    jobs = {}
+    for name, fault in faults.items():
+        command = "python" if name == "python" else "srun"
+        place = on_cluster.folder / "tools" / name
+        place.mkdir(parents=True)
+        (place / command).write_text(f'#!/bin/sh\n{fault}\nPATH=${{PATH#*:}} exec {command} "$@"\n')
+        (place / command).chmod(0o755)
+        on_cluster.site(f"{ON}activate_environment() {{ PATH='{place}':$PATH; }}\n")
+        file, limit, shorter = limits.get(name, ("slurm/job_env.sh", "", ""))
+        text = (on_cluster.folder / file).read_text()
+        assert limit in text
+        (on_cluster.folder / file).write_text(text.replace(limit, shorter))
+        jobs[name] = on_cluster.submit("single", plant(on_cluster, endless if name == "verdict" else "pass"))
+        on_cluster.cluster.wait(jobs[name])
+        (on_cluster.folder / file).write_text(text)
+    for name, reason in reasons.items():
+        log = on_cluster.log(jobs[name])
+        assert re.search(rf"\n\nwatch   {reason}.*\nended .* with exit code 0;", log), log
+
+
+def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:
+    job = on_cluster.submit("single", plant(on_cluster, "print('here', flush=True); time.sleep(600)"))
+    on_cluster.wait_for("\nhere", job)
+    on_cluster.cluster.run(["scancel", job])
+    assert on_cluster.cluster.wait(job)["JobState"] == "CANCELLED"
+    log = on_cluster.log(job)
+    assert re.search(rf"\n\n(watch   .*\n)*watch   job {job} .*\nended from outside: .*\nended  ", log), log
+
+
+def test_attach(on_cluster: Checkout) -> None:
+    """From the login node, to a job that does not sample itself; Ctrl-C ends that and not the job."""
+    on_cluster.site("")  # so that "off" of the tests' own environment counts
+    end = on_cluster.folder / "end"
+    waiting = f"while not Path({str(end)!r}).exists(): time.sleep(0.1)"
+    job = on_cluster.submit("single", plant(on_cluster, waiting))
+    held = on_cluster.submit("single", "own.py", sbatch=("--hold",))
+    on_cluster.wait_for("\nmeet at", job)
+    assert not monitor_of(on_cluster, job).exists()
+    command = (sys.executable, on_cluster.folder / MONITOR, "--attach", job)
+    done = on_cluster.run("timeout", "--signal=INT", "--foreground", 3, *command)
+    assert done.stdout.startswith(f"sampling job {job} on 1 node(s) into "), done.stdout + done.stderr
+    assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
+    assert on_cluster.cluster.job(job)["JobState"] == "RUNNING"
+    (file,) = monitor_of(on_cluster, job).glob("*.csv")
+    (before,) = {file.stat().st_size}
+    to_its_end = (
+        f"{shlex.join(map(str, command))} & until [ $(stat -c %s {shlex.quote(str(file))}) -gt {before} ]"
+    )
+    to_its_end += (
+        f"; do sleep 0.1; done; {shlex.join(map(str, command))}; touch {shlex.quote(str(end))}; wait"
+    )
+    done = on_cluster.run("bash", "-c", to_its_end)
+    assert (
+        f"error: job {job} is being sampled already: python slurm/monitor.py --watch {job}\n" == done.stderr
+    )
+    assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
+    assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED"
+    assert not told(on_cluster.log(job))
+    for number, sentence in {
+        held: f"job {held} waits (JobHeldUser): attach when it runs.",
+        job: f"job {job} has ended (COMPLETED): there is nothing left to sample.",
+        99999: "Slurm does not know job 99999, or not any more: `squeue --me` lists what runs.",
+    }.items():
+        assert on_cluster.python(MONITOR, "--attach", number).stderr == f"error: {sentence}\n"
+    told_of_held = f"error: job {held} waits (JobHeldUser): there is nothing to see before it runs.\n"
+    assert on_cluster.python(MONITOR, "--watch", held).stderr == told_of_held

@@ -1,0 +1,326 @@
+"""slurm/MONITORING.md: what it says of each tool's columns, and that its outputs are what the tools print.
+
+Its commands for Slurm are run by test_slurm_documents.py, the others by test_project.py. What needs a GPU is
+held to tests/layouts/tools.txt here, and run where there is one.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pictures
+import pynvml
+import pytest
+from cluster import RunningCluster
+from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS
+from filelock import FileLock
+from forking import Forking
+
+PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
+LAYOUTS = REPOSITORY / "tests" / "layouts" / "tools.txt"
+EXPERIMENT = REPOSITORY / "slurm" / "experiments" / "looks_busy.py"
+
+
+def _sessions() -> dict[str, list[str]]:
+    """What each command printed, by the command."""
+    parts = re.split(r"^\$ (.*)\n", LAYOUTS.read_text(), flags=re.MULTILINE)[1:]
+    return {name: text.rstrip("\n").split("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+SESSIONS = _sessions()
+# Those that are not run as they stand.
+BLOCKS = [
+    block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if not kind
+]
+DRAWN = {
+    block.split("\n", 1)[0][2:]: block.rstrip("\n").split("\n")[1:] for block in BLOCKS if block[0] == "$"
+}
+QUERY = next(name for name in SESSIONS if "--query-gpu" in name)
+
+
+def explained(heading: str) -> set[str]:
+    """The words in the first column of the first table below a heading, or below a line that begins so."""
+    below = PAGE[re.search(rf"^{re.escape(heading)}", PAGE, re.MULTILINE).end() :]
+    table = re.search(r"^\| (?:column|word|line) \|.*\n\|---.*\n((?:\|.*\n)+)", below, re.MULTILINE)[1]
+    cells = [line.split(" | ")[0].strip("| ") for line in table.splitlines()]
+    return {name.strip("` ") for cell in cells for name in cell.split(", ")}
+
+
+def columns(command: str) -> list[str]:
+    """Those of dmon and pmon."""
+    return SESSIONS[command][0].lstrip("# ").split()
+
+
+def reduced(command: str) -> str:
+    """Without what only says how often, for how long and whereto."""
+    command = re.sub(r"^watch -n 1 ", "", command.partition(" > ")[0])
+    return re.sub(r" -[cdl] \d+", "", command).strip()
+
+
+def test_every_command_for_a_gpu_has_a_layout() -> None:
+    lines = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
+    written = [line for line in lines if line.startswith(("nvidia-smi", "watch -n", "htop", "seff"))]
+    written += re.findall(r"`((?:watch -n 1 )?(?:nvidia-smi|seff)[^`]*)`", PAGE)
+    assert {reduced(command) for command in written} == set(SESSIONS)
+
+
+def test_the_table_of_nvidia_smi_is_explained() -> None:
+    lines = SESSIONS["nvidia-smi"]
+    rules = [number for number, line in enumerate(lines) if line.startswith("|==")]
+    heads = " ".join(lines[2 : rules[0]] + [lines[rules[1] - 2], lines[rules[1] - 1]])
+    words = set(re.sub(r"[-+|]{2,}|\|", " ", heads).split())
+    versions = re.findall(r"(\w+ Version):", lines[1])
+    told = explained("### nvidia-smi\n")
+    assert {word for name in told - set(versions) for word in name.split()} == words
+    assert set(versions) <= told
+
+
+@pytest.mark.parametrize("command", [name for name in SESSIONS if " dmon " in name])
+def test_the_columns_of_dmon_are_explained(command: str) -> None:
+    usual = {*columns("nvidia-smi dmon -s pucm")}
+    told = explained(f"$ {command}")
+    assert told == (usual if "pucm" in command else {*columns(command)} - usual)
+
+
+def test_the_columns_of_pmon_are_explained() -> None:
+    section = PAGE.partition("### nvidia-smi pmon")[2].partition("\n### ")[0]
+    of_its_own = {*columns("nvidia-smi pmon -s um")} - explained("$ nvidia-smi dmon -s pucm")
+    assert of_its_own == {"pid", "type", "command"}
+    assert all(f"`{name}`" in section for name in of_its_own)
+
+
+def test_the_fields_of_a_query_are_explained() -> None:
+    printed = [name.partition(" [")[0] for name in SESSIONS[QUERY][0].split(", ")]
+    asked = re.search(r"--query-gpu=(\S+)", QUERY)[1].replace("clocks.sm", "clocks.current.sm")
+    assert printed == asked.split(",")
+    assert explained("### nvidia-smi --query-gpu") == {*printed}
+
+
+def test_the_reasons_of_a_low_clock_are_those_of_nvml() -> None:
+    bits = {
+        "0x1": pynvml.nvmlClocksThrottleReasonGpuIdle,
+        "0x4": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+        "0x8": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+        "0x20": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        "0x40": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "0x80": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    assert {int(text, 16): text for text in bits} == {value: text for text, value in bits.items()}
+    assert {*re.findall(r"`(0x\d+)`", PAGE)} == {*bits}
+
+
+def test_the_words_of_topo_are_explained() -> None:
+    lines = SESSIONS["nvidia-smi topo -m"]
+    legend = {match[1] for line in lines if (match := re.match(r"  (\S+)\s+= ", line))}
+    assert explained("### nvidia-smi topo") == (legend - {"NV#"}) | {"NV12"}
+    assert "`NV#`" in PAGE
+    for heading in lines[0].split("\t")[6:]:
+        assert f"`{heading}`" in PAGE.replace("\n", " "), heading
+    known = legend | {"NV12"}
+    rows = [line.split("\t") for line in DRAWN["nvidia-smi topo -m"][1:]]
+    assert all(cell.strip() in known for row in rows for cell in row[1:6])
+
+
+def test_the_lines_of_seff_are_explained() -> None:
+    printed = {line.partition(":")[0] for line in SESSIONS["seff <job>"]}
+    assert explained("None of these sees") <= printed
+
+
+def test_the_columns_of_slurm_are_explained() -> None:
+    asked = re.findall(r"^s(?:stat|acct) .*--format=(\S+)", PAGE, re.MULTILINE)
+    fields = {re.sub(r"%\d+", "", field) for fields in asked for field in fields.split(",")}
+    assert explained("## Without going there") == fields
+
+
+def test_the_columns_of_top_and_htop_are_there() -> None:
+    done = subprocess.run(["top", "-b", "-n", "1"], capture_output=True, text=True, check=True)
+    headings = next(line.split() for line in done.stdout.splitlines() if "PID" in line.split())
+    told = {name for name in explained("## The CPUs") if "htop" not in name}
+    assert told == {"%CPU", "RES", "SHR", "S"} and told <= {*headings}
+    of_htop = re.split(r"[\s▽△]+", SESSIONS["htop -u $USER"][0].strip())
+    assert {"CPU%", "RES", "SHR", "S"} <= {*of_htop}
+
+
+@pytest.mark.skipif(not (shutil.which("htop") and shutil.which("script")), reason="no htop here")
+def test_htop_has_those_columns() -> None:
+    command = "stty cols 120 rows 30; htop -u $USER -C"
+    done = subprocess.run(
+        ["timeout", "2", "script", "-qc", command, "/dev/null"],
+        env=os.environ | {"TERM": "xterm", "USER": "root"}, stdin=subprocess.DEVNULL, capture_output=True,
+    )  # fmt: skip
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\(B", " ", done.stdout.decode(errors="replace"))
+    assert all(name in shown for name in ("CPU%", "RES", "SHR"))
+
+
+@pytest.mark.parametrize("command", DRAWN)
+def test_a_drawn_output_has_the_layout(command: str) -> None:
+    """Its headings are the tool's own, and its rows have a cell below each."""
+    drawn, layout = DRAWN[command], SESSIONS[command]
+    if command == "nvidia-smi":
+        rows = re.compile(r"\| +\d+ |\| N/A|\| +Disabled")
+        fixed = [line for line in layout if not rows.match(line)]
+        assert list(dict.fromkeys(fixed)) == list(dict.fromkeys(x for x in drawn if not rows.match(x)))
+        assert {len(line) for line in drawn} == {len(line) for line in layout}
+    elif "topo" in command:
+        assert drawn == layout[: layout.index("")]
+    else:
+        heads = 2
+        assert [line.rstrip() for line in layout[:heads]] == drawn[:heads]
+        assert {len(line.split()) for line in drawn[heads:]} == {len(layout[-1].split())}
+
+
+def test_the_other_drawings_are_parts_of_the_first() -> None:
+    form = {re.sub(r"\d", "0", line).rstrip() for line in DRAWN["nvidia-smi"]}
+    widths = {len(line) for line in DRAWN["nvidia-smi"] if line}
+    parts = [block.splitlines() for block in BLOCKS if "MiB |" in block and block[0] != "$"]
+    assert len(parts) == 4
+    assert {len(line) for part in parts for line in part if line != "..."} == widths
+    assert form
+
+
+def _form(text: str) -> str:
+    """With every number as #, and every row of spaces as one."""
+    return re.sub(r" +", " ", re.sub(r"[\d.,]*\d", "#", text)).strip()
+
+
+def experiment(*arguments: object, **how: object) -> str:
+    done = subprocess.run(
+        [sys.executable, EXPERIMENT, *map(str, arguments)],
+        env=ENVIRONMENT | how.pop("env", {}), capture_output=True, text=True, **how,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def measured(output: str) -> dict[str, tuple[float, float]]:
+    """How busy each way looks, %, and what it has done per second."""
+    rows = re.findall(r"^(\w+): .* ([\d,]+) % +(?:-|[\d,]+ W) +([\d,]+)$", output, re.MULTILINE)
+    return {way: (float(busy), float(done.replace(",", ""))) for way, busy, done in rows}
+
+
+def test_a_wait_that_spins_looks_as_busy_as_work() -> None:
+    output = experiment("--seconds", 1)
+    (quoted,) = (block for block in BLOCKS if block.startswith("one core"))
+    assert _form(output) == _form(quoted)
+    for ways in (measured(output), measured(quoted)):
+        assert ways["wait"][0] < 20 and ways["wait"][1] == 0
+        assert ways["spin"][0] > 2 * ways["wait"][0] and ways["spin"][1] == 0
+        assert ways["work"][1] > 0
+
+
+def test_a_mistake_in_the_experiment_is_one_sentence() -> None:
+    done = subprocess.run([sys.executable, EXPERIMENT, "spim"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*invalid choice: 'spim'.*\n", done.stderr)
+
+
+def test_a_shell_in_a_running_job(cluster: RunningCluster) -> None:
+    """The one command of the page that needs a terminal."""
+    if not shutil.which("script"):
+        pytest.skip("no `script`, which makes a terminal")
+    (command,) = (line for block in BLOCKS for line in block.splitlines() if line.endswith("--pty bash"))
+    job = cluster.submit("--wrap", "sleep 100", "--ntasks=1", "--mem=100", "--output=/dev/null")
+    node = cluster.wait(job, until="RUNNING")["NodeList"]
+    command = command.replace("<job>", str(job)).replace("<node>", node)
+    inside = f"script -qec {shlex.quote(command)} /dev/null <<< 'echo in job $SLURM_JOB_ID; exit'"
+    try:
+        done = cluster.run(["bash", "-c", inside], timeout=60)
+    finally:
+        cluster.run(["scancel", job])
+    assert f"in job {job}" in done.stdout, done.stdout + done.stderr
+
+
+def difference(*paths: Path) -> float:
+    """Of two pictures in grey, in squares of some 20 pixels: 0 alike, 1 black and white."""
+    coarse = []
+    for path in paths:
+        grey = plt.imread(path)[..., :3].mean(axis=2)
+        parts = [np.array_split(row, 60, axis=1) for row in np.array_split(grey, 60)]
+        coarse.append(np.array([[part.mean() for part in row] for row in parts]))
+    return float(np.abs(coarse[0] - coarse[1]).mean())
+
+
+def test_every_timeline_is_on_the_page() -> None:
+    shown = re.findall(r"!\[[^]]+\]\((\S+)\)", PAGE)
+    assert [f"slurm/{name}" for name in shown] == list(pictures.timelines())
+
+
+@pytest.mark.parametrize("name", pictures.timelines())
+def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -> None:
+    """But for the letters, which a newer matplotlib may set in another way."""
+    script, plot, trace, *_ = pictures.timelines()[name]
+    drawn = tmp_path / "drawn.png"
+    done = forking.run(REPOSITORY / script, plot, REPOSITORY / trace, "--out", drawn, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert difference(REPOSITORY / name, drawn) < 0.01, "run `make lessons`"
+
+
+def test_timelines_differ() -> None:
+    """So that the test above sees it when one is another."""
+    drawn = [REPOSITORY / name for name in pictures.timelines()]
+    assert min(difference(*two) for two in itertools.combinations(drawn, 2)) > 0.02
+
+
+needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
+
+
+def _alone() -> FileLock:
+    """As test_gpu.py has it."""
+    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=needs_a_gpu) for name in SESSIONS if name.startswith("nvidia-smi")],
+)
+def test_a_gpu_prints_the_layout(command: str) -> None:
+    """Only the headings. Drivers before 535 have fewer, and GPUs before Hopper no --gpm-metrics."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    driver, generation = subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0].split(",")
+    if int(driver.partition(".")[0]) < 535 or ("gpm" in command and float(generation) < 9):
+        pytest.skip(f"driver {driver}, compute capability {generation}")
+    monitor = re.search(r" ([dp]mon) ", command)
+    with _alone():
+        done = subprocess.run(
+            shlex.split(command) + (["-c", "1"] if monitor else []),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed, layout = done.stdout.splitlines(), SESSIONS[command]
+    if monitor or command == QUERY:
+        assert printed[0].split() == layout[0].split()
+    elif "topo" in command:
+        assert printed[0].split("\t")[-3:] == layout[0].split("\t")[-3:]
+    elif "PERFORMANCE" in command:
+        reasons = [line.strip() for line in layout if line.endswith("Active")]
+        assert {line.partition(" :")[0].strip() for line in reasons} <= {
+            line.partition(" :")[0].strip() for line in printed
+        }
+    else:
+        assert [line for line in layout if "Persistence-M" in line or "Pwr:" in line] == [
+            line for line in printed if "Persistence-M" in line or "Pwr:" in line
+        ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+def test_a_kernel_that_does_nothing_looks_as_busy_as_work() -> None:
+    """What the page expects."""
+    with _alone():
+        output = experiment("--seconds", 5, env=WITH_GPUS)
+    ways = measured(output)
+    watts = {way: float(power) for way, power in re.findall(r"^(\w+): .*? (\d+) W", output, re.MULTILINE)}
+    assert ways["wait"][0] < 20
+    assert ways["spin"][0] > 90 and ways["spin"][1] == 0
+    assert ways["work"][0] > 90 and ways["work"][1] > 0
+    assert watts["work"] > 1.5 * watts["spin"]

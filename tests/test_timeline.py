@@ -1,0 +1,185 @@
+"""The timeline of a job as a picture (trainkit/analysis/timeline.py)."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from conftest import REPOSITORY
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainkit import records, samples
+from trainkit.analysis import timeline, waste
+from trainkit.errors import UserError
+
+TRACES = REPOSITORY / "results" / "sample" / "traces"
+EVERY = sorted(path.name for path in TRACES.iterdir() if path.is_dir())
+BEGAN = 1_795_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def sampled(
+    folder: Path, seconds: int = 60, period: int = 1, nodes: tuple[str, ...] = ("n1",), gpus: int = 2,
+    gap: range = range(0), cut: str = "", **gpu: object,
+) -> Path:  # fmt: skip
+    """Samples of ranks that work, but for the last GPU, that has none, and for a `gap` in it (s)."""
+    for place, node in enumerate(nodes):
+        writer, rows = samples.Writer(folder, node), []
+        for second in range(0, seconds, period):
+            if second in gap:
+                continue
+            moment = {"time": BEGAN + second}
+            rows.append(moment | {"what": samples.NODE, "memory_mb": 900, "memory_limit_mb": 9000})
+            for number in range(gpus):
+                works = (place, number) != (len(nodes) - 1, gpus - 1)
+                row = {"what": samples.GPU, "number": number, "ranks": number if works else "-"}
+                row |= {"power_w": 600 + number if works else 70, "power_limit_w": 700, "utilisation": 98}
+                row |= {"memory_mb": 4000, "memory_limit_mb": 8000, "throttled": "-"}
+                rows.append(moment | row | gpu)
+            for rank in range(max(gpus, 1)):
+                number = place * gpus + rank
+                rows.append(moment | {"what": samples.RANK, "number": number, "name": "R", "cores": 1.0})
+        writer.add(rows)
+    with (folder / f"{nodes[0]}.csv").open("a") as file:
+        file.write(cut)
+    return folder
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (found,) = (axes for axes in figure.axes if axes.get_title("left").startswith(title))
+    return found
+
+
+def labels(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def beside(axes: Axes) -> dict[str, bool]:
+    """What is told on the right of a panel, and whether in bold."""
+    return {" ".join(text.get_text().split()): text.get_weight() == "bold" for text in axes.texts}
+
+
+def title(figure: Figure) -> str:
+    return " ".join(figure.texts[0].get_text().split())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_trace_is_drawn_as_it_is(name: str) -> None:
+    """With its verdict, a band for each epoch, a row for each GPU or rank."""
+    figure = timeline.figure(TRACES / name)
+    assert title(figure) == waste.judge(TRACES / name).lines("")[0]
+    rows = samples.read(TRACES / name)
+    what, part = ("rank", "cores of each rank") if name.startswith("cpu") else ("gpu", "power of each GPU")
+    places = {(row["node"], row["number"]) for row in rows if row["what"] == what}
+    assert len(labels(panel(figure, part))) == len(places) > 0
+    epochs = [row for path in samples.runs(TRACES / name) for row in records.read(path)]
+    training, evaluation = panel(figure, "epochs").collections[:2]
+    assert len(training.get_paths()) == len(evaluation.get_paths()) == len(epochs)
+    (speeds,) = (lines for lines in panel(figure, "images/s").collections if hasattr(lines, "get_segments"))
+    drawn = [y for (_, y), _ in speeds.get_segments()]
+    assert drawn == pytest.approx([row["images_per_s"] for row in epochs])
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "told"),
+    [
+        ("gpu_waiting_for_loader", "time of each", r"data 7\d %, other ranks \d %"),
+        ("gpu_waiting_for_loader", "power", r"\d\d of 400 W"),
+        ("gpu_launch_bound", "power", r"1\d\d of 400 W"),
+        ("gpu_no_rank", "power", r"55 of 400 W, no rank"),
+        ("gpu_idle", "power", r"6\d of 400 W"),
+        ("gpu_memory_full", "memory", r"3[78]\.\d of 39\.1 GB"),
+        ("gpu_throttled_by_heat", "power", r"1\d\d of 400 W, slowed by heat 8\d % of the time"),
+        ("gpu_network_bound", "time of each", r"data \d %, other ranks [56]\d %"),
+        ("cpu_stalled_rank", "cores", r"\d\.\d cores, stopped \d\d % of the time"),
+        ("cpu_shared_cores", "cores", r"\d\.\d cores, waits for a core \d\d % of the time"),
+    ],
+)
+def test_what_is_wrong_stands_out(name: str, part: str, told: str) -> None:
+    found = beside(panel(timeline.figure(TRACES / name), part))
+    assert {bold for text, bold in found.items() if re.fullmatch(told, text)} == {True}, found
+
+
+def test_nothing_stands_out_of_what_is_well() -> None:
+    figure = timeline.figure(TRACES / "gpu_healthy")
+    assert not any(bold for axes in figure.axes for bold in beside(axes).values())
+
+
+def test_it_is_written_as_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "timeline.png").write_text("of before")
+    assert timeline.draw(TRACES / "gpu_healthy", tmp_path / "timeline.png") == tmp_path / "timeline.png"
+    height, width, _ = plt.imread(tmp_path / "timeline.png").shape
+    assert width == 1500 and 700 < height < 2000
+
+
+def test_of_many_gpus_those_are_shown_that_matter(tmp_path: Path) -> None:
+    """And names of nodes that are long stay apart, in their order."""
+    nodes = tuple(f"gpu-a100-in-rack-12-node-{i}.cluster.example.org" for i in (9, 10, 11, 12))
+    figure = timeline.figure(sampled(tmp_path, 15, nodes=nodes, gpus=8))
+    power, memory = panel(figure, "power"), panel(figure, "memory")
+    assert power.get_title("left").endswith("the 16 of 32 with the least power")
+    assert memory.get_title("left").endswith("the 16 of 36 that are fullest")
+    assert len(labels(power)) == len(labels(memory)) == 16
+    assert labels(power)[0] == "gpu-a1..12-node-9 GPU 0" and labels(power)[-1].endswith("node-12 GPU 7")
+    assert beside(power)["70 of 700 W, no rank"]
+
+
+def test_a_gap_stays_empty(tmp_path: Path) -> None:
+    """The job went back to the queue; and a day has its time in hours."""
+    figure = timeline.figure(sampled(tmp_path, 24 * 3600, period=120, gap=range(30_000, 42_000)))
+    power = panel(figure, "power")
+    (gap,) = power.collections[-1].get_paths()
+    assert gap.get_extents().x0 == BEGAN + 29_880 and gap.get_extents().x1 == BEGAN + 42_000
+    assert len(power.collections[0].get_paths()) == 2  # of the power of GPU 0
+    assert [path.get_extents().x1 - BEGAN for path in power.collections[0].get_paths()] == [29_880, 86_280]
+    assert figure.axes[-1].get_xlabel().startswith("hours since 2026-11-18 11:06:40 UTC\njob test_a_gap")
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()][:3] == ["0", "3", "6"]
+
+
+def test_what_cannot_be_read_and_who_is_hostile(tmp_path: Path) -> None:
+    """Two GPUs that tell nothing, with the names of their nodes; cut lines, too."""
+    nodes = ("n$1_\\frac{a}{$" + "x" * 90, "\u202eevil\n\U0001f600")
+    unknown = dict.fromkeys(("power_w", "power_limit_w", "utilisation", "memory_mb", "memory_limit_mb"), "")
+    folder = sampled(tmp_path / "monitor", 1, nodes=nodes, gpus=1, cut="1795000001,gpu,0,imag", **unknown)
+    (folder / samples.RUNS).write_text("gone.csv\n")
+    assert timeline.draw(folder, tmp_path / "out.png").stat().st_size > 0
+    power = panel(timeline.figure(folder), "power")
+    assert labels(power) == ["n$1_\\f..xxxxxxxxx GPU 0", "\\u202eevil\\n😀 GPU 0"]
+    assert sorted(beside(power)) == ["? of ? W", "? of ? W, no rank", "median"]
+
+
+def test_without_gpus_the_cores_are_rows(tmp_path: Path) -> None:
+    figure = timeline.figure(sampled(tmp_path, 20, gpus=0))
+    assert [axes.get_title("left").split(",")[0] for axes in figure.axes] == ["cores of each rank", "memory"]
+    assert labels(figure.axes[0]) == ["rank 0"] and "1.0 cores" in beside(figure.axes[0])
+
+
+def test_what_cannot_be_drawn_is_told_in_one_sentence(tmp_path: Path) -> None:
+    def told(folder: Path, out: Path) -> str:
+        with pytest.raises(UserError) as error:
+            timeline.draw(folder, out)
+        return str(error.value)
+
+    empty, other, bare = (tmp_path / name for name in ("empty", "other", "bare"))
+    for folder in (empty, other):
+        folder.mkdir()
+    out, healthy = tmp_path / "out.png", TRACES / "gpu_healthy"
+    assert told(empty, out) == told(tmp_path / "missing", out).replace("missing", "empty")
+    assert re.fullmatch(r"there are no samples in .*empty: give a job that was sampled .*", told(empty, out))
+    (other / "results.csv").write_text("name,value\n1,2\n")
+    assert "results.csv: no samples of slurm/monitor.py" in told(other, out)
+    samples.Writer(bare, "n1").add([{"time": BEGAN, "what": samples.NODE}])
+    assert told(bare, out).endswith("tell of no GPU, no rank and no memory: nothing to draw.")
+    assert not out.exists()
+    other_file = other / "results.csv"
+    assert "give a file that ends in .png instead of 'results.csv'" in told(healthy, other_file)
+    assert other_file.read_text() == "name,value\n1,2\n"
+    place, why = tmp_path / "missing" / "out.png", "No such file or directory"
+    assert told(healthy, place) == f"{place} cannot be written ({why}): give another file."

@@ -1,0 +1,511 @@
+"""What a job wastes of what it asked for: the verdict on its samples, the worst first, each with its remedy.
+
+verdict = judge(folder)  # the folder `monitor` of a job
+print(*verdict.lines("job 12"), sep="\n")
+keep(folder, verdict)
+
+The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait. Only the
+standard library is used, as a job ends with this.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainkit import records
+from trainkit.analysis.watched import LEAST_MOMENTS, Job, Place, mean
+from trainkit.errors import printable
+from trainkit.files import replacing
+from trainkit.samples import GPU, NODE, NOTES, RANK
+
+SCHEMA_VERSION = 1
+FILE, MOST_LINES = "verdict.json", 5
+WORTH = 0.1  # a lesser share of the time is not worth a line
+# Of the training time. Enough loader workers are ahead of the training, which then waits for 0 to 5 %. Nobody
+# waits for a resident loader, but to index and normalise is up to a third of a step that is all launches.
+DATA_WAIT, DATA_WORK = 0.2, 0.4
+EXCHANGE = 0.4  # of the training time. From 0.5 on two devices are no faster than one
+LONG_EPOCH = 1.0  # s: in a shorter one, what comes once in an epoch would be taken for the exchange
+CROWDED = 0.2  # of the time, in which a rank could run and waits for a core: alone on it, below 0.05
+CORES_FULL = 0.85  # of the cores that may be used; below, it is not the job that fills them
+STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; of each loader worker then
+# (without a record of a half of them: those of the test set have nothing to do)
+# A GPU's power, 0 when idle and 1 at its limit. Kernels that fill it take 0.4 to 1; short ones with gaps
+# between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation.
+IDLE, LOW = 0.05, 0.3
+NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
+SPREAD = 0.7  # times the utilisation of the others: what their kernels wait for is this GPU
+NETWORK = 10.0  # MB/s, both ways: more than a training has to say beside its exchange
+STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
+# Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
+GPU_FULL, HOST_FULL, BRIM = 0.95, 0.9, 0.98
+HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GPU down
+# At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
+CAPPED_CLOCK, CAPPED = 0.6, 0.2
+MOST_CORES = 4096  # of a node
+UNSEEN = 0.9  # of the time that no rank is on a GPU
+# What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
+WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A waste, or a danger: of no loss yet.
+
+    `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
+    to 1; of a danger 0. What is `urgent` is told, however many are worse.
+    """
+
+    kind: str
+    where: str
+    number: float
+    sentence: str
+    share: float
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`findings`, the worst first; `unknown` tells why not all could be judged, or is "".
+
+    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
+    `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
+    trainings together, `of_runs` of each, by its CSV; NaN where it is not known. `notes` tell what could
+    not be seen.
+    """
+
+    findings: list[Finding]
+    unknown: str
+    seconds: float
+    devices: str
+    energy_kwh: float
+    energy_from: str
+    joules_per_1000_images: float
+    of_runs: dict[Path, float]
+    notes: list[str]
+
+    def lines(self, name: str) -> list[str]:
+        """At most five; the last one tells what was watched of the job called `name`."""
+        most = MOST_LINES - 1
+        kept = sorted(self.findings, key=lambda finding: not finding.urgent)[:most]
+        told = [finding.sentence for finding in self.findings if finding in kept]
+        if left_out := len(self.findings) - len(told):
+            told[-1] += f" ({left_out} more in {FILE}.)"
+        told = told or [self.unknown or "no waste found"]
+        if self.notes and len(told) < most:
+            more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
+            told.append(f"not seen: {self.notes[0]}{more}")
+        return [printable(line) for line in (*told, f"{name} was watched for {self._watched()}")]
+
+    def facts(self) -> dict[str, object]:
+        """For JSON, which has no NaN: null."""
+        facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
+        del facts["of_runs"]
+        for name in ("energy_kwh", "joules_per_1000_images"):
+            facts[name] = _or_none(facts[name])
+        return facts
+
+    def _watched(self) -> str:
+        told = [f"{self.seconds:,.0f} s: {self.devices}"]
+        if self.energy_kwh >= 0:
+            told.append(f"{_rounded(self.energy_kwh)} kWh")
+        if self.joules_per_1000_images >= 0:
+            told.append(f"{_rounded(self.joules_per_1000_images)} J per 1,000 images")
+        if self.energy_from == "power":
+            told.append("summed up from the power, as there is no counter")
+        return ", ".join(told)
+
+
+def judge(folder: Path) -> Verdict:
+    """The verdict on the job whose samples are in `folder`.
+
+    Raises:
+        UserError: if there are none.
+    """
+    job = Job(folder)
+    found = [*_unused(job), *_pauses(job), *_by_record(job), *_crowded(job), *_throttled(job)]
+    found += [*_full(job, GPU), *_full(job, NODE)]
+    if not job.shares:
+        found += _by_samples(job)
+    found += _by_power(job, {finding.kind for finding in found})
+    one_each: dict[str, Finding] = {}
+    for finding in found:
+        one_each.setdefault(finding.kind, finding)  # of two rules the first tells more
+    joules, source = job.joules()
+    notes = []
+    with suppress(OSError):
+        notes = (folder / NOTES).read_text(errors="replace").splitlines()
+    return Verdict(
+        findings=sorted(one_each.values(), key=lambda finding: finding.share, reverse=True),
+        unknown=_unknown(job),
+        seconds=job.seconds,
+        devices=_devices(job),
+        energy_kwh=joules / 3.6e6,
+        energy_from=source,
+        joules_per_1000_images=job.joules_per_1000_images(job.trainings),
+        of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
+        notes=notes + job.notes,
+    )
+
+
+def keep(folder: Path, verdict: Verdict) -> None:
+    """Write `verdict.json` to `folder`, and `<run_id>.monitor.json` beside the CSV of each training.
+
+    Raises:
+        OSError: if one of them cannot be written.
+    """
+    facts = verdict.facts()
+    files = {folder / FILE: facts}
+    for run, joules in verdict.of_runs.items():
+        files[beside(run)] = facts | {"joules_per_1000_images": _or_none(joules)}
+    for path, content in files.items():
+        with replacing(path) as file:
+            json.dump(content, file, indent=1)
+
+
+def beside(path: Path) -> Path:
+    """The file with the verdict on the job of a run, for the run's CSV."""
+    return path.with_name(f"{path.stem}.monitor.json")
+
+
+def _unused(job: Job) -> Iterator[Finding]:
+    series = job.judged[GPU]
+    unused = [gpu for gpu in series if _never_used(job, gpu)]
+    if unused:
+        where, left = _where("GPU", unused), len(series) - len(unused)
+        if left:
+            remedy = (
+                f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
+            )
+        else:
+            remedy = "see why its log names the CPU as its device, or ask for none"
+        sentence = f"no rank uses {where}: {remedy}."
+        yield Finding("no_rank", where, len(unused), sentence, len(unused) / len(series))
+
+
+def _pauses(job: Job) -> Iterator[Finding]:
+    """Ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
+    paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
+    seconds = {rank: rows[-1]["time"] - rows[0]["time"] for rank, rows in paused.items() if rows}
+    seconds = {rank: s for rank, s in seconds.items() if s >= max(STALL, WORTH * job.seconds)}
+    if not seconds:
+        return
+    state = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in seconds}
+    stopped, stuck = ([rank for rank in state if state[rank] == name] for name in "TD")
+    ranks = stopped or stuck or list(seconds)
+    where, most = _where("rank", ranks), max(seconds[rank] for rank in ranks)
+    if stopped:
+        sentence = f"SIGSTOP held {where} for {most:.0f} s: find out who sent it; kill -CONT lets go on."
+    elif stuck:
+        sentence = f"a file system held {where} for {most:.0f} s: stage the data to the node's own disk."
+    elif len(ranks) < len(job.rows[RANK]):
+        sentence = f"nothing was done by {where} for {most:.0f} s, and the others wait: --debug tells where."
+    else:
+        sentence = f"nothing was done by any rank for {most:.0f} s: --debug tells where each of them waits."
+    yield Finding("stalled_rank", where, most, sentence, most / max(job.seconds, most))
+
+
+def _by_record(job: Job) -> Iterator[Finding]:
+    """What the ranks have timed themselves: waiting for batches, for a slow rank, and in the exchange."""
+    if not job.shares:
+        return
+    data = {rank: share.data for rank, share in job.shares.items()}
+    limit = DATA_WAIT if any(row["loader"] == "workers" for row in job.steady) else DATA_WORK
+    starved = [rank for rank in data if data[rank] >= limit]
+    if starved:
+        yield _loader(job, [job.place(rank) for rank in starved], max(data[rank] for rank in starved))
+    own = {rank: share.own for rank, share in job.shares.items()}
+    slowest = max(own, key=own.get)
+    others = [value for rank, value in own.items() if rank != slowest]
+    if not others or not all(value > 0 for value in own.values()):
+        return
+    times = own[slowest] / statistics.median(others)
+    lost = statistics.fmean(own[slowest] - value for value in own.values())
+    explained = slowest in starved or _is_hindered(job, job.place(slowest))
+    if times >= records.SLOW and lost >= WORTH and not explained:
+        where = _where("rank", [job.place(slowest)])
+        sentence = (
+            f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
+            f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
+        )
+        yield Finding("stalled_rank", where, times, sentence, lost)
+    seconds = statistics.fmean(row["train_seconds"] for row in job.steady)
+    if 1 - own[slowest] >= EXCHANGE and seconds >= LONG_EPOCH:
+        yield _exchange(job, 1 - own[slowest])
+
+
+def _by_samples(job: Job) -> Iterator[Finding]:
+    """The same for a training without a record, as far as it shows from outside."""
+    busy = {rank: job.busy_of(rank) for rank in job.judged[RANK]}
+    if not busy:
+        return
+    starved = [
+        rank
+        for rank, rows in job.judged[RANK].items()
+        if busy[rank] < (LOW if rank in job.uses else STARVED)
+        and mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+    ]
+    if starved:
+        yield _loader(job, starved, 1 - min(busy[rank] for rank in starved))
+        return
+    used = {rank: _utilisation(job, job.uses[rank]) for rank in busy if rank in job.uses}
+    if len(used) > 1 and statistics.median(busy[rank] for rank in used) < LOW:
+        slowest = min(used, key=used.get)
+        others = statistics.median(value for rank, value in used.items() if rank != slowest)
+        if others >= KERNELS and used[slowest] < SPREAD * others:
+            where = _where("rank", [slowest])
+            sentence = (
+                f"{where} holds up the others: its GPU has kernels {used[slowest]:.0f} % of the time, and "
+                f"theirs {others:.0f} %, at low power, to wait for it: see what it does more (data, files)."
+            )
+            yield Finding("stalled_rank", where, used[slowest], sentence, 1 - min(busy.values()))
+            return
+    if len(job.rows[NODE]) > 1 and max(busy.values()) <= 1 - EXCHANGE and _network(job) >= NETWORK:
+        yield _exchange(job, 1 - max(busy.values()))
+
+
+def _crowded(job: Job) -> Iterator[Finding]:
+    """Ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
+    waiting = {rank: job.waits_for_core(rank) for rank in job.judged[RANK]}
+    crowded = [
+        rank
+        for rank, part in waiting.items()
+        if part >= CROWDED and not (rank in job.uses and job.busy_of(rank) >= LOW)
+    ]
+    if not crowded:
+        return
+    worst = max(crowded, key=waiting.get)
+    node = (worst[0], 0)
+    here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
+    cores = _numbers(row["core_list"] for rows in here for row in rows[-1:])
+    loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
+    crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
+    room = _count(len(cores), "core")
+    if mean(job.judged[NODE].get(node, []), "cores") < CORES_FULL * len(cores):
+        told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
+    elif len(cores) < len(_numbers(row["core_list"] for row in job.rows[NODE].get(node, []))):
+        told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
+    else:
+        told = f"{crowd} share {room}: more --cpus-per-task, or fewer threads (OMP_NUM_THREADS) and workers"
+    where = _where("rank", crowded)
+    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {told}."
+    yield Finding("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
+
+
+def _throttled(job: Job) -> Iterator[Finding]:
+    """GPUs whose clock is held down: by heat whenever it is, by a cap only if it is far down."""
+    hot = {gpu: [row for row in rows if "heat" in row["throttled"]] for gpu, rows in job.judged[GPU].items()}
+    capped = {
+        gpu: [
+            row
+            for row in rows
+            if row["throttled"] not in ("", "-") and row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
+        ]
+        for gpu, rows in job.judged[GPU].items()
+    }
+    for slowed, least in ((hot, HOT), (capped, CAPPED)):
+        parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
+        gpus = [gpu for gpu, part in parts.items() if part >= least]
+        if not gpus:
+            continue
+        worst = max(gpus, key=parts.get)
+        clock, most, power, heat = (
+            mean(slowed[worst], name)
+            for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
+        )
+        where = _where("GPU", gpus)
+        how = f"{where} in {_percent(parts[worst])} of the time"
+        if clock <= most:
+            how += f", to {clock:,.0f} of {most:,.0f} MHz"
+        if slowed is hot:
+            sentence = f"heat ({heat:.0f} C) slows down {how}: tell your admin, and take another node."
+        else:
+            sentence = f"a cap (power limit {power:.0f} W) slows down {how}: ask your admin why."
+        lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
+        yield Finding("throttled", where, 100 * parts[worst], sentence, lost, slowed is hot)
+        return
+
+
+def _full(job: Job, what: str) -> Iterator[Finding]:
+    """GPUs, or nodes, whose memory was nearly full at any moment."""
+    peaks = {}
+    for place, rows in job.rows[what].items():
+        if known := [row for row in rows if row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0]:
+            peaks[place] = max(known, key=lambda row: row["memory_mb"] / row["memory_limit_mb"])
+    parts = {place: row["memory_mb"] / row["memory_limit_mb"] for place, row in peaks.items()}
+    full = [place for place in parts if parts[place] >= (GPU_FULL if what == GPU else HOST_FULL)]
+    if not full:
+        return
+    worst = max(full, key=parts.get)
+    used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
+    if what == GPU:
+        kind, of, where = "memory_full", "the memory", _where("GPU", full)
+        remedy = "a little more ends it with out of memory: a smaller batch per GPU, or bf16"
+    else:
+        kind, of, where = "host_memory", "the job's memory", _where("node", full)
+        remedy = "at 100 % it is killed: ask for more (--mem), or take fewer loader workers"
+    sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
+    yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, parts[worst] >= BRIM)
+
+
+def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
+    """GPUs without work, and those that short kernels leave at low power; `kinds` were found before."""
+    busy = {gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)}
+    busy = {gpu: part for gpu, part in busy.items() if not math.isnan(part)}
+    idle = [gpu for gpu in busy if busy[gpu] < IDLE and _utilisation(job, [gpu]) < NO_KERNELS]
+    launching = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
+    explained = bool(kinds & WAITING)
+    if idle and (not explained or max(busy.values()) >= LOW):
+        where = _where("GPU", idle)
+        others = ", while others work" if len(idle) < len(busy) else ""
+        sentence = (
+            f"no work reaches {where}{others} ({_power(job, idle)}): see in the log which device its rank "
+            "computes on."
+        )
+        yield Finding("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
+    if launching and not explained:
+        where, part = _where("GPU", launching), statistics.fmean(busy[gpu] for gpu in launching)
+        few = _utilisation(job, launching) < KERNELS
+        remedy = "a larger batch per GPU (--batch-size), CUDA graphs"
+        if few and not job.shares:
+            remedy += ", loader workers if there are none"
+        sentence = (
+            f"{'gaps between' if few else 'short'} kernels leave {where} at {_percent(part)} of its power "
+            f"above idle ({_power(job, launching)}{_step(job)}): {remedy}."
+        )
+        share = (1 - part) * len(launching) / len(job.judged[GPU])
+        yield Finding("launch_bound", where, 100 * part, sentence, share)
+
+
+def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
+    rows = [row for rank in ranks for row in job.judged[RANK].get(rank, [])]
+    # Of those that are seen, some are of the test set, and rest.
+    loaders = max((row["workers_per_loader"] for row in job.steady), default=mean(rows, "loaders"))
+    each = mean(rows, "loader_cores") / loaders if loaders else math.nan
+    told = f"{_count(round(loaders), 'loader worker')} each" if loaders > 0 else "no loader workers"
+    if loaders > 0 and each >= 0:
+        told += f", at {_percent(each)} of a core"
+    if not loaders > 0:
+        remedy = "take some (--num-workers 4, with --cpus-per-task for them)"
+    elif _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
+        remedy = "all cores are in use, ask for more (--cpus-per-task)"
+    elif each < LOADERS_FULL:
+        remedy = "these wait, too: for files (stage them on the node) or for cores"
+    else:
+        remedy = "take more (--num-workers)"
+    where = _where("rank", ranks)
+    sentence = (
+        f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}, or "
+        "--loader resident."
+    )
+    return Finding("waiting_for_loader", where, 100 * share, sentence, share)
+
+
+def _exchange(job: Job, share: float) -> Finding:
+    remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
+    if len(job.rows[NODE]) > 1 and _network(job) >= 0:
+        remedy += f"; {_network(job):.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
+    where = _where("node", list(job.rows[NODE]))
+    sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
+    return Finding("network_bound", where, 100 * share, sentence, share)
+
+
+def _unknown(job: Job) -> str:
+    if not job.rows[GPU] and not job.rows[RANK]:
+        return "nothing to judge: no process that has loaded PyTorch was seen"
+    if job.moments < LEAST_MOMENTS:
+        told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
+        return f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
+    return ""
+
+
+def _never_used(job: Job, gpu: Place) -> bool:
+    rows = job.judged[GPU][gpu]
+    return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
+
+
+def _is_hindered(job: Job, rank: Place) -> bool:
+    """Whether a slow rank has less of the cores than the others, or a GPU that is too hot: told elsewhere."""
+    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
+    crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
+    gpus = [row for gpu in job.uses.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
+    return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
+
+
+def _utilisation(job: Job, gpus: list[Place]) -> float:
+    return mean([row for gpu in gpus for row in job.judged[GPU].get(gpu, [])], "utilisation")
+
+
+def _network(job: Job) -> float:
+    """MB/s of a node, on the mean."""
+    return mean([row for rows in job.judged[NODE].values() for row in rows], "network_mb_s")
+
+
+def _cores_in_use(job: Job, node: str) -> float:
+    """By the job on a node, as a part of those that it may use there; NaN if it is not known."""
+    rows = job.judged[NODE].get((node, 0), [])
+    cores = _numbers(row["core_list"] for row in rows)
+    return mean(rows, "cores") / len(cores) if cores else math.nan
+
+
+def _power(job: Job, gpus: list[Place]) -> str:
+    rows = [row for gpu in gpus for row in job.judged[GPU][gpu]]
+    power, limit, used = (mean(rows, name) for name in ("power_w", "power_limit_w", "utilisation"))
+    return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
+
+
+def _step(job: Job) -> str:
+    if not job.steady:
+        return ""
+    seconds, steps = (sum(row[name] for row in job.steady) for name in ("train_seconds", "steps"))
+    return f", {1000 * seconds / steps:.3g} ms a step"
+
+
+def _devices(job: Job) -> str:
+    gpus, ranks, nodes = (len(job.rows[what]) for what in (GPU, RANK, NODE))
+    devices = _count(gpus, "GPU") if gpus else f"{_count(ranks, 'CPU worker')}"
+    return devices + (f" on {nodes} nodes" if nodes > 1 else "")
+
+
+def _where(what: str, places: list[Place]) -> str:
+    """In words, such as "GPUs 0, 1 on n1"; of many only how many."""
+    nodes = sorted({node for node, _ in places})
+    if len(nodes) > 2 or len(places) > 8:
+        return f"{_count(len(places), what)}" + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
+    if what == NODE:
+        return " and ".join(nodes)
+    by_node = {node: sorted(number for name, number in places if name == node) for node in nodes}
+    return " and ".join(
+        f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} on {node}"
+        for node, numbers in by_node.items()
+    )
+
+
+def _numbers(core_lists: Iterable[str]) -> set[int]:
+    """Of "0-1,4" 0, 1 and 4; of several all that are in any."""
+    cores: set[int] = set()
+    for core_list in set(core_lists) - {""}:
+        with suppress(ValueError):
+            for ends in (part.split("-") for part in core_list.split(",")):
+                cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
+    return cores
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,300 @@
+"""A job that was sampled, as its verdict needs it: by GPU, rank and node, the time to judge, the energy.
+
+Only the standard library is used, as a job ends with this.
+"""
+
+import bisect
+import math
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+
+from trainkit import records, samples
+from trainkit.errors import UserError
+from trainkit.samples import GPU, NODE, RANK
+
+# A day of 8 GPUs has 1.5 million rows: of these every 74th moment is looked at, in seconds and in 40 MB.
+MOST_ROWS, BYTES_OF_A_ROW = 20_000, 80
+LEAST_MOMENTS, LEAST_SECONDS = 10, 5.0  # below these nothing is judged: of samples, of a record
+SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
+SHORT_EPOCH = 3.0  # s: hardly a sample lies in a shorter one, so they are judged with what is between them
+GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
+IDLE_AT_MOST = 0.2  # of the limit of its power, that a GPU takes with a CUDA context and no work: 10 to 25 %
+
+Row = dict[str, object]
+Place = tuple[str, int]  # a node, and the number of a GPU or rank there
+Series = dict[Place, list[Row]]
+Window = tuple[float, float]  # s, since 1970
+
+
+class Job:
+    """The samples in a folder, and the records of the trainings that ran there.
+
+    `rows` has all samples in the order of time, `judged` those of the epochs past the warm-up of each
+    training, without a record those from when all ranks are there; both by what they are of, then by its
+    place. `judged` has none where there are too few; `moments` tells their number. `notes` name the records
+    that cannot be read.
+
+    Raises:
+        UserError: if there are no samples.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.rows: dict[str, Series] = {NODE: {}, GPU: {}, RANK: {}}
+        for row in _read(folder):
+            number = "0" if row["what"] == NODE else row["number"]
+            if row["what"] in self.rows and number.isdecimal() and math.isfinite(row["time"]):
+                self.rows[row["what"]].setdefault((row["node"], int(number)), []).append(row)
+        if not self.rows[NODE]:
+            raise UserError(f"the samples in {folder} have no row of a node: were they cut?")
+        self.trainings, self.notes = _trainings(folder)
+        self.shares = _shares(self.trainings)
+        self.windows = _joined(window for training in self.trainings for window in training.windows)
+        self.windows = self.windows or [(self._all_there() + SETTLE, math.inf)]
+        self.judged = {what: self._in_windows(series) for what, series in self.rows.items()}
+        self.moments = max(map(len, self.judged[NODE].values()), default=0)
+        if self.moments < LEAST_MOMENTS:
+            self.judged = {what: {} for what in self.rows}
+        self.seconds = max(
+            sum(after["time"] - before["time"] for before, after in together(rows))
+            for rows in self.rows[NODE].values()
+        )
+
+    @cached_property
+    def steady(self) -> list[Row]:
+        """The rows of the epochs past the warm-up."""
+        return [row for training in self.trainings for row in training.steady]
+
+    @cached_property
+    def uses(self) -> dict[Place, list[Place]]:
+        """The GPUs of each rank that is seen on one."""
+        found: dict[Place, set[Place]] = defaultdict(set)
+        for place, rows in (self.judged[GPU] or self.rows[GPU]).items():
+            for rank in {rank for ranks in {row["ranks"] for row in rows} for rank in ranks.split("+")}:
+                if rank.isdecimal():
+                    found[place[0], int(rank)].add(place)
+        return {rank: sorted(gpus) for rank, gpus in found.items()}
+
+    def place(self, rank: int) -> Place:
+        """Where a rank of the record is in the samples: its host may have another name there."""
+        return next((place for place in self.rows[RANK] if place[1] == rank), (self.shares[rank].host, rank))
+
+    def busy(self, gpu: Place) -> float:
+        """The mean power of a GPU while it is judged, 0 when idle and 1 at its limit; NaN if it is not known.
+
+        What it takes when idle is the lowest that was seen, as far as that can be idle.
+        """
+        limit = mean(self.rows[GPU][gpu], "power_limit_w")
+        lowest = min((row["power_w"] for row in self.rows[GPU][gpu] if row["power_w"] > 0), default=math.nan)
+        idle = min(IDLE_AT_MOST * limit, lowest)
+        return (mean(self.judged[GPU].get(gpu, []), "power_w") - idle) / (limit - idle) if limit else math.nan
+
+    def busy_of(self, rank: Place) -> float:
+        """How busy a rank's GPUs are while it is judged, or on a CPU its first thread: 0 to 1, or NaN."""
+        if rank in self.uses:
+            return statistics.fmean(map(self.busy, self.uses[rank]))
+        return min(1.0, mean(self.judged[RANK].get(rank, []), "cores"))
+
+    def waits_for_core(self, rank: Place) -> float:
+        """In what part of the time to judge a rank could run, and had no core; NaN if it is not known."""
+        rows = self.judged[RANK].get(rank, [])
+        waiting, cores = mean(rows, "waiting"), mean(rows, "cores")
+        # That is of the time that its threads can run: little, in one that mostly waits for something else.
+        return min(waiting, cores * waiting / (1 - waiting)) if waiting < 1 else waiting
+
+    def longest_pause(self, rank: Place, cores: float, utilisation: float) -> list[Row]:
+        """The samples of the longest time, of that to judge and later, that a rank and its GPUs did nothing.
+
+        So its process is stopped, or uses fewer `cores`, and its GPUs have a lower `utilisation` (%).
+        """
+        gpus = [self.rows[GPU][gpu] for gpu in self.uses.get(rank, [])]
+        at_work = {row["time"] for rows in gpus for row in rows if row["utilisation"] >= utilisation}
+
+        def idle(row: Row) -> bool:
+            return row["name"] == "T" or row["cores"] < cores and row["time"] not in at_work
+
+        longest, pause = [], []
+        for before, after in together(self.rows[RANK][rank]):
+            if before["time"] > self.windows[0][0] and idle(before) and idle(after):
+                pause = pause if pause and pause[-1] is before else [before]
+                pause.append(after)
+                longest = max(longest, pause, key=len)
+        return longest
+
+    def joules(self, began: float = -math.inf, ended: float = math.inf) -> tuple[float, str]:
+        """The energy of all GPUs in that time, and whether it is from the "counter" or from the "power".
+
+        NaN and "" if that of one of them is not known, or there is none.
+        """
+        every = [_joules(rows, began, ended) for rows in self.rows[GPU].values()]
+        if not every or any(math.isnan(joules) for joules, _ in every):
+            return math.nan, ""
+        source = "counter" if all(counted for _, counted in every) else "power"
+        return sum(joules for joules, _ in every), source
+
+    def joules_per_1000_images(self, trainings: list["Training"]) -> float:
+        """From the beginning of the first epoch to the end of the last; NaN of less than `LEAST_MOMENTS`."""
+        spans = [training.span for training in trainings]
+        moments = [row["time"] for rows in list(self.rows[NODE].values())[:1] for row in rows]
+        if not spans or any(
+            sum(began <= time <= ended for time in moments) < LEAST_MOMENTS for began, ended in spans
+        ):
+            return math.nan
+        images = sum(row["images"] for training in trainings for row in training.epochs)
+        return sum(self.joules(*span)[0] for span in spans) / images * 1000
+
+    def _all_there(self) -> float:
+        series = self.rows[RANK] or self.rows[NODE]
+        return max(rows[0]["time"] for rows in series.values())
+
+    def _in_windows(self, series: Series) -> Series:
+        starts = [began for began, _ in self.windows]
+
+        def inside(row: Row) -> bool:  # with all of the second that the sample is of
+            i = bisect.bisect_right(starts, row["time"] - samples.PERIOD) - 1
+            return i >= 0 and row["time"] <= self.windows[i][1]
+
+        found = {place: list(filter(inside, rows)) for place, rows in series.items()}
+        return {place: rows for place, rows in found.items() if rows}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The record of a training: a row for each epoch, and one for each epoch and rank."""
+
+    path: Path
+    epochs: list[Row]
+    of_ranks: list[Row]
+
+    @property
+    def steady(self) -> list[Row]:
+        """The epochs past the warm-up, or all of a run that has no others."""
+        return [row for row in self.epochs if not row["warmup"]] or self.epochs
+
+    @property
+    def span(self) -> Window:
+        """From the first epoch's beginning to the last one's end; NaN in files that do not tell it."""
+        return _trained(self.epochs[0])[0], _moment(self.epochs[-1]["recorded_at"])
+
+    @property
+    def windows(self) -> list[Window]:
+        """When it was trained, without evaluations, unless the epochs are too short for that."""
+        found = [window for window in map(_trained, self.steady) if window[0] < window[1]]
+        if found and statistics.fmean(ended - began for began, ended in found) < SHORT_EPOCH:
+            return [(found[0][0], found[-1][1])]
+        return found
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the training time, what a rank worked by itself, and in that waited for batches; 0 to 1, or NaN."""
+
+    host: str
+    own: float
+    data: float
+
+
+def mean(rows: Iterable[Row], column: str) -> float:
+    """Of the cells that are known; NaN if none is."""
+    known = [row[column] for row in rows if not math.isnan(row[column])]
+    return statistics.fmean(known) if known else math.nan
+
+
+def together(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each sample and the next, where none is missing in between."""
+    times = [row["time"] for row in rows]
+    usual = statistics.median(after - before for before, after in pairwise(times)) if len(rows) > 1 else 0
+    for before, after in pairwise(rows):
+        if 0 < after["time"] - before["time"] <= max(GAP, 3 * usual):
+            yield before, after
+
+
+def _read(folder: Path) -> list[Row]:
+    """As `samples.read`; of very many samples only some moments, evenly spread."""
+    files = sorted(folder.glob("*.csv"))
+    every = 1 + sum(file.stat().st_size for file in files) // (MOST_ROWS * BYTES_OF_A_ROW)
+    if every == 1:
+        return samples.read(folder)
+    with tempfile.TemporaryDirectory() as thin:
+        for file in files:
+            with file.open("rb") as lines, Path(thin, file.name).open("wb") as chosen:
+                chosen.write(lines.readline())
+                moments = groupby(lines, lambda line: line.partition(b",")[0])
+                for i, (_, of_a_moment) in enumerate(moments):
+                    if i % every == 0:
+                        chosen.writelines(of_a_moment)
+        return samples.read(Path(thin))
+
+
+def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
+    found, notes = [], []
+    for path in samples.runs(folder):
+        try:
+            epochs = records.read(path)
+            of_ranks = records.read_ranks(path) if records.beside(path).exists() else []
+            found.append(Training(path, epochs, of_ranks))
+        except UserError as error:
+            notes.append(str(error))
+    return found, notes
+
+
+def _shares(trainings: list[Training]) -> dict[int, Shares]:
+    """By the rank; none of less than `LEAST_SECONDS`."""
+    train, own, data, hosts = defaultdict(float), defaultdict(float), defaultdict(float), {}
+    for training in trainings:
+        seconds = {row["epoch"]: row["train_seconds"] for row in training.steady}
+        # DataParallel has a row for each device of its one rank.
+        for row in {(row["epoch"], row["rank"]): row for row in training.of_ranks}.values():
+            if row["epoch"] in seconds:
+                rank = row["rank"]
+                hosts[rank] = row["host"]
+                train[rank] += seconds[row["epoch"]]
+                own[rank] += row["own_seconds"]
+                data[rank] += row["data_seconds"]
+    if max(train.values(), default=0) < LEAST_SECONDS:
+        return {}
+    return {rank: Shares(hosts[rank], own[rank] / train[rank], data[rank] / train[rank]) for rank in train}
+
+
+def _trained(epoch: Row) -> Window:
+    ended = _moment(epoch["recorded_at"]) - epoch["eval_seconds"]
+    return ended - epoch["train_seconds"], ended
+
+
+def _moment(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _joined(windows: Iterable[Window]) -> list[Window]:
+    """In the order of time, without overlaps."""
+    joined: list[Window] = []
+    for began, ended in sorted(windows):
+        if joined and began <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(ended, joined[-1][1])
+        else:
+            joined.append((began, ended))
+    return joined
+
+
+def _joules(rows: list[Row], began: float, ended: float) -> tuple[float, bool]:
+    """Of one GPU, and whether by its counter; NaN if neither that nor its power is known."""
+    counted = any(row["energy_j"] >= 0 for row in rows)
+    total, known = 0.0, False
+    for before, after in together(rows):
+        seconds = after["time"] - before["time"]
+        inside = min(after["time"], ended) - max(before["time"], began)
+        joules = after["energy_j"] - before["energy_j"]
+        if not joules >= 0:  # it began anew, or there is none
+            joules = (before["power_w"] + after["power_w"]) / 2 * seconds
+        if inside > 0 and joules >= 0:
+            total, known = total + joules * inside / seconds, True
+    return total if known else math.nan, counted

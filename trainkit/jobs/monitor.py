@@ -1,0 +1,316 @@
+"""Watch what a job does with its GPUs, cores and memory, while it runs and afterwards.
+
+    python slurm/monitor.py --watch JOB        live, in the terminal: a line for each GPU and rank
+    python slurm/monitor.py --verdict JOB      what it wasted, the worst first
+    python slurm/monitor.py --plot JOB         the same as a picture, along its time
+    python slurm/monitor.py --attach JOB       sample a running job of Slurm that does not sample itself
+    python slurm/monitor.py -- COMMAND ...     run a command, on this machine, and sample it
+
+JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_MONITOR is off.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from trainkit import samples
+from trainkit.command_line import Parser, at_least
+from trainkit.errors import UserError, first_line, printable, tell
+from trainkit.files import check_writable
+from trainkit.jobs import housekeeping, local, slurm
+from trainkit.jobs.site import read_site
+from trainkit.jobs.stages import REPOSITORY
+
+VERDICT_SECONDS = 8  # that it may take at the end of a job, which waits for 10 (job_env.sh)
+OVER = ("COMPLETING", *housekeeping.ENDED)
+OLD_SECONDS = 60  # that the newest sample of a job is, of which nobody knows whether it runs
+# The end of the command that it runs, and what somebody may send to this program, and means for that.
+WAITED_FOR = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+WAITED_FOR |= {signal.SIGUSR1, signal.SIGUSR2}
+FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
+
+
+def main() -> int:
+    """What slurm/monitor.py does with its command line; returns the exit code.
+
+    Raises:
+        UserError: for everything the user can mend.
+    """
+    own, command = _parse()
+    if command:
+        return _run(command)
+    if own.sample:
+        _sample(own.sample, own.until)
+    elif own.attach:
+        _attach(own.attach)
+    elif own.watch:
+        from trainkit.jobs import watching
+
+        folder = _find(own.watch)
+        watching.watch(folder, partial(_has_ended, folder))
+    elif own.plot:
+        from trainkit.analysis import timeline
+
+        folder = _find(own.plot)
+        print(timeline.draw(folder, own.out or folder / "timeline.png"))
+    else:
+        from trainkit.analysis import waste
+
+        judged, name = waste.judge(_find(own.verdict)), own.verdict
+        name = f"job {name}" if name.isdigit() else name
+        print(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(judged.lines(name)))
+    return 0
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--watch", metavar="JOB", help="show it live")
+    what.add_argument("--verdict", metavar="JOB", help="say what it wasted")
+    what.add_argument("--plot", metavar="JOB", help="draw it")
+    what.add_argument("--attach", metavar="JOB", type=at_least(1), help="sample it, from a login node")
+    what.add_argument("--sample", metavar="FOLDER", type=Path, help="what jobs call")
+    parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
+    parser.add_argument("--out", metavar="FILE.png", type=Path, help="of --plot: where to")
+    parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, unknown = parser.parse_known_args(arguments[:end])
+    command = arguments[end + 1 :]
+    if unknown:
+        told = printable(" ".join(unknown))
+        raise UserError(f"{told}: no option of monitor.py; a command goes behind --. See --help.")
+    chosen = [name for name in ("watch", "verdict", "plot", "attach", "sample") if getattr(own, name)]
+    if len(chosen) + bool(command) != 1:
+        raise UserError("give one of its options, or a command behind --. See --help.")
+    for option, belongs_to in (("json", "verdict"), ("out", "plot")):
+        if getattr(own, option) and belongs_to not in chosen:
+            raise UserError(f"--{option} belongs to --{belongs_to}: give both, or none.")
+    return own, command
+
+
+def _find(job: str) -> Path:
+    """The folder of a job's samples, by the number or the folder of the job.
+
+    Raises:
+        UserError: if there is none.
+    """
+    folder = Path(job)
+    if job.isdigit() and not folder.is_dir():
+        folder = _with_number(job)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {printable(job)}: give a job's number or folder.")
+    if (folder / samples.FOLDER).is_dir():
+        folder /= samples.FOLDER
+    elif not any(folder.glob("*.csv")):
+        raise UserError(
+            f"job {printable(job)} was not sampled (SITE_MONITOR=off?): while it runs in Slurm, "
+            "`python slurm/monitor.py --attach <number>` does it."
+        )
+    return folder
+
+
+def _with_number(job: str) -> Path:
+    jobs_dir = read_site().jobs_dir
+    if (jobs_dir / job).is_dir():
+        return jobs_dir / job
+    # Started by submit.py without Slurm. Numbers of processes come again.
+    here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
+    if here:
+        return max(here, key=os.path.getmtime)
+    facts = slurm.job_facts(job) if slurm.is_here() else {}
+    if facts.get("JobState") in slurm.QUEUED:
+        raise UserError(f"job {job} waits ({facts['Reason']}): there is nothing to see before it runs.")
+    raise UserError(f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them.")
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the job has whose samples are in `folder`; where nobody knows, it has if they are old."""
+    state = housekeeping.state_of(folder.absolute().parent)
+    newest = max((path.stat().st_mtime for path in folder.glob("*.csv")), default=0)
+    return state in OVER or state == housekeeping.UNKNOWN and time.time() - newest > OLD_SECONDS
+
+
+def _run(command: list[str]) -> int:
+    """Run the command as a job of its own, and sample it; returns its exit code.
+
+    Raises:
+        UserError: if it is not there, or the samples have no place.
+    """
+    from trainkit.jobs import sampler
+
+    job = read_site().jobs_dir / f"monitored-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    folder, mine = job / samples.FOLDER, {"TRAINKIT_JOB_DIR": str(job)}
+    check_writable(folder, "samples", FIX)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+    try:
+        child = subprocess.Popen(
+            command,
+            env=os.environ | mine,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+    except OSError as error:
+        shutil.rmtree(job)
+        raise UserError(
+            f"{printable(command[0])} cannot be run ({error.strerror}): correct the command."
+        ) from None
+
+    def ended(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while child.poll() is None and (left := until - time.monotonic()) > 0:
+            sent = signal.sigtimedwait(WAITED_FOR, left)
+            # What the kernel sends, such as for Ctrl-C in a terminal, goes to the command by itself.
+            if sent and sent.si_signo != signal.SIGCHLD and sent.si_code <= 0:
+                child.send_signal(sent.si_signo)
+        return child.poll() is not None
+
+    try:
+        sampler.sample(folder, mine, ended)
+    finally:  # whatever becomes of the samples
+        while not ended(60):
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _tell(folder, "the command")
+    tell(f"watch   samples and verdict are in {folder}")
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _sample(folder: Path, until: int | None) -> None:
+    """Sample this node until the end of the input, or of the process `until`; one node tells the verdict."""
+    from trainkit.jobs import sampler
+
+    for number in (signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if until:
+        sampler.sample(folder, {"TRAINKIT_JOB_DIR": str(folder.parent)}, _end_of(until, folder.parent))
+    else:
+        # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
+        signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
+        mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
+        sampler.sample(folder, mine, _end_of_input)
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(VERDICT_SECONDS)
+    if until or os.environ["SLURM_PROCID"] == "0":
+        _tell(folder, f"job {until or os.environ['SLURM_JOB_ID']}")
+
+
+class _TooLong(Exception):  # noqa: N818  it is said in a line of its own
+    """The verdict is not there in time."""
+
+
+def _give_up(*_: object) -> None:
+    raise _TooLong
+
+
+def _end_of_input(seconds: float) -> bool:
+    readable, _, _ = select.select([0], [], [], seconds)
+    return bool(readable) and not os.read(0, 65536)
+
+
+def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
+    """Of the process that controls the ranks of the job in `folder`, on this machine."""
+
+    def ended(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not (over := local.has_ended(str(process), folder)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return over
+
+    return ended
+
+
+def _attach(job: int) -> None:
+    """Sample a running job of Slurm, from a login node, until it ends or Ctrl-C.
+
+    Raises:
+        UserError: if it does not run, samples itself, or may not be sampled.
+    """
+    nodes = _nodes_of_running(job)
+    folder = read_site().jobs_dir / str(job) / samples.FOLDER
+    check_writable(folder, "samples", FIX)
+    before = _sizes(folder)
+    script = 'source "$1"; activate; sample "$2" "$3" --jobid="$4"'
+    words = [str(REPOSITORY / "slurm" / "site_env.sh"), nodes, str(folder), str(job)]
+    with (folder / "log").open("w") as log:
+        step = subprocess.Popen(
+            ["bash", "-c", script, "bash", *words],
+            stdin=subprocess.PIPE,  # which ends with this program, however that ends
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=local.outside_of_jobs(),
+            start_new_session=True,  # Ctrl-C is for this program alone
+        )
+    print(f"sampling job {job} on {nodes} node(s) into {folder}; Ctrl-C ends that, not the job", flush=True)
+    try:
+        step.wait()
+    except KeyboardInterrupt:
+        step.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            step.wait(VERDICT_SECONDS)
+        step.terminate()
+    if _sizes(folder) == before:
+        raise UserError(f"job {job} could not be sampled: {_last_words(folder / 'log')}")
+    _tell(folder, f"job {job}")
+
+
+def _nodes_of_running(job: int) -> str:
+    """How many nodes the job has; raises a UserError if there is nothing to sample on them."""
+    if not slurm.is_here():
+        raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
+    facts = slurm.job_facts(str(job))
+    state, reason = facts["JobState"], printable(facts.get("Reason", ""))
+    if state == "UNKNOWN":
+        raise UserError(f"Slurm does not answer ({reason}): try again later.")
+    if state in slurm.QUEUED:
+        raise UserError(f"job {job} waits ({reason}): attach when it runs.")
+    if state == "GONE":
+        raise UserError(f"Slurm does not know job {job}, or not any more: `squeue --me` lists what runs.")
+    if state in OVER:
+        raise UserError(f"job {job} has ended ({state}): there is nothing left to sample.")
+    steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
+    if "monitor" in steps:
+        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --watch {job}")
+    return facts["NumNodes"]
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in folder.glob("*.csv")}
+
+
+def _last_words(log: Path) -> str:
+    """Why a step failed; srun also says of every step that it did."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line for line in lines if not re.search(r": tasks? [\d,-]+: |^Try ", line)]
+    return printable(told[-1]) if told else "the step ended without a word."
+
+
+def _tell(folder: Path, name: str) -> None:
+    """Keep the verdict on a job, and print it; where there is none, why."""
+    from trainkit.analysis import waste
+
+    try:
+        judged = waste.judge(folder)
+        with suppress(OSError):  # a full disk
+            waste.keep(folder, judged)
+        lines = judged.lines(name)
+    except UserError as error:
+        lines = [f"not sampled: {error}"]
+    except _TooLong:
+        command = f"python slurm/monitor.py --verdict {folder.parent}"
+        lines = [f"no verdict within {VERDICT_SECONDS} seconds: {command}"]
+    except Exception as error:  # a fault of ours must not become one of the job
+        lines = [f"no verdict: {type(error).__name__}: {first_line(error)}"]
+    tell("\n".join(f"watch   {line}" for line in lines))

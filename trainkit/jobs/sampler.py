@@ -1,0 +1,108 @@
+"""Looks at a node once a second while a job runs there, and writes down what it sees (samples.py)."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit import samples
+from trainkit.errors import reason
+from trainkit.jobs.gpus import Gpus
+from trainkit.jobs.processes import Processes
+
+
+def sample(
+    folder: Path, mine: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
+) -> None:
+    """Add samples of this node to its file in `folder`, and to the file `notes` there what cannot be seen.
+
+    It ends when `stop` says so, and for nothing else: what cannot be read is an empty cell and a note, and
+    after a full disk the samples come again.
+
+    Args:
+        folder: the folder `monitor` of the job.
+        mine: environment variables, with their values, by which a process is the job's.
+        stop: waits for so many seconds at most, and tells whether to end.
+        period: seconds from one sample to the next. One that would be late is left out.
+    """
+    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    notes, file = _Notes(folder / samples.NOTES, node), _File(folder, node)
+    processes = gpus = None
+    began = time.monotonic()
+    while True:
+        rows, now = [], time.time()
+        try:
+            processes = processes or Processes(mine)
+            rows += processes.sample()
+        except Exception as error:  # whatever it is, there may be GPUs to look at
+            notes.tell(f"the processes cannot be looked at ({type(error).__name__}: {error})")
+        try:
+            gpus = gpus or Gpus(notes.tell)
+            rows += gpus.sample(processes.ranks if processes else {})
+        except Exception as error:
+            notes.tell(f"the GPUs cannot be looked at ({type(error).__name__}: {error})")
+        try:
+            file.add({"time": now} | row for row in rows)
+        except OSError as error:
+            notes.tell(f"samples are missing: {file.path} could not be written ({reason(error)})")
+        notes.write()
+        if stop(period - (time.monotonic() - began) % period):
+            return
+
+
+class _Notes:
+    """Sentences, each told once, and not again when the job starts again."""
+
+    def __init__(self, path: Path, node: str) -> None:
+        self._path, self._node = path, node
+        self._told: set[str] = set()
+        self._untold: list[str] = []
+        with suppress(OSError):
+            self._told |= set(path.read_text(errors="replace").splitlines())
+
+    def tell(self, sentence: str) -> None:
+        line = f"{self._node}: {sentence}"
+        if line not in self._told:
+            self._told.add(line)
+            self._untold.append(line)
+            self.write()
+            if self._untold:
+                with suppress(OSError):
+                    print(line, file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        """What could not be written yet, as the disk may have space again."""
+        text = "".join(f"{line}\n" for line in self._untold).encode()
+        if text:
+            with suppress(OSError), self._path.open("ab", buffering=0) as file:
+                before = file.tell()
+                if file.write(text) == len(text):
+                    self._untold = []
+                else:  # there was space for a part
+                    file.truncate(before)
+
+
+class _File:
+    """The node's samples: opened anew after they could not be written, or were taken away."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.path = folder / f"{node}.csv"
+        self._writer: samples.Writer | None = None
+
+    def add(self, rows: Iterable[dict[str, object]]) -> None:
+        if self._writer and not self.path.exists():
+            self._close()
+        if not self._writer:
+            self.path.parent.mkdir(exist_ok=True)  # but not the job's folder, which somebody has removed
+            self._writer = samples.Writer(self.path.parent, self.path.stem)
+        try:
+            self._writer.add(rows)
+        except OSError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._writer.close()
+        self._writer = None
