@@ -87,6 +87,18 @@ if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     sampler=${SAMPLER_PID:-} sampler_input=${SAMPLER[1]:-} # bash forgets both when it ends
 fi
 
+# A job script that waits for all that it has started means its own, and not the sampler.
+wait() {
+    local process
+    if (($#)); then
+        builtin wait "$@"
+    else
+        for process in $(jobs -p); do
+            [[ $process == "$sampler" ]] || builtin wait "$process" || true
+        done
+    fi
+}
+
 # --- how it ends ------------------------------------------------------------------------------------
 # Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/errors.py).
 noted() { (cd "$TRAINKIT_JOB_DIR" && compgen -G "rank-$1" >/dev/null); }
@@ -168,20 +180,22 @@ tell_who_failed() {
     fi
 }
 
-# End the sampling; it has 10 seconds for its verdict.
+# End the sampling. It has 10 seconds for its verdict, and 2 to begin where it has not.
 tell_what_was_seen() {
-    local tenths
+    local tenths begun=0 most=100 why
     [[ -n $sampler ]] || return
     exec {sampler_input}>&-
-    for ((tenths = 0; tenths < 100; tenths++)); do
+    if compgen -G "$watching/*.csv" >/dev/null; then begun=1; else most=20; fi
+    for ((tenths = 0; tenths < most; tenths++)); do
         kill -0 "$sampler" 2>/dev/null || break
         sleep 0.1
     done
-    if kill "$sampler" 2>/dev/null; then
+    if kill "$sampler" 2>/dev/null && ((begun)); then
         echo "watch   no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
     elif ! wait "$sampler"; then
-        # Not what srun says of every step that fails.
-        echo "watch   not sampled: $(grep -vE ': tasks? [0-9,-]+: |^Try ' "$watching/log" | tail -n 1)"
+        # Not what srun says of every step that fails, or is ended.
+        why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination' "$watching/log" | tail -n 1)
+        echo "watch   not sampled: ${why:-it had not begun when the job ended}"
     fi
 }
 
@@ -200,8 +214,10 @@ finish() {
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
         echo "stopped by a signal; back to the queue, to go on from the checkpoint"
-        scontrol requeue "$SLURM_JOB_ID" ||
+        scontrol requeue "$SLURM_JOB_ID" || {
+            tell_what_was_seen
             fail "this job may not be requeued: submit again with --checkpoint-dir $saved"
+        }
     elif [[ -n ${ended_from_outside:-} ]]; then
         echo "ended from outside: by scancel, preemption or the time limit"
         [[ -z $saved ]] || echo "if it does not come back by itself, submit again with --checkpoint-dir $saved"

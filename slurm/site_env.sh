@@ -82,6 +82,7 @@ activate() {
 sample() {
     local nodes=$1 folder=$2
     shift 2
+    [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || set -- "--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}" "$@"
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
     exec srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "$@" \
         "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$folder"

@@ -281,24 +281,28 @@ def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
 
 def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
     """One line tells why, and nothing else is different."""
-    faults = {  # a broken Python, a Slurm without --overlap, a step that hangs, a verdict that takes too long
+    hangs = 'for last; do :; done; case "$*" in *--overlap*) {} exec sleep 600;; esac'
+    # A broken Python, a Slurm without --overlap, a step that does not begin, one that hangs, a slow verdict.
+    faults = {
         "python": '[ "$SLURM_JOB_NAME" != monitor ] || { echo planted >&2; exit 3; }',
         "srun": 'for a; do [ "$a" != --overlap ] || { echo srun: unrecognized option >&2; exit 1; }; done',
-        "hangs": 'for a; do [ "$a" != --overlap ] || exec sleep 600; done',
+        "waits": hangs.format(""),
+        "hangs": hangs.format('echo > "$last/n1.csv";'),
         "verdict": "",
     }
     reasons = {
         "python": "not sampled: planted",
         "srun": "not sampled: srun: unrecognized option",
+        "waits": "not sampled: it had not begun when the job ended",
         "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
         "verdict": "no verdict within 1 seconds: python slurm/monitor.py --verdict ",
     }
     limits = {
-        "hangs": ("slurm/job_env.sh", "tenths < 100", "tenths < 5"),
+        "hangs": ("slurm/job_env.sh", "most=100", "most=5"),
         "verdict": ("trainkit/jobs/monitor.py", "VERDICT_SECONDS = 8", "VERDICT_SECONDS = 1"),
     }
     # Nobody will ever write into what should be the list of trainings.
-    endless = "os.mkfifo(folder / 'monitor' / 'runs')"
+    endless = "os.mkfifo(folder / 'monitor' / 'runs'); wait_for_samples(1)"
     jobs = {}
     for name, fault in faults.items():
         command = "python" if name == "python" else "srun"
@@ -317,6 +321,20 @@ def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
     for name, reason in reasons.items():
         log = on_cluster.log(jobs[name])
         assert re.search(rf"\n\nwatch   {reason}.*\nended .* with exit code 0;", log), log
+
+
+def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> None:
+    """And where Slurm refuses the way back to the queue, there is a verdict all the same."""
+    script = on_cluster.folder / "01_singlegpu" / "slurm_submit.sh"
+    first, launch = script.read_text().split("\nsrun ", 1)
+    script.write_text(f"{first}\nsleep 1 & wait; echo all of mine have ended\nsrun {launch}")
+    ending = "wait_for_samples(1); (folder / 'stopped').write_text('here')"
+    job = on_cluster.submit("single", plant(on_cluster, ending), sbatch=("--no-requeue",))
+    on_cluster.cluster.wait(job)
+    log = on_cluster.log(job)
+    assert "\nall of mine have ended\n" in log, log
+    assert told(log)[-1].startswith(f"watch   job {job} "), log
+    assert "error: this job may not be requeued: submit again with --checkpoint-dir here\n" in log
 
 
 def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:
@@ -338,12 +356,14 @@ def test_attach(on_cluster: Checkout) -> None:
     on_cluster.wait_for("\nmeet at", job)
     assert not monitor_of(on_cluster, job).exists()
     command = (sys.executable, on_cluster.folder / MONITOR, "--attach", job)
-    done = on_cluster.run("timeout", "--signal=INT", "--foreground", 3, *command)
+    file = monitor_of(on_cluster, job) / "n1.csv"
+    until_sampled = f"until [ -s {shlex.quote(str(file))} ]; do sleep 0.1; done"
+    ctrl_c = f"set -m; {shlex.join(map(str, command))} & {until_sampled}; sleep 1; kill -INT $!; wait $!"
+    done = on_cluster.run("bash", "-c", ctrl_c)
     assert done.stdout.startswith(f"sampling job {job} on 1 node(s) into "), done.stdout + done.stderr
     assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
     assert on_cluster.cluster.job(job)["JobState"] == "RUNNING"
-    (file,) = monitor_of(on_cluster, job).glob("*.csv")
-    (before,) = {file.stat().st_size}
+    before = file.stat().st_size
     to_its_end = (
         f"{shlex.join(map(str, command))} & until [ $(stat -c %s {shlex.quote(str(file))}) -gt {before} ]"
     )

@@ -1,5 +1,6 @@
 """The sampler sees what a job does on its node, and goes on whatever it cannot see."""
 
+import errno
 import math
 import os
 import resource
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,9 +98,12 @@ def notes(folder: Path) -> list[str]:
 
 
 def wait_until(condition: Callable[[], object], running: subprocess.Popen) -> None:
-    while not condition():
+    for _ in range(6000):
+        if condition():
+            return
         assert running.poll() is None, running.communicate()
         time.sleep(0.05)
+    raise AssertionError("it has not come")
 
 
 @pytest.fixture
@@ -193,7 +197,7 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     [
         ({}, 0),
         ({"SLURM_PROCID": "3"}, 3),
-        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBAL_ID": "2"}, 2),
+        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBALID": "2"}, 2),
         ({"SLURM_PROCID": "0", "RANK": "1"}, 1),
     ],
 )
@@ -208,8 +212,13 @@ def test_whose_rank(
 
 def test_loader_workers_are_copies_or_started_anew(start_rank: StartRank, job: processes.Processes) -> None:
     """submitit tells a rank its number in one variable, and the rank its workers in another one."""
-    do(start_rank("RANK=1", SUBMITIT_LOCAL_GLOBAL_ID="1"), FORK)
+    do(start_rank("RANK=1", SUBMITIT_LOCAL_GLOBALID="1"), FORK)
     assert ranks(job.sample()) == {1: 2}
+
+
+def test_a_rank_that_has_started_another_one(start_rank: StartRank, job: processes.Processes) -> None:
+    start_rank("RANK=1", RANK="0")
+    assert ranks(job.sample()) == {0: 0, 1: 0}
 
 
 def test_torchrun_is_no_rank(start_rank: StartRank, job: processes.Processes) -> None:
@@ -446,7 +455,24 @@ def test_a_disk_that_was_full_gets_the_samples_after_that(tmp_path: Path) -> Non
         resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         wait_until(lambda: notes(tmp_path) and len(seen(tmp_path)) > 2, sampler)
     (note,) = notes(tmp_path)
-    assert note.endswith(f"{NODE}.csv could not be written (File too large)")
+    path = tmp_path / "monitor" / f"{NODE}.csv"
+    assert note == f"samples are missing: {path} could not be written (File too large)"
+
+
+@pytest.mark.parametrize(("code", "is_an_error"), [(errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_disk_may_be_full_only_when_it_is_written_through(
+    code: int, is_an_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file system that cannot be told to do so is none that is full."""
+    writer = samples.Writer(tmp_path, NODE)
+
+    def fsync(file: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if is_an_error else nullcontext():
+        writer.add([{"time": 1, "what": samples.NODE}])
+    writer.close()
 
 
 def test_a_folder_that_was_taken_away(tmp_path: Path) -> None:

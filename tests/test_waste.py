@@ -135,13 +135,15 @@ def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
     assert kinds(made([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]
     assert kinds(made([STARVED] * 2, facts=FROM_LOADERS)) == ["waiting_for_loader"]
     assert kinds(made([replace(STARVED, data=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
-    assert kinds(made([replace(STARVED, data=0.3)] * 2)) == ["launch_bound"]  # resident: its own work
+    own_work = [replace(STARVED, loaders=0, loader_cores=0, data=share) for share in (0.3, 0.5)]  # resident
+    assert kinds(made(own_work[:1])) == ["launch_bound"]
+    assert "or prepare less for each batch" in waste.judge(made(own_work[1:])).lines("job 12")[0]
 
 
 @pytest.mark.parametrize(
     ("loaders", "cores", "words"),
     [
-        (0, 0, "(no loader workers): take some (--num-workers 4"),
+        (0, 0, "(no loader workers): take some (--loader workers --num-workers 4"),
         (2, 1.98, "(2 loader workers each, at 99 % of a core): take more (--num-workers)"),
         (2, 3.6, "(2 loader workers each, at 180 % of a core): all cores are in use"),
         (2, 0.5, "(2 loader workers each, at 25 % of a core): these wait, too"),

@@ -106,12 +106,16 @@ class Terminal:
                 screen[at] = word
         return list(filter(None, screen))
 
+    def wait_for(self, happens: Callable[[], bool]) -> None:
+        until = time.monotonic() + LATER
+        while not happens() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert happens(), self.said
+
     def wait(self, words: str) -> list[str]:
         """The lines on it, when these words are among them; all fit."""
-        until = time.monotonic() + LATER
-        while words not in "\n".join(lines := self.lines()) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert words in "\n".join(lines), self.said
+        self.wait_for(lambda: any(words in line for line in self.lines()))
+        lines = self.lines()
         assert len(lines) < self.rows and max(map(len, lines)) < self.columns, lines
         return lines
 
@@ -186,6 +190,7 @@ def test_a_small_terminal_shows_what_needs_attention_and_counts_the_rest(
     screen.resize(50, 12)
     job.add("n1", gpus=8)
     assert len(screen.wait("more lines")) == 11
+    assert screen.said.count(b"\x1b[H") == 2  # where the lines went is not known any more
     job.end()
     assert ended(view) == (0, "")
 
@@ -219,14 +224,24 @@ def test_ctrl_c_leaves_it(job: Sampled, terminal: Callable) -> None:
     screen.wait("200 of 400 W")
     view.send_signal(signal.SIGINT)
     assert ended(view) == (130, "")
+    screen.wait_for(lambda: screen.said.endswith(b"\x1b[J\r\n"))  # what comes next begins a line
 
 
 @pytest.fixture
-def blocks(job: Sampled, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+def asked() -> list[float]:
+    """When `blocks` was asked whether the job has ended (s)."""
+    return []
+
+
+@pytest.fixture
+def blocks(
+    job: Sampled, asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[list[str]]]:
     """The blocks of lines in a file: of a job to which something happens between two looks, and that ends."""
 
     def watch(*happenings: Callable[[], object]) -> list[list[str]]:
         rest, out, now = list(happenings), io.StringIO(), 0.0
+        asked.clear()
 
         def sleep(seconds: float) -> None:
             nonlocal now
@@ -236,14 +251,19 @@ def blocks(job: Sampled, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 
         clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now, time=time.time, strftime=time.strftime)
         monkeypatch.setattr(watching, "time", clock)
-        watching.watch(job.folder, lambda: not rest, out)
+
+        def ended() -> bool:
+            asked.append(now)
+            return not rest
+
+        watching.watch(job.folder, ended, out)
         return [block.splitlines() for block in out.getvalue().split("\n\n")[:-1]]
 
     return watch
 
 
 def test_in_a_file_a_block_comes_when_something_changes_and_every_ten_seconds(
-    job: Sampled, blocks: Callable
+    job: Sampled, blocks: Callable, asked: list[float]
 ) -> None:
     others = [partial(job.add, power_w=watts) for watts in range(100, 112)]  # a second each
     found = blocks(*others, partial(job.add, gpus=3), lambda: None)
@@ -254,6 +274,7 @@ def test_in_a_file_a_block_comes_when_something_changes_and_every_ten_seconds(
     two = ["n1", "GPU 0", "! GPU 1", "rank 0"]
     three = ["n1", "GPU 0", "GPU 1", "! GPU 2", "rank 0", "rank 1"]
     assert [names(block[1:]) for block in found[1:]] == [two, two, three, three]
+    assert asked == [0, 2, 17]  # while samples come, nobody need ask Slurm
 
 
 def test_samples_that_do_not_come_any_more(job: Sampled, blocks: Callable) -> None:
@@ -348,3 +369,9 @@ def test_what_is_worth_a_warning(job: Sampled, blocks: Callable) -> None:
     assert crowded.startswith("! rank 0") and crowded.endswith("waits for a core 48 % of the time")
     assert stopped.startswith("! rank 1") and stopped.endswith("is stopped")
     assert re.fullmatch(r"  rank 2 +0.5 cores  2.0 GB  1 loader worker, 1.9 cores  sleeps", well)
+
+
+def test_without_ranks_a_gpu_without_a_rank_is_no_news(job: Sampled, blocks: Callable) -> None:
+    """Before the training and after it."""
+    job.add(gpus=1)
+    assert names(blocks()[0][1:]) == ["n1", "GPU 0"]

@@ -9,6 +9,7 @@ import errno
 import io
 import math
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
+HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
 
 
@@ -58,7 +60,7 @@ class Writer:
     def __init__(self, folder: Path, node: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{node}.csv").open("a+b", buffering=0)
-        header = ",".join(COLUMNS).encode() + b"\n"
+        header = HEADER.encode()
         self._file.seek(0)
         there = self._file.read(len(header))
         if len(there) < len(header) and header.startswith(there):  # new, or a full disk has cut it short
@@ -92,7 +94,7 @@ class Writer:
 def read(folder: Path) -> list[dict[str, object]]:
     """The samples of all nodes in the order of time, with a column `node`; NaN, or "", for an empty cell.
 
-    A line that a kill has cut short is left out.
+    A line that a kill has cut short is left out, and a file that has no more than a part of its header.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -101,8 +103,11 @@ def read(folder: Path) -> list[dict[str, object]]:
     for path in sorted(folder.glob("*.csv")):
         try:
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                first = file.readline()
+                if HEADER.startswith(first) and first != HEADER and not file.readline():
+                    continue  # the disk was full, or the node died: that tells nothing against the others
                 lines = csv.reader(file)
-                header = next(lines, [])
+                header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
                 for cells in lines:
@@ -118,6 +123,11 @@ def read(folder: Path) -> list[dict[str, object]]:
             f"there are no samples in {folder}: give a job that was sampled (SITE_MONITOR is not off)."
         )
     return sorted(rows, key=lambda row: row["time"])
+
+
+def natural(name: str) -> list[object]:
+    """To sort by, so that n2 comes before n10."""
+    return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def runs(folder: Path) -> list[Path]:
@@ -138,10 +148,12 @@ def note_run(path: Path) -> None:
 
 
 def _row(cells: dict[str, str]) -> dict[str, object]:
-    return {
-        name: cells[name] if name in WORDS else float(cells[name]) if cells[name] else math.nan
-        for name in COLUMNS
-    }
+    return {name: cells[name] if name in WORDS else _number(cells[name]) for name in COLUMNS}
+
+
+def _number(cell: str) -> float:
+    number = float(cell or "nan")
+    return number if math.isfinite(number) else math.nan
 
 
 def _to_text(value: object) -> str:

@@ -144,7 +144,7 @@ def _power(job: watched.Job) -> Panel:
     rows, looks = [], {"power": POWER, "while slowed by heat": SLOWED}
     for label, gpu, of_gpu in _each(job, GPU):
         judged = pd.DataFrame(job.judged[GPU].get(gpu, job.rows[GPU][gpu]))
-        limit, median = of_gpu.power_limit_w.max(), judged.power_w.median()
+        limit, median = of_gpu.power_limit_w.max(), _median(judged.power_w)
         told, warning = [_of(median, limit, "W")], job.busy(gpu) < waste.LOW
         if (judged.ranks == "-").mean() >= waste.UNSEEN:
             told.append("no rank")
@@ -180,7 +180,7 @@ def _cores(job: watched.Job) -> Panel:
     rows = []
     for label, place, rank in every:
         judged = pd.DataFrame(job.judged[RANK].get(place, job.rows[RANK][place]))
-        median, told = judged.cores.median(), []
+        median, told = _median(judged.cores), []
         waiting = job.waits_for_core(place)
         if waiting >= waste.CROWDED:
             told.append(f"waits for a core {100 * waiting:.0f} % of the time")
@@ -188,9 +188,9 @@ def _cores(job: watched.Job) -> Panel:
             if (part := (judged["name"] == state).mean()) >= waste.WORTH:
                 told.append(f"{words} {100 * part:.0f} % of the time")
         warning = bool(told)
-        if (loaders := judged.loaders.median()) > 0:
+        if (loaders := _median(judged.loaders)) > 0:
             each = f"{loaders:.0f} loader worker{'' if loaders == 1 else 's'}"
-            told.insert(0, f"{each}\xa0{judged.loader_cores.median():.1f}")
+            told.insert(0, f"{each}\xa0{_median(judged.loader_cores):.1f}")
         told.insert(0, f"{median:.1f} cores")
         areas = (rank[["cores", "loader_cores"]] / most).set_axis(list(looks), axis=1)
         line = rank.waiting.where(rank.cores >= waste.NO_CORE)
@@ -261,6 +261,10 @@ def _gaps(job: watched.Job, moments: list[float]) -> list[tuple[float, float]]:
     whole = [pair for rows in job.rows[NODE].values() for pair in watched.together(rows)]
     longest = max((after["time"] - before["time"] for before, after in whole), default=math.inf)
     return [(before, after) for before, after in pairwise(moments) if after - before > longest]
+
+
+def _median(values: pd.Series) -> float:
+    return values.dropna().median()  # numpy warns of one that is only NaN
 
 
 def _is_hot(rows: pd.DataFrame) -> pd.Series:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit import records
-from trainkit.analysis.watched import LEAST_MOMENTS, Job, Place, mean
+from trainkit.analysis.watched import LEAST_MOMENTS, Job, Place, Row, mean
 from trainkit.errors import printable
 from trainkit.files import replacing
 from trainkit.samples import GPU, NODE, NOTES, RANK
@@ -33,7 +33,6 @@ LONG_EPOCH = 1.0  # s: in a shorter one, what comes once in an epoch would be ta
 CROWDED = 0.2  # of the time, in which a rank could run and waits for a core: alone on it, below 0.05
 CORES_FULL = 0.85  # of the cores that may be used; below, it is not the job that fills them
 STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; of each loader worker then
-# (without a record of a half of them: those of the test set have nothing to do)
 # A GPU's power, 0 when idle and 1 at its limit. Kernels that fill it take 0.4 to 1; short ones with gaps
 # between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation.
 IDLE, LOW = 0.05, 0.3
@@ -240,19 +239,18 @@ def _by_record(job: Job) -> Iterator[Finding]:
 
 def _by_samples(job: Job) -> Iterator[Finding]:
     """The same for a training without a record, as far as it shows from outside."""
-    busy = {rank: job.busy_of(rank) for rank in job.judged[RANK]}
+    busy = _known({rank: job.busy_of(rank) for rank in job.judged[RANK]})
     if not busy:
         return
     starved = [
         rank
-        for rank, rows in job.judged[RANK].items()
-        if busy[rank] < (LOW if rank in job.uses else STARVED)
-        and mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+        for rank, part in busy.items()
+        if part < (LOW if rank in job.uses else STARVED) and _loaders_are_full(job.judged[RANK][rank])
     ]
     if starved:
         yield _loader(job, starved, 1 - min(busy[rank] for rank in starved))
         return
-    used = {rank: _utilisation(job, job.uses[rank]) for rank in busy if rank in job.uses}
+    used = _known({rank: _utilisation(job, job.uses[rank]) for rank in busy if rank in job.uses})
     if len(used) > 1 and statistics.median(busy[rank] for rank in used) < LOW:
         slowest = min(used, key=used.get)
         others = statistics.median(value for rank, value in used.items() if rank != slowest)
@@ -354,8 +352,7 @@ def _full(job: Job, what: str) -> Iterator[Finding]:
 
 def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
     """GPUs without work, and those that short kernels leave at low power; `kinds` were found before."""
-    busy = {gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)}
-    busy = {gpu: part for gpu, part in busy.items() if not math.isnan(part)}
+    busy = _known({gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)})
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and _utilisation(job, [gpu]) < NO_KERNELS]
     launching = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
     explained = bool(kinds & WAITING)
@@ -390,17 +387,20 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
     if loaders > 0 and each >= 0:
         told += f", at {_percent(each)} of a core"
     if not loaders > 0:
-        remedy = "take some (--num-workers 4, with --cpus-per-task for them)"
+        remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
     elif _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
         remedy = "all cores are in use, ask for more (--cpus-per-task)"
     elif each < LOADERS_FULL:
         remedy = "these wait, too: for files (stage them on the node) or for cores"
     else:
         remedy = "take more (--num-workers)"
+    resident = {row["loader"] for row in job.steady} == {"resident"}  # what prepares them is one's own
+    remedy += (
+        ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"
+    )
     where = _where("rank", ranks)
     sentence = (
-        f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}, or "
-        "--loader resident."
+        f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
     )
     return Finding("waiting_for_loader", where, 100 * share, sentence, share)
 
@@ -426,6 +426,11 @@ def _unknown(job: Job) -> str:
 def _never_used(job: Job, gpu: Place) -> bool:
     rows = job.judged[GPU][gpu]
     return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
+
+
+def _loaders_are_full(rows: list[Row]) -> bool:
+    """Whether a rank has loader workers without rest. Half of them may be of the test set, and have it."""
+    return mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
 
 
 def _is_hindered(job: Job, rank: Place) -> bool:
@@ -467,7 +472,7 @@ def _step(job: Job) -> str:
 
 def _devices(job: Job) -> str:
     gpus, ranks, nodes = (len(job.rows[what]) for what in (GPU, RANK, NODE))
-    devices = _count(gpus, "GPU") if gpus else f"{_count(ranks, 'CPU worker')}"
+    devices = _count(gpus, "GPU") if gpus else _count(ranks, "CPU worker")
     return devices + (f" on {nodes} nodes" if nodes > 1 else "")
 
 
@@ -493,6 +498,10 @@ def _numbers(core_lists: Iterable[str]) -> set[int]:
             for ends in (part.split("-") for part in core_list.split(",")):
                 cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
     return cores
+
+
+def _known(numbers: dict[Place, float]) -> dict[Place, float]:
+    return {place: number for place, number in numbers.items() if not math.isnan(number)}
 
 
 def _count(number: int, what: str) -> str:

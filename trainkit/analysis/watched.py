@@ -105,8 +105,13 @@ class Job:
         """In what part of the time to judge a rank could run, and had no core; NaN if it is not known."""
         rows = self.judged[RANK].get(rank, [])
         waiting, cores = mean(rows, "waiting"), mean(rows, "cores")
-        # That is of the time that its threads can run: little, in one that mostly waits for something else.
-        return min(waiting, cores * waiting / (1 - waiting)) if waiting < 1 else waiting
+        if not waiting < 1:
+            return waiting
+        # It is of all threads: one that is woken now and then waits behind those that compute, at no loss.
+        threads = max((row["threads_per_worker"] for row in self.steady), default=math.inf)
+        idle = max(0.0, 1 - cores / threads)
+        # And only the time in which they could run: little, where they mostly wait for something else.
+        return min(waiting, cores * waiting / (1 - waiting), idle)
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> list[Row]:
         """The samples of the longest time, of that to judge and later, that a rank and its GPUs did nothing.

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -27,6 +26,7 @@ from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 
 GIVING_UP_SECONDS = 5  # between the first rank and the last
+VERDICT_SECONDS = 15  # that the sampler has to end by itself
 PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
 
@@ -81,8 +81,13 @@ class Handle:
 
     def verdict(self) -> list[str]:
         """What the job's sampler has told at its end (trainkit.jobs.monitor); nothing if there was none."""
-        backwards = dropwhile(lambda line: not line.startswith("watch   "), reversed(_lines(self.log)))
-        return [*takewhile(lambda line: line.startswith("watch   "), backwards)][::-1]
+        lines: list[str] = []
+        for line in _lines(self.log):
+            if line.startswith("job     "):  # a start of it
+                lines = []
+            elif line.startswith("watch   "):
+                lines.append(line)
+        return lines
 
     def _progress(self) -> str:
         return self._log_line("epoch ") or "no epoch finished yet"
@@ -150,6 +155,7 @@ class LocalHandle(Handle):
 
     ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
+    ended_at: float | None = None
     failed_at: float | None = None
     gave_up_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
@@ -165,6 +171,9 @@ class LocalHandle(Handle):
                 self._end_peers()
             return State("running", self._progress())
         if self.sampler and self.sampler.poll() is None:
+            self.ended_at = self.ended_at or time.monotonic()
+            if time.monotonic() - self.ended_at > VERDICT_SECONDS:  # it may hang in the driver, or on a disk
+                self.sampler.kill()
             return State("running", self._progress())
         if len(self._notes("finished")) == self.tasks and not self._stopped():
             return State("done", self._results())

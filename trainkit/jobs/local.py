@@ -114,7 +114,8 @@ def start(
     try:
         with environment(variables):
             job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints))
-        sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
+        with environment(variables | dict.fromkeys(VISIBLE, ",".join(visible))):
+            sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
     return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done, sampler)

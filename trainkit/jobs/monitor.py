@@ -43,8 +43,11 @@ WAITED_FOR |= {signal.SIGUSR1, signal.SIGUSR2}
 FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 
 
-def main() -> int:
+def main(own_job: str | None) -> int:
     """What slurm/monitor.py does with its command line; returns the exit code.
+
+    Args:
+        own_job: the folder of the job that it was started in, if it is one of ours.
 
     Raises:
         UserError: for everything the user can mend.
@@ -53,7 +56,7 @@ def main() -> int:
     if command:
         return _run(command)
     if own.sample:
-        _sample(own.sample, own.until)
+        _sample(own.sample, own.until, own_job)
     elif own.attach:
         _attach(own.attach)
     elif own.watch:
@@ -188,7 +191,7 @@ def _run(command: list[str]) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _sample(folder: Path, until: int | None) -> None:
+def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     """Sample this node until the end of the input, or of the process `until`; one node tells the verdict."""
     from trainkit.jobs import sampler
 
@@ -200,10 +203,12 @@ def _sample(folder: Path, until: int | None) -> None:
         # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
         mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
+        if own_job:  # another practice cluster may have a job with that number
+            mine["TRAINKIT_JOB_DIR"] = own_job
         sampler.sample(folder, mine, _end_of_input)
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(VERDICT_SECONDS)
-    if until or os.environ["SLURM_PROCID"] == "0":
+    if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
         _tell(folder, f"job {until or os.environ['SLURM_JOB_ID']}")
 
 

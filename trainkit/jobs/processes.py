@@ -174,7 +174,7 @@ class Processes:
     def _node_row(self, seconds: float) -> dict[str, object]:
         processes = self._processes.values()
         before, self._network_bytes = self._network_bytes, self._node.network_bytes()
-        memory = self._node.memory_of_the_job()
+        memory, disk = self._node.memory_of_the_job(), sum(one.disk_bytes_s for one in processes)
         return {
             "what": samples.NODE,
             "memory_mb": (sum(one.memory for one in processes) if memory is None else memory) / 1e6,
@@ -182,9 +182,7 @@ class Processes:
             "cores": sum(one.cores for one in processes),
             "core_list": _ranges(set().union(*map(_allowed, self._processes))),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
-            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6
-            if self._node.counts_disks
-            else None,
+            "disk_mb_s": disk / 1e6 if self._node.counts_disks else None,
         }
 
 
@@ -220,7 +218,7 @@ def _waiting(process: Process) -> float | None:
 
 
 def _rank(environment: bytes) -> int:
-    for name in (b"RANK", b"SUBMITIT_LOCAL_GLOBAL_ID", b"SLURM_PROCID"):
+    for name in (b"RANK", b"SUBMITIT_LOCAL_GLOBALID", b"SLURM_PROCID"):
         if found := re.search(rb"\0%b=(\d+)\0" % name, environment):
             return int(found[1])
     return 0

@@ -10,8 +10,13 @@ from trainkit.workshop.work import Wrong
 
 
 def requested(text: str) -> dict[str, str]:
-    """The options in the #SBATCH lines of a script, by their long names."""
-    return dict(re.findall(r"^#SBATCH\s+--([a-z-]+)[= ]\s*(\S+)", text, re.MULTILINE))
+    """The options with a value in the #SBATCH lines of a script, by their long names."""
+    found = {}
+    for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
+        for short, long in {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}.items():
+            line = re.sub(rf"(^|\s)-{short}\s*(?=\w)", rf"\1--{long}=", line)
+        found |= dict(re.findall(r"--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
+    return found
 
 
 def ask_slurm(script: Path, stage: Path) -> str:

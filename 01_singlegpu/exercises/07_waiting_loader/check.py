@@ -10,8 +10,27 @@ from trainkit import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-RECORDED = []
-WRONG = []
+_RUNS = "results/sample/cpu-xeon-2-cores/exercises/waiting_loader/single-20261122-10"
+RECORDED = [
+    f"{_RUNS}{run}{kind}"
+    for run in ("0133-f70386a6", "0219-a59c7524")
+    for kind in (".csv", ".ranks.tsv", ".monitor.json")
+]
+WRONG = [
+    ("answers.txt", "waited = 60", "waited = 40", "so much it trained"),
+    ("answers.txt", "waited = 60", "waited = 0.6", "in percent"),
+    ("answers.txt", "waits = 5.6", "waits = 60", "the other run"),
+    ("answers.txt", "times = 10", "times = 0.1", "upside down"),
+    ("answers.txt", "workers = 10", "workers = 2", "one of them prepares 932"),
+    ("training.py", "prepare=prepare, prepare_one=None", "prepare_one=prepare", "those of the stage"),
+    ("training.py", "dim=(1, 2, 3)", "dim=(0, 1, 2, 3)", "of the whole batch"),
+    ("training.py", "(images - mean) / std", "((images - mean) / std).flatten(1)", "the shape is to stay"),
+    ("training.py", "(images - mean) / std", "images / 255", "mean 0 and standard deviation 1"),
+    ("runs/*f70386a6.ranks.tsv", "\t7.", "\t0.", "None of your runs waits"),
+    ("runs/*f70386a6.monitor.json", "waiting_for_loader", "shared_cores", "its verdict does not say so"),
+    ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "it is not cured"),
+    ("runs/*a59c7524.csv", ",8,297578,", ",16,297578,", "differ in width"),
+]
 # Columns that runs share if they are to be compared.
 SAME = ("images", "global_batch", "width", "precision", "device_name", "threads_per_worker")
 WAITS, CURED = 30, 25  # seconds of 100: a run that waits for its loader has more, and a cured one less
@@ -35,8 +54,8 @@ def check(mine: Mine) -> str:
     _check_answers(answers, first, cured)
     place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
     return (
-        f"Of 100 seconds the training waited {first.waited:.0f} (you expected {prediction:g}). Its log has "
-        f"no word on that, and its verdict named it, {place}. Now it waits {cured.waited:.0f}, and is "
+        f"Of 100 seconds the training waited {first.waited:.0f} (you expected {prediction:g}). It had no "
+        f"word on that; the verdict named it, {place}. Now it waits {cured.waited:.0f}, and is "
         f"{cured.speed / first.speed:.1f} times as fast, with the same images. More workers would have "
         "hidden the waiting, for a core each, until a faster device shows it again. So look first at what "
         "is done for each image, do it for a whole batch, or once before the training, and add workers last."

@@ -8,7 +8,24 @@ from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-WRONG = []
+WRONG = [
+    ("answers.txt", "job = 3", "job = 1", "is torchrun"),
+    ("answers.txt", "job = 3", "job = 4", "one for each"),
+    ("answers.txt", "job = 3", "job = wide", "have the numbers 1, 2, 3, 4"),
+    ("answers.txt", "idle = 2", "idle = 1", "all its nodes"),
+    ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 0.221", "all its GPUs cost"),
+    ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 0.0553", "hours of one GPU"),
+    ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 6.63", "hours:minutes:seconds"),
+    ("answers.txt", "percent = 19.1", "percent = 50", "its own job"),
+    ("answers.txt", "percent = 19.1", "percent = 47.2", "not yet GPU-hours"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks=2", "mend its #SBATCH lines"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks=4", "one node may get 3"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks=3", "4 GPUs and 3 ranks"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "refused by NCCL"),
+    ("wide.sh", "--nodes=2", "--nodes=1 --ntasks=4", "disagree"),
+    ("wide.sh", "srun --cpus", "srun --ntasks=4 --cpus", "change the #SBATCH lines only"),
+    ("one.sh", "--ntasks=2 ", "--ntasks-per-node=2 ", "mine/one.sh was right"),
+]
 STARTER = Path(__file__).parent / "starter"
 TORCHRUN, WASTEFUL = "launch", "wide"
 
@@ -39,9 +56,9 @@ def check(mine: Mine) -> str:
         f"Job {wasteful.number}{right}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Nothing in its log "
         f"is wrong, and it trains as others do; but {wasted:.3f} GPU-hours were paid for nothing, which "
         f"would be {24 * (wasteful.gpus - wasteful.ranks)} in a training of a day. Your script asks for "
-        f"{ranks} ranks on {nodes} nodes, with a GPU for each. {asked} Two habits find such jobs: to set the "
-        "GPUs in AllocTRES beside `ranks` in the log's line on what is trained, and to read the lines at "
-        "its end that begin with `watch`."
+        f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}, with a GPU for each. {asked} Two habits find "
+        "such jobs: to set the GPUs in AllocTRES beside `ranks` in the log's line on what is trained, and "
+        "to read the lines at its end that begin with `watch`."
     )
 
 
@@ -105,7 +122,7 @@ def _check_script(mine: Mine) -> tuple[int, int]:
             f"{name}: change the #SBATCH lines only. What they ask for is paid, and srun follows them."
         )
     options = {key: _number(value) for key, value in requested(text).items()}
-    nodes = options.get("nodes", 1)
+    nodes = options.get("nodes") or 1
     on_each = options.get("gpus-per-node") or options.get("gres") or options.get("gpus", 0) / nodes
     gpus, ranks = nodes * on_each, options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
     has = f"{name} asks for {gpus:g} GPUs and {ranks:g} ranks on {nodes:g} nodes"
