@@ -13,7 +13,8 @@ so that a list is what it sees from one sample to the next. An answer may be an 
 NO_PERMISSION, GPU_IS_LOST, UNKNOWN and whatever else follows NVML_ERROR_.
 
 Beside gpus: `init`, an error of nvmlInit, or "no library", or "no package"; `without`, names of functions
-that the driver lacks, as an older one does. `write` changes the script under a program that runs.
+that the driver lacks, as an older one does; `binding`, names of the binding, with what they are instead,
+or None: it lacks them. `write` changes the script under a program that runs.
 
 How long a call takes, and what a driver answers in trouble, only a GPU shows.
 """
@@ -27,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 # One that idles.
 GPU = {
@@ -78,9 +79,13 @@ def load(stand_in: str) -> None:
         raise ModuleNotFoundError("No module named 'pynvml'", name="pynvml")
     here = Path(stand_in).resolve().parent
     spec = PathFinder.find_spec("pynvml", [path for path in sys.path if Path(path).resolve() != here])
-    library.nvml = sys.modules["pynvml"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library.nvml)
-    library.nvml.CDLL = library.opened
+    binding = sys.modules["pynvml"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(binding)
+    library.nvml, binding.CDLL = SimpleNamespace(**vars(binding)), library.opened
+    for name, other in library.script().get("binding", {}).items():
+        setattr(binding, name, other)
+        if other is None:
+            delattr(binding, name)
 
 
 class _Error(Exception):
@@ -90,7 +95,7 @@ class _Error(Exception):
 class Library:
     """In place of libnvidia-ml.so.1: functions that fill what the binding gives them."""
 
-    nvml: ModuleType  # the binding, for its numbers
+    nvml: SimpleNamespace  # the binding, for its numbers
 
     def __init__(self, path: Path) -> None:
         self._path, self._written, self._script = path, 0, {}

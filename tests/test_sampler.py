@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import fake_nvml
 import psutil
+import pynvml
 import pytest
 from conftest import ENVIRONMENT, stage_command
 
@@ -31,7 +32,8 @@ NODE = "node-1"
 SAMPLER = """
 import itertools, os, resource, select, sys
 from pathlib import Path
-from trainkit.jobs import sampler
+from trainkit.jobs import gpus, sampler
+gpus.OF_THE_HOST = os.environ.get("OF_THE_HOST", gpus.OF_THE_HOST)
 folder, period, most, *mine = sys.argv[1:]
 if "FILE_LIMIT" in os.environ:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]), resource.RLIM_INFINITY))
@@ -88,6 +90,14 @@ def seen(folder: Path, what: str = "") -> list[Row]:
         return [row for row in samples.read(folder / "monitor") if what in row["what"]]
     except UserError:  # there are none yet
         return []
+
+
+def nvidia_smi(folder: Path) -> dict[str, str]:
+    """The environment in which that program is there."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.touch(0o755)
+    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
 def notes(folder: Path) -> list[str]:
@@ -431,7 +441,7 @@ def test_what_stays_the_same_is_read_once(
 
 
 def test_a_sampler_that_is_killed_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "0"}  # which is not there
+    environment = {"CUDA_VISIBLE_DEVICES": "0"} | nvidia_smi(tmp_path)  # the GPU is not there
     with start_sampler(tmp_path, **environment) as sampler:
         wait_until(lambda: len(seen(tmp_path)) > 2, sampler)
         sampler.kill()
@@ -497,6 +507,7 @@ def test_a_folder_that_was_taken_away(tmp_path: Path) -> None:
 Sample = Callable[..., list[Row]]
 # In a container NVML may tell other numbers of processes, or none at all.
 NOBODY = "-" if Path("/proc/self/ns/pid").readlink() == Path(gpus.OF_THE_HOST) else "?"
+GIVEN = {"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": None}  # by Slurm, which shows only these
 CELLS = {name for name, kinds in samples.COLUMNS.items() if samples.GPU in kinds}
 
 
@@ -505,9 +516,7 @@ def sample(tmp_path: Path) -> Sample:
     """The rows of the GPUs in some samples of a node that answers by a script."""
 
     def run(most: int = 1, env: dict[str, str | None] | None = None, **script: object) -> list[Row]:
-        variables = (
-            {"CUDA_VISIBLE_DEVICES": None} | fake_nvml.install(tmp_path / "fake", **script) | (env or {})
-        )
+        variables = GIVEN | fake_nvml.install(tmp_path / "fake", **script) | (env or {})
         with sampled(tmp_path, period=0.01, most=most, **variables) as sampler:
             sampler.wait(60)
         assert len(seen(tmp_path, samples.NODE)) == most
@@ -543,8 +552,16 @@ def test_a_gpu_is_written_down_in_the_units_of_its_columns(
     assert notes(tmp_path) == []
 
 
-@pytest.mark.parametrize("without", [[], ["nvmlDeviceGetCurrentClocksEventReasons"]], ids=["", "old driver"])
-def test_why_a_clock_is_low(without: list[str], sample: Sample, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "old",
+    [
+        {},
+        {"without": ["nvmlDeviceGetCurrentClocksEventReasons"]},
+        {"binding": {name: None for name in dir(pynvml) if "ClocksEventReason" in name}},
+    ],
+    ids=["", "old driver", "old binding"],
+)
+def test_why_a_clock_is_low(old: dict[str, object], sample: Sample, tmp_path: Path) -> None:
     reasons = {
         "": "-",
         "GpuIdle": "-",
@@ -554,9 +571,12 @@ def test_why_a_clock_is_low(without: list[str], sample: Sample, tmp_path: Path) 
         "HwSlowdown HwPowerBrakeSlowdown": "power",
         "SwPowerCap SwThermalSlowdown": "heat+power",
         "HwSlowdown": "other",
+        "GpuIdle ApplicationsClocksSetting": "-",
+        "GpuIdle HwSlowdown": "-",
+        "GpuIdle ApplicationsClocksSetting SwPowerCap": "power+other",
         "ApplicationsClocksSetting SwPowerCap": "power+other",
     }
-    rows = sample(len(reasons), gpus=[{"throttled": list(reasons)}], without=without)
+    rows = sample(len(reasons), gpus=[{"throttled": list(reasons)}], **old)
     assert [row["throttled"] for row in rows] == list(reasons.values())
     assert notes(tmp_path) == []
 
@@ -585,6 +605,17 @@ def test_a_reading_that_fails_is_an_empty_cell(
     assert len(rows) == 6
     assert all(empty(row) == {*columns} for row in rows[2:])
     assert notes(tmp_path) == [f"GPU 0: NVML does not tell {told} (Not Supported)"]
+
+
+def test_another_binding_is_as_good_as_it_can_be(sample: Sample, tmp_path: Path) -> None:
+    """It lacks names, and takes other arguments."""
+    binding = {"nvmlClocksThrottleReasonGpuIdle": None, "nvmlClocksEventReasonGpuIdle": None}
+    binding |= {"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": None, "nvmlDeviceGetTemperature": 1}
+    row, _ = sample(gpus=[{}, {}], binding=binding)
+    assert empty(row) == {"throttled", "temperature_c", "link_mb_s"}
+    first, second = notes(tmp_path)
+    assert first.startswith("GPU 0: NVML does not tell throttling (module 'pynvml' has no attribute")
+    assert second.startswith("GPU 0: NVML does not tell temperature ('int' object is not callable)")
 
 
 def test_permission_may_be_given_later(sample: Sample, tmp_path: Path) -> None:
@@ -633,6 +664,29 @@ def test_which_gpus_are_the_jobs(visible: str | None, numbers: str, sample: Samp
     assert notes(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("env", "readable", "numbers"),
+    [
+        ({}, True, "1 13"),
+        ({}, False, "0123 0123"),
+        ({"SLURM_JOB_ID": "1"}, True, "0123 0123"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, True, "01 01"),
+    ],
+    ids=["not given", "processes of the host", "by Slurm", "chosen"],
+)
+def test_gpus_that_nobody_has_given_are_those_with_a_rank(
+    env: dict[str, str], readable: bool, numbers: str, sample: Sample, start_rank: StartRank
+) -> None:
+    """From then on, or where one cannot see; there is another's, too."""
+    pid, here = str(start_rank().pid), str(Path("/proc/self/ns/pid").readlink())
+    used = [{}, {"pids": [pid, ""]}, {"pids": os.getpid()}, {"pids": ["", pid]}]
+    env = {"SLURM_JOB_ID": None, "OF_THE_HOST": here if readable else "another"} | env
+    rows = sample(2, gpus=used, env=env)
+    moments = sorted({row["time"] for row in rows})
+    found = ("".join(row["number"] for row in rows if row["time"] == moment) for moment in moments)
+    assert " ".join(found) == numbers
+
+
 def test_slices_of_a_card(sample: Sample, start_rank: StartRank, tmp_path: Path) -> None:
     """NVML tells their memory and processes, and the rest of whole cards only."""
     slices = [
@@ -661,22 +715,44 @@ def test_slices_of_a_card(sample: Sample, start_rank: StartRank, tmp_path: Path)
     ],
 )
 def test_where_nvml_shows_no_gpu(init: str | None, told: str, sample: Sample, tmp_path: Path) -> None:
-    assert sample(init=init, env={"CUDA_VISIBLE_DEVICES": "0"}) == []
+    assert sample(init=init, env={"CUDA_VISIBLE_DEVICES": "0"} | nvidia_smi(tmp_path)) == []
     (note,) = notes(tmp_path)
     assert note.startswith(f"no GPU of this job can be seen through NVML ({told})")
 
 
 @pytest.mark.parametrize(
-    ("env", "missed"),
+    ("env", "there", "told"),
     [
-        ({"SLURM_GPUS_ON_NODE": "4"}, True),
-        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "-1"}, False),
-        ({}, any(Path("/dev").glob("nvidia[0-9]*"))),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "nvidia-smi", "no GPU of this job"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "", ""),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, "file", ""),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "nvidia0", ""),
+        ({}, "nvidia0", "no GPU of this job"),
+        ({}, "nvidia-smi", ""),
+        ({}, "", ""),
+        ({}, "kfd", "AMD's GPUs are not sampled"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "kfd", ""),
     ],
-    ids=["Slurm says so", "they are hidden", "whether there are any"],
 )
 def test_gpus_are_missed_where_there_should_be_some(
-    env: dict[str, str], missed: bool, sample: Sample, tmp_path: Path
+    env: dict[str, str], there: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sample(init="no library", env=env) == []
-    assert len(notes(tmp_path)) == missed
+    """Not those of Slurm that are virtual: no driver is there, though a name may be."""
+
+    def fail() -> None:
+        raise RuntimeError("no library")
+
+    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=RuntimeError, nvmlInit=fail))
+    monkeypatch.setattr(gpus, "DEV", tmp_path)
+    monkeypatch.setattr(gpus, "MAJOR", 1)  # as of this one, which everybody has
+    place = {"nvidia0": "nvidia0", "file": "nvidia1", "kfd": "kfd"}.get(there)
+    if place:
+        (tmp_path / place).symlink_to("/dev/null" if there != "file" else __file__)
+    environment = nvidia_smi(tmp_path) if there == "nvidia-smi" else {"PATH": "/nonexistent"}
+    for name, value in (env | environment).items():
+        monkeypatch.setenv(name, value)
+    notes: list[str] = []
+    gpus.Gpus(notes.append)
+    assert [note[: len(told)] for note in notes] == [told] * bool(told)

@@ -95,7 +95,7 @@ def test_a_trace_is_drawn_as_it_is(name: str) -> None:
         ("gpu_launch_bound", "power", r"1\d\d of 400 W"),
         ("gpu_no_rank", "power", r"55 of 400 W, no rank"),
         ("gpu_idle", "power", r"6\d of 400 W"),
-        ("gpu_memory_full", "memory", r"3[78]\.\d of 39\.1 GB"),
+        ("gpu_memory_full", "memory", r"3[89]\.\d of 40\.0 GB"),
         ("gpu_throttled_by_heat", "power", r"1\d\d of 400 W, slowed by heat 8\d % of the time"),
         ("gpu_network_bound", "time of each", r"data \d %, other ranks [56]\d %"),
         ("cpu_stalled_rank", "cores", r"\d\.\d cores, stopped \d\d % of the time"),

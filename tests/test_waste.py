@@ -169,6 +169,12 @@ def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
     assert math.isnan(waste.judge(folder).joules_per_1000_images)
 
 
+def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
+    first = waste.judge(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2)).lines("job 12")[0]
+    assert first.startswith("neither heat nor a power cap") and "to 690 of 1,400 MHz" in first
+    assert "a cap (" in waste.judge(made([Gpu(clock=690, slowed=("power+other", 1))])).lines("job 12")[0]
+
+
 def test_a_cap_that_costs_nothing(made: Callable[..., Path]) -> None:
     """A GPU at its limit has a lower clock, and full power."""
     assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
@@ -230,7 +236,10 @@ def test_one_sample(made: Callable[..., Path]) -> None:
     first = next(folder.glob("*.csv")).read_text().splitlines()[:4]
     (folder / "n1.csv").write_text("\n".join(first) + "\n")
     first, last = waste.judge(folder).lines("job 12")
-    assert first.startswith("too short to tell: 0 samples") and last == "job 12 was watched for 0 s: 1 GPU"
+    assert (
+        first.startswith("too short to tell: 0 samples")
+        and last == f"job 12 was watched for 0 s: 1 x {traces.NAME}"
+    )
 
 
 def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
@@ -285,6 +294,21 @@ def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp
     assert not list(tmp_path.glob("*.monitor.json"))
 
 
+def test_numbers_that_are_too_large(made: Callable[..., Path], tmp_path: Path) -> None:
+    """Python refuses to read a number of 5,000 digits, and to round an infinite one."""
+    folder = made([Gpu(power=120, waiting=0.4)] * 2)
+    (run,) = samples.runs(folder)
+    long_name = shutil.copy(run, run.with_name("x" * 250 + ".csv"))  # too long for a file beside it
+    with (folder / samples.RUNS).open("a") as file:
+        file.write(f"{Path(long_name).absolute()}\n")
+    change(folder, lambda row: row | {"loaders": "inf", "memory_mb": "1e308"})
+    for what in (samples.GPU, samples.RANK):
+        change(folder, lambda row, what=what: row | {"ranks": "9" * 5_000} if row["what"] == what else row)
+    assert kinds(folder)[:1] == ["shared_cores"] and len(waste.judge(folder).notes) == 1
+    change(folder, lambda row: row | {"number": "9" * 5_000 if row["number"] == "1" else row["number"]})
+    assert list(watched.Job(folder).rows[samples.GPU]) == [("n1", 0)]
+
+
 def test_names_do_no_harm(made: Callable[..., Path]) -> None:
     folder = made([UNUSED, FULL], ranks=1)
     (folder / "n1.csv").rename(folder / "n1\x1b[2J\nn2.csv")
@@ -300,6 +324,69 @@ def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
         waste.judge(folder).lines("job 12")[0].startswith("no rank uses 15 GPUs on 3 nodes: ask for 3 GPUs")
     )
     assert "6 GPUs" not in waste.judge(folder).lines("job 12")[-1]
+
+
+@pytest.mark.parametrize("left", ["", "time,what,num", ",".join(samples.COLUMNS)])
+def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
+    made: Callable[..., Path], left: str
+) -> None:
+    folder = made([FULL, UNUSED], ranks=1, nodes=2)
+    (folder / "n2.csv").write_text(left)
+    assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1: ")
+
+
+def test_samples_are_in_the_order_of_time(made: Callable[..., Path]) -> None:
+    folder = made([FULL], nodes=2)
+    change(folder, lambda row: row | {"time": "nan" if row["what"] == samples.RANK else row["time"]})
+    times = [row["time"] for row in samples.read(folder)]
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_numbers_in_names_are_ordered_as_numbers() -> None:
+    assert sorted(["n10", "n2-b", "n2", "9" * 5_000], key=samples.natural)[1:] == ["n2", "n2-b", "n10"]
+
+
+def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:
+    """It had one node at a time, and is judged where it was trained past the warm-up."""
+
+    def moved(*gpus: Gpu, after: float = 17, **how: object) -> waste.Verdict:
+        folder = made(list(gpus), **how)
+        shutil.copy(folder / "n1.csv", folder.parent / "n2.csv")
+        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN + after - 1 else None)
+        shutil.move(folder / "n1.csv", folder.parent / "n1.csv")
+        shutil.move(folder.parent / "n2.csv", folder)
+        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN + after + 1 else None)
+        shutil.move(folder.parent / "n1.csv", folder)
+        return waste.judge(folder)
+
+    first, last = moved(STARVED, facts=FROM_LOADERS).lines("job 12")
+    assert "of rank 0 on n2 (2 loader workers, at 99 % of a core)" in first
+    assert f"s: 1 x {traces.NAME}, " in last
+    for after, node in ((30, "n2"), (45, "n1")):  # both are judged; the last one only evaluated
+        assert moved(STARVED, after=after, facts=FROM_LOADERS).findings[0].where == f"rank 0 on {node}"
+    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network=231).findings
+    assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
+    assert "network_bound" not in {
+        finding.kind for finding in moved(*[traces.SPREAD_OUT] * 2, network=231, record=False).findings
+    }
+
+
+def test_gpus_of_several_names_have_none(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2, nodes=2)
+    assert waste.judge(folder).devices == f"4 x {traces.NAME} on 2 nodes"
+    change(folder, lambda row: row | {"name": row["name"] + row["number"]})
+    assert waste.judge(folder).devices == "4 GPUs on 2 nodes"
+
+
+def test_the_energy_of_trainings_at_one_time_counts_once(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2)
+    alone = waste.judge(folder).joules_per_1000_images
+    (run,) = samples.runs(folder)
+    other = Path(shutil.copy(run, run.with_name("other.csv"))).absolute()
+    (folder / samples.RUNS).write_text(f"{run.absolute()}\n{other}\n")
+    verdict = waste.judge(folder)
+    assert verdict.joules_per_1000_images == pytest.approx(alone / 2)  # of twice the images
+    assert len(verdict.of_runs) == 2 and all(map(math.isnan, verdict.of_runs.values()))
 
 
 def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Path]) -> None:
@@ -344,12 +431,40 @@ def test_a_day_is_judged_by_some_of_its_moments(
     assert len(watched.Job(folder).rows[samples.NODE]["n1", 0]) < 70
 
 
+def test_gaps_of_a_day_are_those_of_all_of_its_moments(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between some moments there is as much time as a requeue takes; and others had the GPUs in that."""
+    folder = made([FULL] * 2, epochs=20)
+    monkeypatch.setattr(watched, "MOST_ROWS", 200)
+    whole = waste.judge(folder)
+
+    def requeue(row: Row) -> Row:
+        late = float(row["time"]) >= traces.BEGAN + 100
+        row = row | {"time": str(float(row["time"]) + 20 * late)}
+        return row | {"energy_j": str(float(row["energy_j"]) + 5e5 * late)} if row["energy_j"] else row
+
+    change(folder, requeue)
+    with (folder / "n1.csv").open() as file:  # as a sampler that goes on with a file begins
+        lines = file.readlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(str(traces.BEGAN + 120)))
+    (folder / "n1.csv").write_text("".join([*lines[:first], "17900\n", "\n", *lines[first:]]))
+    some = waste.judge(folder)
+    assert len(watched.Job(folder).rows[samples.NODE]["n1", 0]) < 70
+    assert some.seconds == whole.seconds - 1
+    assert some.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.01)
+
+
 def test_what_is_kept(made: Callable[..., Path]) -> None:
     folder = made([STARVED, STARVED, UNUSED], ranks=2, facts=FROM_LOADERS)
     verdict = waste.judge(folder)
     waste.keep(folder, verdict)
     kept = json.loads((folder / "verdict.json").read_text())
-    assert kept["schema_version"] == 1 and kept["energy_from"] == "counter" and kept["devices"] == "3 GPUs"
+    assert (
+        kept["schema_version"] == 1
+        and kept["energy_from"] == "counter"
+        and kept["devices"] == f"3 x {traces.NAME}"
+    )
     assert kept["joules_per_1000_images"] == verdict.joules_per_1000_images
     assert [finding["kind"] for finding in kept["findings"]] == ["waiting_for_loader", "no_rank"]
     fields = {"kind", "where", "number", "sentence", "share", "urgent"}

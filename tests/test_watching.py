@@ -35,6 +35,7 @@ from trainkit.jobs import watching
 folder = Path(sys.argv[1])
 errors.run(lambda: watching.watch(folder, lambda: Path(f"{folder}.ended").exists()))
 """
+AS_SET = {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "1"}  # or Python would change LC_CTYPE
 LATER = 60  # s: long enough for anything here, on a busy machine
 EPOCHS = REPOSITORY / "results/sample/traces/gpu_healthy/training/runs/ddp-gpu_healthy.csv"
 
@@ -48,11 +49,11 @@ class Sampled:
 
     def add(self, node: str = "n1", gpus: int = 2, ago: float = 0, **gpu: object) -> None:
         """A moment of a node: the last of its GPUs has no rank."""
-        rows = [{"what": samples.NODE, "memory_mb": 2048, "memory_limit_mb": 65_536, "core_list": "0-3"}]
+        rows = [{"what": samples.NODE, "memory_mb": 2000, "memory_limit_mb": 64_000, "core_list": "0-3"}]
         for number in range(gpus):
             rank = number if number < gpus - 1 else "-"
             row = {"what": samples.GPU, "number": number, "ranks": rank, "utilisation": 97, "power_w": 200}
-            row |= {"power_limit_w": 400, "memory_mb": 1024, "memory_limit_mb": 40_960, "throttled": "-"}
+            row |= {"power_limit_w": 400, "memory_mb": 1000, "memory_limit_mb": 40_000, "throttled": "-"}
             rows.append(row | gpu)
             if rank != "-":
                 rows.append({"what": samples.RANK, "number": rank, "name": "R", "cores": 1.0, "loaders": 0})
@@ -200,6 +201,8 @@ def test_a_small_terminal_shows_what_needs_attention_and_counts_the_rest(
     [
         ({"LC_ALL": "C"}, True, False),
         ({"PYTHONIOENCODING": "ascii"}, True, False),
+        ({"LC_ALL": "", "LC_CTYPE": "C.UTF-8", "LANG": "C"}, True, True),
+        ({"LC_ALL": "", "LC_CTYPE": "C", "LANG": "C.UTF-8"} | AS_SET, True, False),
         ({"TERM": "dumb"}, False, True),
         ({}, True, True),
     ],
@@ -352,7 +355,7 @@ def test_a_line_that_is_half_there_is_read_when_it_is_whole(job: Sampled, blocks
 
 def test_what_is_worth_a_warning(job: Sampled, blocks: Callable) -> None:
     gpu = {"memory_mb": 39_500, "memory_limit_mb": 40_000, "ranks": "0+1", "throttled": "power"}
-    rank = {"cores": 0.5, "loaders": 2, "loader_cores": 1.9, "memory_mb": 2048}
+    rank = {"cores": 0.5, "loaders": 2, "loader_cores": 1.9, "memory_mb": 2000}
     rows = [
         {"what": samples.NODE, "memory_mb": 980, "memory_limit_mb": 1000, "core_list": "0"},
         {"what": samples.GPU, "number": 0} | gpu,

@@ -47,6 +47,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
+MOST = 1e15  # of numbers, so that sums and ratios of them are finite
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
 
 
@@ -94,7 +95,7 @@ class Writer:
 def read(folder: Path) -> list[dict[str, object]]:
     """The samples of all nodes in the order of time, with a column `node`; NaN, or "", for an empty cell.
 
-    A line that a kill has cut short is left out, and a file that has no more than a part of its header.
+    What a kill or a full disk has cut short is left out: a line, or a file that ends within its header.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -104,15 +105,17 @@ def read(folder: Path) -> list[dict[str, object]]:
         try:
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 first = file.readline()
-                if HEADER.startswith(first) and first != HEADER and not file.readline():
-                    continue  # the disk was full, or the node died: that tells nothing against the others
+                if first != HEADER and HEADER.startswith(first):
+                    continue  # a full disk, or the end of the node: those of the other nodes are still good
                 lines = csv.reader(file)
                 header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
                 for cells in lines:
                     with suppress(ValueError):
-                        rows.append({"node": path.stem} | _row(dict(zip(header, cells, strict=True))))
+                        row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
+                        if row["time"] >= 0:  # as NaN has no place in an order
+                            rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
             told = getattr(error, "strerror", None) or error
             raise UserError(
@@ -153,7 +156,7 @@ def _row(cells: dict[str, str]) -> dict[str, object]:
 
 def _number(cell: str) -> float:
     number = float(cell or "nan")
-    return number if math.isfinite(number) else math.nan
+    return number if abs(number) <= MOST else math.nan
 
 
 def _to_text(value: object) -> str:

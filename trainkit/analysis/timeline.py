@@ -4,7 +4,6 @@ Each GPU, rank or node is a row as high as what it may use at most; what it used
 """
 
 import math
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
@@ -164,7 +163,7 @@ def _memory(job: watched.Job) -> Panel:
         for label, _, of_one in _each(job, what):
             share = of_one.memory_mb / of_one.memory_limit_mb
             if share.max() >= 0:
-                told = _of(of_one.memory_mb.max() / 1024, of_one.memory_limit_mb.max() / 1024, "GB")
+                told = _of(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
                 areas = pd.concat([share], axis=1, keys=looks)
                 rows.append(Row(label, areas, told, share.max() >= full, share.max()))
     return Panel("memory, a full row is all of it", rows, looks, "most", "that are fullest")
@@ -244,7 +243,7 @@ def _each(job: watched.Job, what: str) -> Iterator[tuple[str, watched.Place, pd.
     """Label, place and samples of each GPU, rank or node, by their time; at the end of a gap, one of NaN."""
     nodes = [node for node, _ in job.rows[NODE]]
     hosts = {node.partition(".")[0] for node in nodes}
-    for place in sorted(job.rows[what], key=lambda place: (_natural(place[0]), place[1])):
+    for place in sorted(job.rows[what], key=lambda place: (samples.natural(place[0]), place[1])):
         node, number = place
         words = [] if what == NODE else [f"{'GPU' if what == GPU else what} {number}"]
         if len(nodes) > 1 or what == NODE:
@@ -381,8 +380,3 @@ def _short(name: str, most: int = 18) -> str:
     """Without its middle, as the names of nodes differ at their ends."""
     name = printable(name)
     return name if len(name) <= most else f"{name[: most // 3]}..{name[-most // 2 :]}"
-
-
-def _natural(name: str) -> list[object]:
-    """So that n2 comes before n10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -262,7 +262,7 @@ def _by_samples(job: Job) -> Iterator[Finding]:
             )
             yield Finding("stalled_rank", where, used[slowest], sentence, 1 - min(busy.values()))
             return
-    if len(job.rows[NODE]) > 1 and max(busy.values()) <= 1 - EXCHANGE and _network(job) >= NETWORK:
+    if len(job.at_once(NODE)) > 1 and max(busy.values()) <= 1 - EXCHANGE and _network(job) >= NETWORK:
         yield _exchange(job, 1 - max(busy.values()))
 
 
@@ -295,17 +295,16 @@ def _crowded(job: Job) -> Iterator[Finding]:
 
 
 def _throttled(job: Job) -> Iterator[Finding]:
-    """GPUs whose clock is held down: by heat whenever it is, by a cap only if it is far down."""
-    hot = {gpu: [row for row in rows if "heat" in row["throttled"]] for gpu, rows in job.judged[GPU].items()}
-    capped = {
-        gpu: [
-            row
-            for row in rows
-            if row["throttled"] not in ("", "-") and row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
-        ]
-        for gpu, rows in job.judged[GPU].items()
+    """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
+    series = job.judged[GPU].items()
+    hot = {gpu: [row for row in rows if "heat" in row["throttled"]] for gpu, rows in series}
+    low = {
+        gpu: [row for row in rows if row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]]
+        for gpu, rows in series
     }
-    for slowed, least in ((hot, HOT), (capped, CAPPED)):
+    capped = {gpu: [row for row in rows if "power" in row["throttled"]] for gpu, rows in low.items()}
+    held = {gpu: [row for row in rows if row["throttled"] == "other"] for gpu, rows in low.items()}
+    for slowed, least in ((hot, HOT), (capped, CAPPED), (held, CAPPED)):
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         gpus = [gpu for gpu, part in parts.items() if part >= least]
         if not gpus:
@@ -321,6 +320,11 @@ def _throttled(job: Job) -> Iterator[Finding]:
             how += f", to {clock:,.0f} of {most:,.0f} MHz"
         if slowed is hot:
             sentence = f"heat ({heat:.0f} C) slows down {how}: tell your admin, and take another node."
+        elif slowed is held:
+            sentence = (
+                f"neither heat nor a power cap, but something like application clocks slows down {how}: ask "
+                "your admin (nvidia-smi -q -d CLOCK,PERFORMANCE)."
+            )
         else:
             sentence = f"a cap (power limit {power:.0f} W) slows down {how}: ask your admin why."
         lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
@@ -383,7 +387,9 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
     # Of those that are seen, some are of the test set, and rest.
     loaders = max((row["workers_per_loader"] for row in job.steady), default=mean(rows, "loaders"))
     each = mean(rows, "loader_cores") / loaders if loaders else math.nan
-    told = f"{_count(round(loaders), 'loader worker')} each" if loaders > 0 else "no loader workers"
+    told = _count(round(loaders), "loader worker") if loaders > 0 else "no loader workers"
+    if loaders > 0 and len(ranks) > 1:
+        told += " each"
     if loaders > 0 and each >= 0:
         told += f", at {_percent(each)} of a core"
     if not loaders > 0:
@@ -407,9 +413,10 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
 
 def _exchange(job: Job, share: float) -> Finding:
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
-    if len(job.rows[NODE]) > 1 and _network(job) >= 0:
+    nodes = job.at_once(NODE)
+    if len(nodes) > 1 and _network(job) >= 0:
         remedy += f"; {_network(job):.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
-    where = _where("node", list(job.rows[NODE]))
+    where = _where("node", nodes)
     sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
     return Finding("network_bound", where, 100 * share, sentence, share)
 
@@ -471,9 +478,12 @@ def _step(job: Job) -> str:
 
 
 def _devices(job: Job) -> str:
-    gpus, ranks, nodes = (len(job.rows[what]) for what in (GPU, RANK, NODE))
-    devices = _count(gpus, "GPU") if gpus else _count(ranks, "CPU worker")
-    return devices + (f" on {nodes} nodes" if nodes > 1 else "")
+    gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
+    devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
+    names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
+    if len(names) == 1 and names != {""}:
+        devices = f"{len(gpus)} x {names.pop()}"
+    return devices + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")
 
 
 def _where(what: str, places: list[Place]) -> str:

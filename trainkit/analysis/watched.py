@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import IO
 
 from trainkit import records, samples
 from trainkit.errors import UserError
@@ -24,6 +25,7 @@ MOST_ROWS, BYTES_OF_A_ROW = 20_000, 80
 LEAST_MOMENTS, LEAST_SECONDS = 10, 5.0  # below these nothing is judged: of samples, of a record
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: hardly a sample lies in a shorter one, so they are judged with what is between them
+LONGEST_NUMBER = 9  # digits of that of a GPU or a rank
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 IDLE_AT_MOST = 0.2  # of the limit of its power, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
@@ -49,7 +51,7 @@ class Job:
         self.rows: dict[str, Series] = {NODE: {}, GPU: {}, RANK: {}}
         for row in _read(folder):
             number = "0" if row["what"] == NODE else row["number"]
-            if row["what"] in self.rows and number.isdecimal() and math.isfinite(row["time"]):
+            if row["what"] in self.rows and _is_number(number):
                 self.rows[row["what"]].setdefault((row["node"], int(number)), []).append(row)
         if not self.rows[NODE]:
             raise UserError(f"the samples in {folder} have no row of a node: were they cut?")
@@ -77,13 +79,29 @@ class Job:
         found: dict[Place, set[Place]] = defaultdict(set)
         for place, rows in (self.judged[GPU] or self.rows[GPU]).items():
             for rank in {rank for ranks in {row["ranks"] for row in rows} for rank in ranks.split("+")}:
-                if rank.isdecimal():
+                if _is_number(rank):
                     found[place[0], int(rank)].add(place)
         return {rank: sorted(gpus) for rank, gpus in found.items()}
 
     def place(self, rank: int) -> Place:
-        """Where a rank of the record is in the samples: its host may have another name there."""
-        return next((place for place in self.rows[RANK] if place[1] == rank), (self.shares[rank].host, rank))
+        """Where a rank of the record is in the samples, at last: its host may have another name there."""
+        for series in (self.judged[RANK], self.rows[RANK]):
+            if places := [place for place in series if place[1] == rank]:
+                return max(places, key=lambda place: series[place][-1]["time"])
+        return self.shares[rank].host, rank
+
+    def at_once(self, what: str) -> list[Place]:
+        """The most that there were at one time, at last: before a requeue the job may have had others."""
+        changes = []
+        for place, rows in self.rows[what].items():
+            pieces = _joined((before["time"], after["time"]) for before, after in together(rows))
+            for began, ended in pieces or [(rows[0]["time"], rows[0]["time"])]:
+                changes += [(began, False, place), (ended + samples.PERIOD, True, place)]
+        there, most = set(), set()
+        for _, leaves, place in sorted(changes):
+            (there.discard if leaves else there.add)(place)
+            most = set(there) if len(there) >= len(most) else most
+        return sorted(most)
 
     def busy(self, gpu: Place) -> float:
         """The mean power of a GPU while it is judged, 0 when idle and 1 at its limit; NaN if it is not known.
@@ -144,8 +162,14 @@ class Job:
         return sum(joules for joules, _ in every), source
 
     def joules_per_1000_images(self, trainings: list["Training"]) -> float:
-        """From the beginning of the first epoch to the end of the last; NaN of less than `LEAST_MOMENTS`."""
-        spans = [training.span for training in trainings]
+        """From the beginning of the first epoch to the end of the last; NaN of less than `LEAST_MOMENTS`.
+
+        And NaN if another training ran at the same time, as nobody knows whose the energy was.
+        """
+        spans = _joined(training.span for training in trainings)
+        others = [training.span for training in self.trainings if training not in trainings]
+        if any(began < until and since < ended for began, ended in spans for since, until in others):
+            return math.nan
         moments = [row["time"] for rows in list(self.rows[NODE].values())[:1] for row in rows]
         if not spans or any(
             sum(began <= time <= ended for time in moments) < LEAST_MOMENTS for began, ended in spans
@@ -216,25 +240,49 @@ def together(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     times = [row["time"] for row in rows]
     usual = statistics.median(after - before for before, after in pairwise(times)) if len(rows) > 1 else 0
     for before, after in pairwise(rows):
-        if 0 < after["time"] - before["time"] <= max(GAP, 3 * usual):
+        near = 0 < after["time"] - before["time"] <= max(GAP, 3 * usual)
+        if near and before.get("stretch") == after.get("stretch"):
             yield before, after
 
 
 def _read(folder: Path) -> list[Row]:
-    """As `samples.read`; of very many samples only some moments, evenly spread."""
+    """As `samples.read`; of very many samples only some moments, evenly spread.
+
+    Those have a column `stretch`: of a node it is another one after each gap, which shows no more in them.
+    """
     files = sorted(folder.glob("*.csv"))
     every = 1 + sum(file.stat().st_size for file in files) // (MOST_ROWS * BYTES_OF_A_ROW)
     if every == 1:
         return samples.read(folder)
+    gaps: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as thin:
         for file in files:
             with file.open("rb") as lines, Path(thin, file.name).open("wb") as chosen:
                 chosen.write(lines.readline())
-                moments = groupby(lines, lambda line: line.partition(b",")[0])
-                for i, (_, of_a_moment) in enumerate(moments):
-                    if i % every == 0:
-                        chosen.writelines(of_a_moment)
-        return samples.read(Path(thin))
+                gaps[file.stem] = _thin(lines, chosen, every)
+        rows = samples.read(Path(thin))
+    return [row | {"stretch": bisect.bisect_right(gaps[row["node"]], row["time"])} for row in rows]
+
+
+def _thin(lines: Iterable[bytes], chosen: IO[bytes], every: int) -> list[float]:
+    """Writes one moment in so many, and those before and after a gap; returns when the gaps ended."""
+    ends, last, step, left_out = [], math.nan, math.nan, []
+    whole = (line for line in lines if b"," in line)  # not what a kill has left of a time
+    for i, (cell, of_a_moment) in enumerate(groupby(whole, lambda line: line.partition(b",")[0])):
+        try:
+            now = float(cell)
+        except ValueError:
+            continue
+        moment = list(of_a_moment)
+        after_gap = now - last > max(GAP, 3 * step)
+        if after_gap:
+            ends.append(now)
+            chosen.writelines(left_out)
+        left_out = moment if i % every and not after_gap else []
+        if not left_out:
+            chosen.writelines(moment)
+        last, step = now, now - last
+    return ends
 
 
 def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
@@ -244,7 +292,7 @@ def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
             epochs = records.read(path)
             of_ranks = records.read_ranks(path) if records.beside(path).exists() else []
             found.append(Training(path, epochs, of_ranks))
-        except UserError as error:
+        except (UserError, OSError) as error:  # the second of a name that is too long
             notes.append(str(error))
     return found, notes
 
@@ -288,6 +336,10 @@ def _joined(windows: Iterable[Window]) -> list[Window]:
         else:
             joined.append((began, ended))
     return joined
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= LONGEST_NUMBER
 
 
 def _joules(rows: list[Row], began: float, ended: float) -> tuple[float, bool]:

@@ -1,6 +1,7 @@
 """The GPUs of a job on this node, as NVML shows them: the library that nvidia-smi asks, too."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,11 +17,15 @@ HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowe
 # drivers have a function instead that takes 20 ms for each way of each GPU.
 PCIE = (197, 198)
 ALL_LINKS = 2**32 - 1
+DEV, MAJOR = Path("/dev"), 195  # that of NVIDIA's device nodes
+ANOTHER_BINDING = (AttributeError, TypeError)  # an older one lacks some, and takes other arguments
 OF_THE_HOST = "pid:[4026531836]"  # the namespace of the process numbers that NVML tells (Linux: proc_ns.h)
 
 
 class Gpus:
     """The GPUs that CUDA_VISIBLE_DEVICES names, or all that NVML shows. Any reading may fail alone.
+
+    Where nobody has given the job its GPUs, they are those on which a rank has been seen.
 
     Args:
         tell: is given one sentence for each kind of reading that there is not.
@@ -30,6 +35,8 @@ class Gpus:
         self._tell, self._told = tell, set()
         self._counted: dict[int, tuple[float, dict[int, float]]] = {}
         self._places: dict[int, int | str] = {}  # number in the rows -> that of NVML, or a slice's uuid
+        self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
+        self._used: set[int] = set()
         why = "it shows none"
         try:
             import pynvml
@@ -42,30 +49,41 @@ class Gpus:
         except pynvml.NVMLError as error:
             why = str(error)
         if not self._places and _expected():
-            tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
+            if _nodes() or shutil.which("nvidia-smi"):
+                tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
+            elif (DEV / "kfd").exists():
+                tell("AMD's GPUs are not sampled")
 
     def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
         """A row for each GPU. `ranks`: process -> its rank."""
-        return [self._row(number, place, ranks) for number, place in self._places.items()]
+        rows = [self._row(number, place, ranks) for number, place in self._places.items()]
+        return [row for row in rows if self._given or self._is_used(row)]
+
+    def _is_used(self, row: dict[str, object]) -> bool:
+        """Whether a rank has been seen on it, or nobody can tell."""
+        told = row.get("ranks", "")
+        if told.strip("-?"):
+            self._used.add(row["number"])
+        return row["number"] in self._used or not told or told == "?" and not _tells_ours()
 
     def _row(self, number: int, place: int | str, ranks: dict[int, int]) -> dict[str, object]:
         nvml, row = self._nvml, {"what": samples.GPU, "number": number}
         missing: dict[str, list[str]] = {}
         try:
             gpu = _handle(nvml, place)
-        except nvml.NVMLError as error:
+        except (nvml.NVMLError, *ANOTHER_BINDING) as error:
             self._miss(number, place, str(error), list(READINGS))
             return row
         for word, read in READINGS.items():
             try:
                 row |= read(nvml, gpu)
-            except nvml.NVMLError as error:
+            except (nvml.NVMLError, *ANOTHER_BINDING) as error:
                 missing.setdefault(str(error), []).append(word)
         for error, words in missing.items():
             self._miss(number, place, error, words)
         if "ranks" in row:
             row["ranks"] = _ranks(row["ranks"], ranks)
-        with suppress(nvml.NVMLError):  # told to nobody: most GPUs have no NVLink
+        with suppress(nvml.NVMLError, *ANOTHER_BINDING):  # told to nobody: most GPUs have no NVLink
             row["link_mb_s"] = self._link_mb_s(number, _links(nvml, gpu))
         return row
 
@@ -107,7 +125,7 @@ def _places(nvml: ModuleType) -> dict[int, int | str]:
 
 
 def _uuid(nvml: ModuleType, index: int) -> str:
-    with suppress(nvml.NVMLError):
+    with suppress(nvml.NVMLError, *ANOTHER_BINDING):
         return nvml.nvmlDeviceGetUUID(_handle(nvml, index))
     return ""
 
@@ -122,8 +140,16 @@ def _expected() -> bool:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return chosen not in ("", "-1", "NoDevFiles")
-    there = any(Path("/dev").glob("nvidia[0-9]*"))
-    return there or os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+    return _nodes() or (DEV / "kfd").exists() or os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+
+
+def _nodes() -> bool:
+    """Whether NVIDIA's device nodes are there, and not only their names."""
+    for path in DEV.glob("nvidia[0-9]*"):
+        with suppress(OSError):
+            if os.major(path.stat().st_rdev) == MAJOR:
+                return True
+    return False
 
 
 def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
@@ -135,14 +161,18 @@ def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
 def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
     try:
         bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-    except nvml.NVMLError_FunctionNotFound:  # drivers before 535
+    except (nvml.NVMLError_FunctionNotFound, AttributeError):  # drivers, and bindings, before 535
         bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-    bit = {name: getattr(nvml, f"nvmlClocksEventReason{name}") for name in (*HEAT, *POWER, "HwSlowdown")}
+    prefix = "nvmlClocksEventReason"
+    if not hasattr(nvml, f"{prefix}GpuIdle"):
+        prefix = "nvmlClocksThrottleReason"
+    bit = {name: getattr(nvml, f"{prefix}{name}") for name in (*HEAT, *POWER, "HwSlowdown")}
+    idle = getattr(nvml, f"{prefix}GpuIdle")
     why = [
         word for word, names in (("heat", HEAT), ("power", POWER)) if any(bits & bit[name] for name in names)
     ]
-    known = nvml.nvmlClocksEventReasonGpuIdle | sum(bit.values())
-    if bits & ~known or bits & bit["HwSlowdown"] and not why:
+    other = bits & ~(idle | sum(bit.values())) or bits & bit["HwSlowdown"] and not why
+    if other and (why or not bits & idle):  # one that idles need not be fast
         why.append("other")
     return {"throttled": "+".join(why) or "-"}
 
@@ -155,10 +185,14 @@ def _ranks(pids: list[int], ranks: dict[int, int]) -> str:
     here = sorted({ranks[pid] for pid in pids if pid in ranks})
     if here:
         return "+".join(map(str, here))
-    with suppress(OSError):  # in a container NVML may tell the host's numbers, or none
-        if not pids and Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST):
-            return "-"
-    return "?"
+    return "-" if not pids and _tells_ours() else "?"
+
+
+def _tells_ours() -> bool:
+    """In a container NVML may tell the host's numbers of processes, or none."""
+    with suppress(OSError):
+        return Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST)
+    return False
 
 
 def _links(nvml: ModuleType, gpu: Any) -> dict[int, float]:

@@ -6,7 +6,6 @@ On a terminal it is kept up to date in place; elsewhere, as in a file, a block o
 import csv
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -224,7 +223,7 @@ def _gpu(row: Cells, bar: Bar) -> tuple[str, list[str]]:
 
 
 def _rank(row: Cells, bar: Bar) -> tuple[str, list[str]]:
-    text = f"{_told(row, 'cores', 1)} cores  {_told(row, 'memory_mb', 1, 1024)} GB"
+    text = f"{_told(row, 'cores', 1)} cores  {_told(row, 'memory_mb', 1, 1000)} GB"
     if (loaders := _number(row, "loaders")) > 0:
         workers = "loader worker" if loaders == 1 else "loader workers"
         text += f"  {loaders:.0f} {workers}, {_told(row, 'loader_cores', 1)} cores"
@@ -245,12 +244,12 @@ def _full(row: Cells) -> list[str]:
 
 
 def _gb(row: Cells) -> str:
-    return f"{_told(row, 'memory_mb', 1, 1024):>5} of {_told(row, 'memory_limit_mb', 1, 1024)} GB"
+    return f"{_told(row, 'memory_mb', 1, 1000):>5} of {_told(row, 'memory_limit_mb', 1, 1000)} GB"
 
 
 def _bar(out: TextIO) -> Bar:
     """What draws a share of 1, in ASCII where the locale has no more."""
-    locale = next(filter(None, (os.environ.get(name) for name in ("LC_ALL", "LANG", "LC_CTYPE"))), "")
+    locale = next(filter(None, (os.environ.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
     blocks = "UTF" in locale.upper() and "utf" in (out.encoding or "").lower()
 
     def draw(share: float) -> str:
@@ -284,12 +283,7 @@ def _is_known(row: Cells) -> bool:
 def _in_order(thing: tuple[str, str, str]) -> tuple[list, int, list]:
     """By node, and there the node itself, its GPUs, its ranks."""
     node, what, number = thing
-    return _natural(node), list(TOLD).index(what), _natural(number)
-
-
-def _natural(name: str) -> list[object]:
-    """So that n2 comes before n10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return samples.natural(node), list(TOLD).index(what), samples.natural(number)
 
 
 def _plain(name: str) -> str:

@@ -4,7 +4,7 @@ import runpy
 import statistics
 from pathlib import Path
 
-from trainkit import records, samples
+from trainkit import samples
 from trainkit.analysis import waste
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
@@ -33,7 +33,12 @@ STARTER = Path(__file__).parent / "starter"
 CAUSES = ("idle_gpu", "waiting_for_loader", "launch_bound", "memory_full", "throttled")
 CAUSES += ("shared_cores", "stalled_rank", "nothing")
 CURES = {"a": "batch", "b": "rank", "c": "cores"}
-of_the_training = runpy.run_path(str(STARTER / "look.py"))["of_the_training"]
+NUMBERS = {
+    "a": [("gpu", "power_w"), ("gpu", "power_limit_w"), ("gpu", "utilisation")],
+    "b": [("rank", "own_seconds"), ("rank", "data_seconds"), ("epoch", "train_seconds")],
+    "c": [("rank", "cores"), ("rank", "waiting")],
+}
+values = runpy.run_path(str(STARTER / "look.py"))["values"]
 
 
 def check(mine: Mine) -> str:
@@ -57,10 +62,10 @@ def _check_cause(answers: Answers, job: str) -> None:
     name, given = f"{job}_cause", answers.word(f"{job}_cause", *CAUSES)
     if given == waste.judge(STARTER / job / samples.FOLDER).findings[0].kind:
         return
-    waited, trained = _seconds(job, "data_seconds"), _trained(job)
     if given == "waiting_for_loader":
+        waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")
         raise Wrong(
-            f"`{name}`: its ranks wait for batches {max(waited.values()):.1f} of {trained:.1f} s of an epoch "
+            f"`{name}`: its ranks wait for batches {max(waited):.1f} of {trained:.1f} s of an epoch "
             "(`data_seconds`). That is not it."
         )
     if given == "throttled":
@@ -79,51 +84,51 @@ def _check_cause(answers: Answers, job: str) -> None:
 
 
 def _check_number(answers: Answers, job: str) -> None:
-    if job == "a":
-        (rows,) = of_the_training(STARTER / job, samples.GPU).values()
-        power, limit = (statistics.fmean(row[name] for row in rows) for name in ("power_w", "power_limit_w"))
-        given, true = answers.number("a_power"), 100 * power / limit
-        if not near(given, true, 0.06):
-            hint = "`power_w` by `power_limit_w`, times 100."
-            if near(given, power, 0.06):
-                hint = "that is in watts."
-            if near(given, statistics.fmean(row["utilisation"] for row in rows), 0.05):
-                hint = "that is its utilisation."
-            raise Wrong(f"`a_power` is not {given:g}: {hint}")
-    if job == "b":
-        own = _seconds(job, "own_seconds")
-        slowest = max(own, key=own.get)
-        if answers.number("b_rank") != slowest:
-            raise Wrong(
-                "`b_rank`: that rank has little work of its own, and waits itself: see `own_seconds`."
-            )
-        trained, other = _trained(job), next(rank for rank in own if rank != slowest)
-        given, true = answers.number("b_waits"), 100 * (1 - own[other] / trained)
-        if not near(given, true, 0.03):
-            hint = f"`train_seconds` less the `own_seconds` of rank {other}, by `train_seconds`, times 100."
-            if near(given, 100 - true, 0.03):
-                hint = "so much it worked. How much did it not?"
-            if near(given, 100 * (1 - own[slowest] / trained), 0.1):
-                hint = f"that is of rank {slowest}. How about those that wait for it?"
-            if near(given, 100 * _seconds(job, "data_seconds")[other] / trained, 0.1):
-                hint = "so much it waited for its batches. It waits for more than these."
-            raise Wrong(f"`b_waits` is not {given:g}: {hint}")
-    if job == "c":
-        ranks = of_the_training(STARTER / job, samples.RANK).values()
-        cores, waiting = (
-            100 * statistics.fmean(row[name] for rows in ranks for row in rows)
-            for name in ("cores", "waiting")
-        )
-        given = answers.number("c_core")
-        if not near(given, cores, 0.05):
-            hint = "`cores` of a rank are those that it used."
-            if near(given, cores / 100, 0.05):
-                hint = "in percent."
-            if near(given, 2 * cores, 0.05):
-                hint = "that was used of the core, by both ranks."
-            if near(given, waiting, 0.05):
-                hint = "so much of the time it waited for one."
-            raise Wrong(f"`c_core` is not {given:g}: {hint}")
+    check_of = {"a": _check_power, "b": _check_waits, "c": _check_core}
+    check_of[job](answers, *(_means(job, *column) for column in NUMBERS[job]))
+
+
+def _check_power(answers: Answers, power: list[float], limit: list[float], utilisation: list[float]) -> None:
+    given, true = answers.number("a_power"), 100 * power[0] / limit[0]
+    if near(given, true, 0.06):
+        return
+    hint = "`power_w` by `power_limit_w`, times 100."
+    if near(given, power[0], 0.06):
+        hint = "that is in watts."
+    if near(given, utilisation[0], 0.05):
+        hint = "that is its utilisation."
+    raise Wrong(f"`a_power` is not {given:g}: {hint}")
+
+
+def _check_waits(answers: Answers, own: list[float], data: list[float], trained: list[float]) -> None:
+    slowest = own.index(max(own))
+    if answers.number("b_rank") != slowest:
+        raise Wrong("`b_rank`: that rank has little work of its own, and waits itself: see `own_seconds`.")
+    given, true = answers.number("b_waits"), 100 * (1 - min(own) / trained[0])
+    if near(given, true, 0.03):
+        return
+    hint = "`train_seconds` less the `own_seconds` of rank 0, by `train_seconds`, times 100."
+    if near(given, 100 - true, 0.03):
+        hint = "so much it worked. How much did it not?"
+    if near(given, 100 * (1 - max(own) / trained[0]), 0.1):
+        hint = f"that is of rank {slowest}. How about those that wait for it?"
+    if near(given, 100 * data[0] / trained[0], 0.1):
+        hint = "so much it waited for its batches. It waits for more than these."
+    raise Wrong(f"`b_waits` is not {given:g}: {hint}")
+
+
+def _check_core(answers: Answers, cores: list[float], waiting: list[float]) -> None:
+    given, true = answers.number("c_core"), 100 * statistics.fmean(cores)
+    if near(given, true, 0.05):
+        return
+    hint = "`cores` of a rank are those that it used."
+    if near(given, true / 100, 0.05):
+        hint = "in percent."
+    if near(given, 2 * true, 0.05):
+        hint = "that was used of the core, by both ranks."
+    if near(given, 100 * waiting[0], 0.05):
+        hint = "so much of the time it waited for one."
+    raise Wrong(f"`c_core` is not {given:g}: {hint}")
 
 
 def _check_cure(answers: Answers, job: str) -> None:
@@ -138,17 +143,6 @@ def _check_cure(answers: Answers, job: str) -> None:
     raise Wrong(f"`{job}_cure = {given}`: {hints[job]}")
 
 
-def _seconds(job: str, column: str) -> dict[int, float]:
-    """Of each rank, in the mean of the epochs behind the warm-up."""
-    found: dict[int, list[float]] = {}
-    for path in (STARTER / job / "training").glob("*.csv"):
-        counted = {row["epoch"] for row in records.read(path) if not row["warmup"]}
-        for row in records.read_ranks(path):
-            if row["epoch"] in counted:
-                found.setdefault(row["rank"], []).append(row[column])
-    return {rank: statistics.fmean(values) for rank, values in found.items()}
-
-
-def _trained(job: str) -> float:
-    (path,) = (STARTER / job / "training").glob("*.csv")
-    return statistics.fmean(row["train_seconds"] for row in records.read(path) if not row["warmup"])
+def _means(job: str, what: str, column: str) -> list[float]:
+    """Of each GPU or rank, in the order of their numbers."""
+    return [statistics.fmean(found) for _, found in sorted(values(STARTER / job, what, column).items())]

@@ -1,6 +1,8 @@
 """The means of some columns of a trace, over its training behind the warm-up; of words the most frequent one.
 
-Try: python look.py a gpu utilisation power_w power_limit_w
+Try: python look.py a gpu utilisation power_w
+     python look.py a rank cores own_seconds
+     python look.py a epoch images_per_s train_seconds
 There is nothing to change here.
 """
 
@@ -11,30 +13,45 @@ from pathlib import Path
 from trainkit import errors, records, samples
 from trainkit.command_line import Parser
 
+EPOCH = "epoch"
+COLUMNS = [*samples.COLUMNS, *records.RANK_COLUMNS, *records.COLUMNS]
+
 
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("trace", choices=["a", "b", "c"])
-    parser.add_argument("what", choices=[samples.GPU, samples.RANK, samples.NODE])
-    parser.add_argument("column", choices=samples.COLUMNS, nargs="+")
+    parser.add_argument("what", choices=[samples.GPU, samples.RANK, samples.NODE, EPOCH])
+    parser.add_argument("column", nargs="+")
     opts = parser.parse_args()
+    if unknown := set(opts.column) - set(COLUMNS):
+        parser.error(f"there is no column {unknown.pop()}")
+    trace = Path(__file__).parent / opts.trace
+    found = {column: values(trace, opts.what, column) for column in opts.column}
     print(f"{'':8}", *(f"{column:>15}" for column in opts.column))
-    for number, rows in of_the_training(Path(__file__).parent / opts.trace, opts.what).items():
-        told = (mean([row[column] for row in rows]) for column in opts.column)
-        print(f"{opts.what:4} {number:3}", *(f"{value:>15}" for value in told))
+    for number in {number: None for of_each in found.values() for number in of_each}:
+        means = (mean(of_each.get(number, [])) for of_each in found.values())
+        print(f"{opts.what:5} {number:2}", *(f"{told:>15}" for told in means))
 
 
-def of_the_training(trace: Path, what: str) -> dict[str, list[dict[str, object]]]:
-    """The samples of each GPU or rank, by its number."""
-    folder, found = trace / samples.FOLDER, {}
-    epochs = [row for path in samples.runs(folder) for row in records.read(path) if not row["warmup"]]
-    times = [_trained(row) for row in epochs]
-    for row in samples.read(folder):
-        # A sample tells of the second before it.
-        if row["what"] == what and any(
-            began <= row["time"] - 1 < row["time"] <= ended for began, ended in times
-        ):
-            found.setdefault(str(row["number"]), []).append(row)
+def values(trace: Path, what: str, column: str) -> dict[str, list[object]]:
+    """What is in a column, by the number of the GPU or rank: in samples of the training, or in its record."""
+    folder = trace / samples.FOLDER
+    (path,) = samples.runs(folder)
+    epochs = [row for row in records.read(path) if not row["warmup"]]
+    if what == EPOCH:
+        return {"": [row[column] for row in epochs if column in row]}
+    if column in samples.COLUMNS:
+        times = [_trained(row) for row in epochs]
+        rows = [row for row in samples.read(folder) if row["what"] == what and _is_within(row["time"], times)]
+        key = "number"
+    else:
+        counted = {row["epoch"] for row in epochs}
+        rows = [row for row in records.read_ranks(path) if row["epoch"] in counted and what == samples.RANK]
+        key = "rank"
+    found: dict[str, list[object]] = {}
+    for row in rows:
+        if column in row:
+            found.setdefault(str(row[key]), []).append(row[column])
     return found
 
 
@@ -44,8 +61,15 @@ def _trained(row: dict[str, object]) -> tuple[float, float]:
     return ended - row["train_seconds"], ended
 
 
-def mean(values: list[object]) -> str:
-    return statistics.mode(values) if isinstance(values[0], str) else f"{statistics.fmean(values):.2f}"
+def _is_within(time: float, spans: list[tuple[float, float]]) -> bool:
+    """With the second before it, of which a sample tells."""
+    return any(began <= time - samples.PERIOD and time <= ended for began, ended in spans)
+
+
+def mean(found: list[object]) -> str:
+    if not found:
+        return "-"
+    return statistics.mode(found) if isinstance(found[0], str) else f"{statistics.fmean(found):.2f}"
 
 
 if __name__ == "__main__":
