@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.analysis import waste
+from trainkit.jobs import monitor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -95,8 +96,7 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
 
 def _verdict(folder: Path, name: str) -> str:
     """As the log of a job tells it."""
-    lines = waste.judge(folder / name).lines("job 12")
-    return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
+    return "\n".join(["```", *monitor.in_log(waste.judge(folder / name), "job 12", 12), "```"])
 
 
 if __name__ == "__main__":

@@ -102,9 +102,10 @@ def test_a_command(checkout: Checkout) -> None:
     folder = Path(first.removeprefix("in "))
     assert folder.parent == checkout.folder / "results" / "jobs"
     assert verdict == told(done.stdout)
-    assert verdict[-1].endswith(f" {folder / 'monitor'}")
+    *_, picture = verdict[-1].partition("; its picture: ")
+    assert shlex.split(picture) == ["python", MONITOR, "--plot", str(folder)]
     again = checkout.python(MONITOR, "--verdict", folder)
-    assert [f"watch   {line}" for line in again.stdout.splitlines()][:-1] == verdict[:-2]
+    assert [f"watch   {line}" for line in again.stdout.splitlines()][:-1] == verdict[:-1]
     facts = json.loads(checkout.python(MONITOR, "--verdict", folder / "monitor", "--json").stdout)
     assert facts == json.loads((folder / "monitor" / "verdict.json").read_text())
     assert f"{folder.name} " in checkout.python("slurm/jobs.py", "--remove").stdout

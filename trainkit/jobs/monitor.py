@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit import samples
 from trainkit.command_line import Parser, at_least
@@ -34,8 +36,12 @@ from trainkit.jobs import housekeeping, local, slurm
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
 
+if TYPE_CHECKING:
+    from trainkit.analysis.waste import Verdict
+
 VERDICT_SECONDS = 8  # that it may take at the end of a job, which waits for 10 (job_env.sh)
 OVER = ("COMPLETING", *housekeeping.ENDED)
+END_SECONDS = 0.25  # from one look to the next whether a local job has ended
 OLD_SECONDS = 60  # that the newest sample of a job is, of which nobody knows whether it runs
 # The end of the command that it runs, and what somebody may send to this program, and means for that.
 WAITED_FOR = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
@@ -186,8 +192,7 @@ def _run(command: list[str]) -> int:
         while not ended(60):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    _tell(folder, "the command")
-    tell(f"watch   samples and verdict are in {folder}")
+    _tell(folder, "the command", job)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -208,8 +213,9 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
         sampler.sample(folder, mine, _end_of_input)
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(VERDICT_SECONDS)
+    number = until or os.environ["SLURM_JOB_ID"]
     if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
-        _tell(folder, f"job {until or os.environ['SLURM_JOB_ID']}")
+        _tell(folder, f"job {number}", number)
 
 
 class _TooLong(Exception):  # noqa: N818  it is said in a line of its own
@@ -230,8 +236,8 @@ def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
 
     def ended(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while not (over := local.has_ended(str(process), folder)) and time.monotonic() < until:
-            time.sleep(0.1)
+        while not (over := local.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, END_SECONDS))
         return over
 
     return ended
@@ -268,7 +274,7 @@ def _attach(job: int) -> None:
         step.terminate()
     if _sizes(folder) == before:
         raise UserError(f"job {job} could not be sampled: {_last_words(folder / 'log')}")
-    _tell(folder, f"job {job}")
+    _tell(folder, f"job {job}", job)
 
 
 def _nodes_of_running(job: int) -> str:
@@ -302,7 +308,14 @@ def _last_words(log: Path) -> str:
     return printable(told[-1]) if told else "the step ended without a word."
 
 
-def _tell(folder: Path, name: str) -> None:
+def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
+    """The verdict as the log of a job tells it; `job` is its number or folder."""
+    *findings, watched = verdict.lines(name)
+    picture = f"its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
+    return [f"watch   {line}" for line in (*findings, f"{watched}; {picture}")]
+
+
+def _tell(folder: Path, name: str, job: object) -> None:
     """Keep the verdict on a job, and print it; where there is none, why."""
     from trainkit.analysis import waste
 
@@ -310,12 +323,12 @@ def _tell(folder: Path, name: str) -> None:
         judged = waste.judge(folder)
         with suppress(OSError):  # a full disk
             waste.keep(folder, judged)
-        lines = judged.lines(name)
+        lines = in_log(judged, name, job)
     except UserError as error:
-        lines = [f"not sampled: {error}"]
+        lines = [f"watch   not sampled: {error}"]
     except _TooLong:
         command = f"python slurm/monitor.py --verdict {folder.parent}"
-        lines = [f"no verdict within {VERDICT_SECONDS} seconds: {command}"]
+        lines = [f"watch   no verdict within {VERDICT_SECONDS} seconds: {command}"]
     except Exception as error:  # a fault of ours must not become one of the job
-        lines = [f"no verdict: {type(error).__name__}: {first_line(error)}"]
-    tell("\n".join(f"watch   {line}" for line in lines))
+        lines = [f"watch   no verdict: {type(error).__name__}: {first_line(error)}"]
+    tell("\n".join(lines))

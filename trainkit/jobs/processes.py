@@ -18,7 +18,7 @@ from trainkit import samples
 
 PROC, SYS = Path("/proc"), Path("/sys")
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-WALK_SECONDS, WALK_PAUSE = 10, 500  # at least so long between two walks, and so many times what one took
+WALK_SECONDS, WALK_PAUSE = 10, 2_000  # at least so long between two walks, and so many times what one took
 USED = ("cores", "loader_cores", "waiting", "network_mb_s", "disk_mb_s")  # since the sample before
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 

@@ -27,6 +27,10 @@ def sample(
         stop: waits for so many seconds at most, and tells whether to end.
         period: seconds from one sample to the next. One that would be late is left out.
     """
+    with suppress(
+        OSError
+    ):  # not to take a core away from a rank the moment that it wakes up, as most programs do
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     notes, file = _Notes(folder / samples.NOTES, node), _File(folder, node)
     processes = gpus = None
