@@ -107,7 +107,8 @@ def figure(folder: Path) -> Figure:
         UserError: if there are no samples.
     """
     plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of a node is one
-    job, verdict = watched.Job(folder), waste.judge(folder).lines(f"job {_name(folder)}")
+    job = watched.Job(folder)
+    verdict = waste.judge_job(job).lines(f"job {_name(folder)}")
     every = [row["time"] for series in job.rows.values() for rows in series.values() for row in rows]
     start, end = min(every), max(*every, min(every) + 1)
     epochs = _epochs(job)

@@ -20,7 +20,7 @@ from trainkit import records
 from trainkit.analysis.watched import LEAST_MOMENTS, Job, Place, Row, mean
 from trainkit.errors import printable
 from trainkit.files import replacing
-from trainkit.samples import GPU, NODE, NOTES, RANK
+from trainkit.samples import GPU, NODE, RANK
 
 SCHEMA_VERSION = 1
 FILE, MOST_LINES = "verdict.json", 5
@@ -125,7 +125,11 @@ def judge(folder: Path) -> Verdict:
     Raises:
         UserError: if there are none.
     """
-    job = Job(folder)
+    return judge_job(Job(folder))
+
+
+def judge_job(job: Job) -> Verdict:
+    """The same on samples that were read already."""
     found = [*_unused(job), *_pauses(job), *_by_record(job), *_crowded(job), *_throttled(job)]
     found += [*_full(job, GPU), *_full(job, NODE)]
     if not job.shares:
@@ -135,9 +139,6 @@ def judge(folder: Path) -> Verdict:
     for finding in found:
         one_each.setdefault(finding.kind, finding)  # of two rules the first tells more
     joules, source = job.joules()
-    notes = []
-    with suppress(OSError):
-        notes = (folder / NOTES).read_text(errors="replace").splitlines()
     return Verdict(
         findings=sorted(one_each.values(), key=lambda finding: finding.share, reverse=True),
         unknown=_unknown(job),
@@ -147,7 +148,7 @@ def judge(folder: Path) -> Verdict:
         energy_from=source,
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
-        notes=notes + job.notes,
+        notes=job.notes,
     )
 
 

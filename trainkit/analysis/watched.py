@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -40,8 +41,8 @@ class Job:
 
     `rows` has all samples in the order of time, `judged` those of the epochs past the warm-up of each
     training, without a record those from when all ranks are there; both by what they are of, then by its
-    place. `judged` has none where there are too few; `moments` tells their number. `notes` name the records
-    that cannot be read.
+    place. `judged` has none where there are too few; `moments` tells their number. `notes` tell what the
+    sampler could not see, and which records cannot be read.
 
     Raises:
         UserError: if there are no samples.
@@ -55,7 +56,8 @@ class Job:
                 self.rows[row["what"]].setdefault((row["node"], int(number)), []).append(row)
         if not self.rows[NODE]:
             raise UserError(f"the samples in {folder} have no row of a node: were they cut?")
-        self.trainings, self.notes = _trainings(folder)
+        self.trainings, unread = _trainings(folder)
+        self.notes = _notes(folder) + unread
         self.shares = _shares(self.trainings)
         self.windows = _joined(window for training in self.trainings for window in training.windows)
         self.windows = self.windows or [(self._all_there() + SETTLE, math.inf)]
@@ -283,6 +285,12 @@ def _thin(lines: Iterable[bytes], chosen: IO[bytes], every: int) -> list[float]:
             chosen.writelines(moment)
         last, step = now, now - last
     return ends
+
+
+def _notes(folder: Path) -> list[str]:
+    with suppress(OSError):
+        return (folder / samples.NOTES).read_text(errors="replace").splitlines()
+    return []
 
 
 def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
