@@ -7,6 +7,7 @@ benchmarks.
 import os
 import random
 import runpy
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -153,6 +155,11 @@ def outside_of_jobs() -> dict[str, str]:
     if "SLURM_JOB_ID" in own:
         own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
     return own
+
+
+def new_name(word: str) -> str:
+    """A name that no other job's folder has had, as numbers of jobs come again; housekeeping.py knows it."""
+    return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def process_with(folder: Path, word: str, told: str = "cmdline") -> str | None:

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import select
 import shlex
 import shutil
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,7 +159,7 @@ def _run(command: list[str]) -> int:
     """
     from trainkit.jobs import sampler
 
-    job = read_site().jobs_dir / f"monitored-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    job = read_site().jobs_dir / local.new_name("monitored")
     folder, mine = job / samples.FOLDER, {"TRAINKIT_JOB_DIR": str(job)}
     check_writable(folder, "samples", FIX)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)

@@ -9,7 +9,6 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 
 import argparse
 import io
-import secrets
 import shlex
 import shutil
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,9 +113,8 @@ def submit(request: Request, site: Site | None = None) -> Handle:
 
 
 def new_folder(request: Request, site: Site) -> Path:
-    """A folder that no other job has had, as numbers of jobs come again; it is not made."""
-    name = f"{request.job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    return site.jobs_dir / "submitit" / name
+    """A folder that no other job has had; it is not made."""
+    return site.jobs_dir / "submitit" / local.new_name(request.job_name)
 
 
 def find(folder: Path, tasks: int, results: Path, in_slurm: bool) -> Handle | None:
