@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,13 +85,6 @@ def run_stage(
     )
 
 
-def free_port() -> str:
-    """A port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
-
-
 def rows_of(results_dir: Path) -> list[dict[str, object]]:
     """The rows of the one run in `results_dir`."""
     (path,) = (results_dir / "runs").glob("*.csv")
@@ -141,7 +133,10 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
 def script(forking: "Forking") -> Script:
     """Runs a stage's script, or a changed copy of it, on the CPU; much sooner than `run_stage`."""
 
-    def run(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.CompletedProcess:
-        return forking.run(STAGES.get(stage, stage), *arguments, "--no-cuda", env=ENVIRONMENT | (env or {}))
+    def run(
+        stage: str | Path, *arguments: object, ranks: int | None = None, env: dict | None = None
+    ) -> subprocess.CompletedProcess:
+        command = (STAGES.get(stage, stage), *arguments, "--no-cuda")
+        return forking.run(*command, env=ENVIRONMENT | (env or {}), ranks=ranks)
 
     return run

@@ -1,6 +1,7 @@
 """Programs that need PyTorch, each in a process of its own, with PyTorch imported once for all of them."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,39 +30,66 @@ def run(arguments):
         return 1
     return 0
 
-for line in sys.stdin:
-    arguments, environment, *outputs = json.loads(line)
+def fork(arguments, environment, outputs):
     process = os.fork()
-    if not process:
-        signal.alarm(120)  # what hangs ends
-        for stream, path in enumerate(outputs, start=1):
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
-        os.environ.clear()
-        os.environ.update(environment)
-        code = run(arguments)
-        # As Python ends, but for taking PyTorch apart, which takes a second.
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    if process:
+        return process
+    signal.alarm(300)  # what hangs ends
+    for stream, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    code = run(arguments)
+    # As Python ends, but for taking PyTorch apart, which takes a second.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+for line in sys.stdin:
+    processes = [fork(*request) for request in json.loads(line)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    print(json.dumps(codes), flush=True)
 """
 
 
 class Forking:
-    """Runs `python <arguments>` to its end, one at a time; use it in a `forking(...)`."""
+    """Runs `python <arguments>` to its end, one at a time or in several ranks; use it in a `forking(...)`."""
 
     def __init__(self, parent: subprocess.Popen, folder: Path) -> None:
-        self._parent, self._outputs = parent, [folder / "stdout", folder / "stderr"]
+        self._parent, self._folder = parent, folder
 
-    def run(self, *arguments: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        for path in self._outputs:
-            path.write_text("")
-        request = [list(map(str, arguments)), env, *map(str, self._outputs)]
-        print(json.dumps(request), file=self._parent.stdin, flush=True)
-        code = int(self._parent.stdout.readline())
-        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in self._outputs))
+    def run(
+        self, *arguments: object, env: dict[str, str], ranks: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """With `ranks`, in so many processes that find each other by `env://`.
+
+        Their outputs come one after the other, and the exit code is the first that is not 0.
+        """
+        environments = [env]
+        if ranks:
+            meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+            environments = [env | meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
+        requests = []
+        for i, environment in enumerate(environments):
+            outputs = [self._folder / f"{name}-{i}" for name in ("stdout", "stderr")]
+            for path in outputs:
+                path.write_text("")
+            requests.append([list(map(str, arguments)), environment, list(map(str, outputs))])
+        print(json.dumps(requests), file=self._parent.stdin, flush=True)
+        codes = json.loads(self._parent.stdout.readline())
+        texts = zip(*[[Path(path).read_text() for path in outputs] for *_, outputs in requests], strict=True)
+        return subprocess.CompletedProcess(
+            arguments, next(filter(None, codes), 0), *("".join(text) for text in texts)
+        )
+
+
+def free_port() -> str:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, Script, free_port, run_stage, stage_command
+from conftest import ENVIRONMENT, Script, run_stage, stage_command
+from forking import free_port
 
 from trainkit import batches, records, staging
 from trainkit.data import Split

@@ -13,7 +13,8 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, free_port, rows_of, run_stage
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage
+from forking import free_port
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"

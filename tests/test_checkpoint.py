@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, stage_command
-from forking import Forking
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command
+from forking import Forking, free_port
 
 from trainkit import records
 

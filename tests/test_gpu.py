@@ -19,8 +19,9 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, free_port, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, rows_of, run_stage, stage_command
 from filelock import FileLock
+from forking import free_port
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ENVIRONMENT, STAGES, free_port, rows_of
+from conftest import ENVIRONMENT, STAGES, rows_of
+from forking import free_port
 
 README = STAGES["ddp"].with_name("README.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"

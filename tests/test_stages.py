@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, free_port, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command
+from forking import free_port
 
 from trainkit import batches, data, options, staging
 from trainkit.evaluation import evaluate
