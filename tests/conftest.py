@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from trainkit import records, staging
 from trainkit.jobs import local, stages
@@ -58,6 +59,19 @@ for name in list(ENVIRONMENT):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that mostly wait come first, for Slurm or for one fixture, so that the others fill the time."""
     items.sort(key=lambda item: not item.path.stem.endswith(("signals", "beyond")))
+
+
+class SharedFixtures(LoadScopeScheduling):
+    """pytest-xdist hands out test by test, but whole the files whose tests share what takes long to make."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if 'scope="module"' in (self.config.rootpath / file).read_text() else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:
+    config.option.loadscopereorder = False  # those that wait stay first
+    return SharedFixtures(config, log)
 
 
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
