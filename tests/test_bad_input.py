@@ -7,11 +7,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, Script, run_stage, stage_command
+from conftest import ENVIRONMENT, STAGES, Script, run_stage, stage_command
 from forking import free_port
 
 from trainkit import batches, records, staging
@@ -153,12 +154,14 @@ def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(happens: int, tmp_path: 
     assert "Traceback" not in complaint
 
 
+SMALL = ("--train-size", 1280, "--test-size", 64, "--epochs", 999, "--precision", "fp32")
+WITH_LOADERS = (*SMALL, "--loader", "workers", "--num-workers", 2)
+
+
 @pytest.fixture
 def with_loaders(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
     """A run in its second epoch, and its loader processes: two for training, two for the test set."""
-    sizes = ("--train-size", 1280, "--test-size", 64, "--epochs", 999, "--precision", "fp32", "--no-cuda")
-    loaders = ("--loader", "workers", "--num-workers", 2)
-    command = stage_command("single", *sizes, *loaders, "--results-dir", tmp_path)
+    command = stage_command("single", *WITH_LOADERS, "--no-cuda", "--results-dir", tmp_path)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
         next(line for line in process.stdout if line.startswith("epoch 1/"))
@@ -181,6 +184,55 @@ def test_loader_processes_leave_signals_to_the_one_that_trains(with_loaders: tup
     assert "a loader process was killed" in complaint and "--num-workers" in complaint
     assert "Traceback" not in complaint
     assert not psutil.wait_procs(loaders, timeout=120)[1]
+
+
+# Stopped first, a loader process dies while the training waits for a batch that it has announced.
+DYING = """\
+if schedule.last_epoch == 2:
+    import psutil, threading, time
+    loader = min(psutil.Process().children(), key=lambda child: child.pid)
+    if {stopped}:
+        time.sleep(0.3)
+        loader.suspend()
+    threading.Timer({seconds}, loader.kill).start()"""
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["while it is waited for", "at work"])
+@pytest.mark.parametrize("seconds", [0.0, 0.003, 0.01, 0.1])
+def test_a_loader_process_is_killed_at_any_moment(
+    stopped: bool, seconds: float, tmp_path: Path, script: Script
+) -> None:
+    dying = _planted(DYING.format(stopped=stopped, seconds=seconds + 0.2 * stopped))
+    (tmp_path / "dying.py").write_text(dying)
+    done = script(tmp_path / "dying.py", *WITH_LOADERS, "--results-dir", tmp_path)
+    _is_one_sentence(done, "error: a loader process was killed (")
+    assert done.returncode == 1
+    assert "lower --num-workers, or ask Slurm for more with --mem." in done.stderr
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, script: Script) -> None:
+    """Also one that looks like a dead loader process: of a data set that is fetched over the network, say."""
+    failing = """\
+    def fetched(image):
+        raise ConnectionResetError("the store went away")
+    from dataclasses import replace
+    train_set = replace(train_set, prepare_one=fetched)
+"""
+    text = STAGES["single"].read_text()
+    before = "    train_batches ="
+    (tmp_path / "failing.py").write_text(text.replace(before, failing + before))
+    given = (*WITH_LOADERS, "--num-workers", loaders, "--results-dir", tmp_path)
+    done = script(tmp_path / "failing.py", *given)
+    assert done.returncode == 1
+    assert "the store went away" in done.stderr
+    assert "Traceback" in done.stderr and "was killed" not in done.stderr
+
+
+def _planted(lines: str) -> str:
+    """Stage 01 with these lines in its training step."""
+    before = "            optimizer.zero_grad()\n"
+    return STAGES["single"].read_text().replace(before, indent(lines, " " * 12) + "\n" + before)
 
 
 def test_loader_processes_end_with_the_one_that_trains(with_loaders: tuple) -> None:

@@ -65,8 +65,11 @@ def testing(
     return _make(split, order, options, device)
 
 
-class RankOrder(Sampler[torch.Tensor]):
-    """The indices that one rank takes, in steps of `step_size`, from step `first_step` on."""
+class RankOrder(Sampler[list[int]]):
+    """The indices that one rank takes, in steps of `step_size`, from step `first_step` on.
+
+    A DataLoader iterates over it.
+    """
 
     step_size: int
     first_step = 0
@@ -82,8 +85,10 @@ class RankOrder(Sampler[torch.Tensor]):
         for start in range(self.first_step * self.step_size, len(indices), self.step_size):
             yield indices[start : start + self.step_size]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self.steps()
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not tensors: a loader process would fetch each from this one, where a thread fails if it is killed
+        # meanwhile.
+        return map(torch.Tensor.tolist, self.steps())
 
 
 class GlobalOrder(RankOrder):
@@ -229,13 +234,21 @@ class WorkerBatches(Batches):
                 layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
                 inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
                 yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
-        except RuntimeError as error:
-            if "exited unexpectedly" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not self._tells_of_a_death(error):
                 raise
+            how = first_line(error) or type(error).__name__
             raise UserError(
-                f"a loader process was killed ({first_line(error)}): perhaps the memory was full, then "
-                "lower --num-workers, or ask Slurm for more with --mem."
+                f"a loader process was killed ({how}): perhaps the memory was full, then lower --num-workers, "
+                "or ask Slurm for more with --mem."
             ) from None
+
+    def _tells_of_a_death(self, error: Exception) -> bool:
+        """Whether a loader process has died, and not an error of the samples that one prepared."""
+        if isinstance(error, RuntimeError):
+            return "exited unexpectedly" in str(error)
+        # Samples are fetched from the process that prepared them, which may die just then.
+        return self.loader.num_workers > 0 and "in DataLoader worker process" not in str(error)
 
 
 class OneByOne(Dataset):
