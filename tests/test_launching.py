@@ -1,10 +1,12 @@
 """The ways to start stage 03 that its README lists: those without Slurm, as they stand there."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ENVIRONMENT, STAGES, rows_of
 from forking import free_port
 
@@ -58,3 +60,29 @@ def test_the_old_launcher_is_refused(tmp_path: Path) -> None:
     assert "--local-rank comes from torch.distributed.launch" in done.stderr
     assert "start with torchrun" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "moment", "stop"),
+    [(signal.SIGTERM, "at once", "stopped after step 1 of epoch 1 by"), (signal.SIGUSR2, "epoch 1/", "by")],
+    ids=["SIGTERM at once", "USR2 in training"],
+)
+def test_our_torchrun_hands_signals_on_to_its_ranks(
+    number: int, moment: str, stop: str, tmp_path: Path
+) -> None:
+    """Sent to it alone, as where Slurm signals only what srun has started."""
+    launcher = [sys.executable, "-m", "trainkit.torchrun", "--standalone", "--nproc-per-node=2"]
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 20, *folders]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # as a job starts it
+    process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, **pipes)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if moment != "at once":
+        next(line for line in process.stdout if line.startswith(moment))
+    process.send_signal(number)
+    output, complaint = process.communicate(timeout=300)
+    assert process.returncode == 0, complaint
+    assert "stopped after " in output and stop in output, output
+    assert "Traceback" not in complaint
+    assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))

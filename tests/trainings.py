@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainkit import checkpoint, model
+from trainkit import errors, model
 
 
 def train(script: str, output: Path) -> None:
@@ -29,7 +29,7 @@ def train(script: str, output: Path) -> None:
         except Exception:
             traceback.print_exc()
             os._exit(1)  # the others would wait in a group that is half left
-    for number in checkpoint.STOP_SIGNALS:
+    for number in errors.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # the run's own keeps it alive, and its checkpoints locked
     gc.collect()
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainkit.checkpoint import STOP_SIGNALS
 from trainkit.data import Split
-from trainkit.errors import UserError, first_line
+from trainkit.errors import STOP_SIGNALS, UserError, first_line
 from trainkit.options import Options, check_sizes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -239,8 +238,8 @@ class WorkerBatches(Batches):
                 raise
             how = first_line(error) or type(error).__name__
             raise UserError(
-                f"a loader process was killed ({how}): perhaps the memory was full, then lower --num-workers, "
-                "or ask Slurm for more with --mem."
+                f"a loader process was killed ({how}): perhaps the memory was full, then lower "
+                "--num-workers, or ask Slurm for more with --mem."
             ) from None
 
     def _tells_of_a_death(self, error: Exception) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from trainkit import machine, world
 from trainkit.epoch import PartialEpoch, not_a_number
-from trainkit.errors import Stopped, UserError, first_line, reason, tell
+from trainkit.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable, replacing
 from trainkit.model import bare
 from trainkit.options import Options
@@ -44,8 +44,6 @@ KEYS = (
 KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
-# Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class Checkpoints:

@@ -18,6 +18,8 @@ def _quiet_on_ctrl_c(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
+# Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 sys.excepthook = _quiet_on_ctrl_c  # from here on, as `run` may be seconds away, behind `import torch`
 
 
@@ -77,7 +79,7 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
     note("finished", words)
-    for number in (signal.SIGUSR2, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # to be stopped now would make a failure of it
     tell()  # while an error of the output can still be overlooked
     sys.exit(code)
