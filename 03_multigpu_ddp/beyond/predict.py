@@ -1,0 +1,198 @@
+"""Classify the test set, or image files, with the weights that --save-model has left.
+
+Try: python predict.py ../../results/models/RUN_ID.pt
+"""
+
+import argparse
+import csv
+import zipfile
+from pathlib import Path
+
+from trainkit import data, errors, records, world
+from trainkit.batches import TEST_BATCH
+from trainkit.command_line import Parser, at_least
+from trainkit.errors import UserError
+from trainkit.files import replacing
+from trainkit.model import Net
+from trainkit.precision import has_tf32, set_precision
+from trainkit.staging import DEFAULT_DIR
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+SIZE = (28, 28)  # pixels
+BRIGHT = 127  # the mean of an image's bytes; MNIST's have 33
+
+
+def main() -> None:
+    args = parse()
+    network, run = network_of(args.model), run_of(args.model)
+    device = world.alone(not args.no_cuda).device
+    network = network.to(device, memory_format=torch.channels_last).eval()  # eval: no dropout
+    precision = args.precision or (run["precision"] if run else "fp32")
+    if not args.precision and precision == "tf32" and not has_tf32(device):
+        precision = "fp32"  # what it stands for where there is none
+    set_precision(network, precision)
+    known = "" if run else ", without a record of its run"
+    errors.tell(f"network of width {network.conv1.out_channels}, {precision}, on {device.type}{known}")
+
+    if args.images:
+        pixels, labels = torch.stack([read_image(path, args.invert) for path in args.images]), None
+        names = {"file": [str(path) for path in args.images]}
+        if bright := (pixels.float().mean((1, 2, 3)) > BRIGHT).sum().item():
+            how = (
+                "leave out --invert"
+                if args.invert
+                else "add --invert if the digits are dark on a bright ground"
+            )
+            errors.tell(
+                f"warning: {bright} of {len(pixels)} images are mostly bright, and MNIST is not: {how}."
+            )
+    else:
+        _, test_set = data.load(run["dataset"] if run else "mnist", args.data_dir)
+        if (args.test_size or 0) > len(test_set):
+            raise UserError(
+                f"--test-size {args.test_size}: there are {len(test_set)} test images only, lower it."
+            )
+        test_set = test_set.first(args.test_size or len(test_set))
+        pixels, labels = test_set.inputs, test_set.targets
+        names = {"index": range(len(labels)), "label": labels.tolist()}
+
+    with torch.no_grad():
+        parts = pixels.split(TEST_BATCH[device.type])
+        output = torch.cat([network(data.normalize(part.to(device))) for part in parts])
+    digits, probabilities = output.argmax(1).cpu(), output.exp().cpu()
+    write(args.out, names, digits, probabilities)
+    if labels is None:
+        for path, digit, chances in zip(args.images, digits, probabilities, strict=True):
+            errors.tell(f"{errors.printable(str(path))}: {digit} ({100 * chances[digit]:.1f} %)")
+    else:
+        correct = (digits == labels).sum().item()
+        errors.tell(f"accuracy {100 * correct / len(labels):.2f} %: {correct} of {len(labels)} test images")
+        if run and run["test_images"] == len(labels):
+            errors.tell(f"at the end of the run, in {run['precision']}: {run['test_accuracy']:.2f} %")
+    errors.tell(f"predictions: {args.out}")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser(description=__doc__)
+    # fmt: off
+    parser.add_argument("model", type=Path, help="the weights, results/models/RUN_ID.pt")
+    parser.add_argument("images", type=Path, nargs="*", help="files of a digit each (default: the test set)")
+    parser.add_argument("--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="the table")
+    parser.add_argument("--invert", action="store_true", help="the files have dark digits on a bright ground")
+    parser.add_argument("--test-size", type=at_least(1), metavar="N", help="the first N test images only")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, metavar="DIR", help="where MNIST is")
+    parser.add_argument(
+        "--precision", choices=("fp32", "tf32", "bf16", "fp16"),
+        help="what the layers compute in (default: as the run, by its record in results/runs)",
+    )
+    parser.add_argument("--no-cuda", action="store_true", help="use the CPU even where there is a GPU")
+    # fmt: on
+    return parser.parse_args()
+
+
+def network_of(path: Path) -> Net:
+    """The network with the weights of a file, on the CPU.
+
+    Raises:
+        UserError: if the file cannot be read, or has the weights of another network.
+    """
+    try:
+        check_regular(path)
+        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(weights, dict):
+            raise ValueError("it holds no weights by their names")
+    except Exception as error:  # whatever PyTorch makes of a damaged file
+        raise UserError(
+            f"the weights {path} cannot be read ({errors.reason(error)}): give what --save-model has left."
+        ) from None
+    if {"version", "model", "optimizer"} <= weights.keys():
+        raise UserError(
+            f"{path} is a checkpoint: end its run with --resume auto --save-model, and give the weights that "
+            "it leaves then in results/models."
+        )
+    found = {str(name): tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+    width = next(iter(found.get("conv1.weight", ())), 1)
+    with torch.device("meta"):  # shapes without numbers
+        expected = {name: tuple(value.shape) for name, value in Net(width).state_dict().items()}
+    if found != expected:
+        missing = [name for name in expected if found.get(name) != expected[name]]
+        unknown = [name for name in found if name not in expected]
+        raise UserError(
+            f"{path} has the weights of another network than Net: {few(missing)} missing or of another "
+            f"shape, {few(unknown)} not known. Have a copy of predict.py make that network in place of Net."
+        )
+    network = Net(width)
+    network.load_state_dict(weights)
+    return network
+
+
+def run_of(path: Path) -> dict[str, object] | None:
+    """The last row of the record of the run that left these weights; None if it is not beside them.
+
+    Raises:
+        RecordError: if it cannot be read.
+    """
+    record = path.absolute().parent.with_name("runs") / f"{path.stem}.csv"
+    return records.read(record)[-1] if record.exists() else None
+
+
+def read_image(path: Path, invert: bool) -> torch.Tensor:
+    """The image as bytes (1, 28, 28), black where it is not square.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        check_regular(path)
+        with Image.open(path) as image:
+            if image.mode[0] in "IF":  # PIL would make white of most of it
+                raise ValueError("it has more than 8 bits for each pixel")
+            grey = ImageOps.exif_transpose(image).convert("L")
+    except Exception as error:  # whatever PIL makes of a damaged file
+        raise UserError(
+            f"the image {path} cannot be read ({errors.reason(error)}): give PNG or JPEG files."
+        ) from None
+    grey = ImageOps.pad(ImageOps.invert(grey) if invert else grey, SIZE)
+    return torch.from_numpy(np.array(grey))[None]
+
+
+def check_regular(path: Path) -> None:
+    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe."""
+    if not path.is_file():
+        raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
+
+
+def few(names: list[str]) -> str:
+    """The first of them, in words."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
+
+
+def write(path: Path, names: dict[str, list], digits: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Write a row for each image: `names`, the digit, its probability, and those of all ten.
+
+    Raises:
+        UserError: if the file cannot be written; what it held before stays.
+    """
+    try:
+        with replacing(path) as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow([*names, "predicted", "probability", *(f"p{digit}" for digit in range(10))])
+            for *name, digit, of_each in zip(
+                *names.values(), digits.tolist(), probabilities.tolist(), strict=True
+            ):
+                table.writerow([*name, digit, *(f"{one:.6f}" for one in (of_each[digit], *of_each))])
+    except OSError as error:
+        raise UserError(
+            f"predictions cannot be written to {path} ({error.strerror}): give another --out."
+        ) from None
+
+
+if __name__ == "__main__":
+    errors.run(main)

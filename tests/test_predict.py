@@ -1,0 +1,243 @@
+"""Weights that a run has saved classify as it did, on another machine, and image files."""
+
+import csv
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
+from forking import Forking
+from PIL import Image
+
+from trainkit import data
+
+BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
+PREDICT = BEYOND / "predict.py"
+SMALL = ("--train-size", 2000, "--epochs", 1, "--save-model", "--no-cuda")
+COUNT = 1001  # odd: a rank more would be padded
+
+
+def trained(forking: Forking, folder: Path, script: Path, *options: object, ranks: int | None = None) -> Path:
+    """The weights that a training leaves."""
+    done = forking.run(script, *SMALL, *options, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    (weights,) = (folder / "models").glob("*.pt")
+    return weights
+
+
+@pytest.fixture(scope="module")
+def weights(forking: Forking, mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    precise = ("--precision", "fp32", "--test-size", COUNT)
+    checkpoints = ("--checkpoint-dir", folder / "checkpoints")
+    return trained(forking, folder, STAGES["ddp"], *precise, *checkpoints, ranks=2)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def correct_in_the_run(weights: Path) -> int:
+    (row,) = rows_of(weights.parents[1])
+    count = row["test_accuracy"] * row["test_images"] / 100
+    assert count == pytest.approx(round(count), abs=1e-3)  # the record has six digits of it
+    return round(count)
+
+
+def test_one_process_classifies_as_two_ranks_did(weights: Path, tmp_path: Path, script: Script) -> None:
+    out = tmp_path / "out.csv"
+    done = script(PREDICT, weights, "--test-size", COUNT, "--out", out)
+    assert done.returncode == 0, done.stderr
+    correct = correct_in_the_run(weights)
+    assert 300 < correct < 1000
+    percent = f"{100 * correct / COUNT:.2f} %"
+    assert done.stdout.splitlines() == [
+        "network of width 32, fp32, on cpu",
+        f"accuracy {percent}: {correct} of {COUNT} test images",
+        f"at the end of the run, in fp32: {percent}",
+        f"predictions: {out}",
+    ]
+    rows = table(out)
+    assert [int(row["index"]) for row in rows] == list(range(COUNT))
+    assert sum(row["label"] == row["predicted"] for row in rows) == correct
+    for row in rows:
+        chances = [float(row[f"p{digit}"]) for digit in range(10)]
+        assert sum(chances) == pytest.approx(1, abs=1e-5)  # ten numbers of six digits
+        assert float(row["probability"]) == max(chances) == chances[int(row["predicted"])]
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "precision"),
+    [
+        ("../mnist_ddp.py", ("--precision", "bf16"), "bf16"),
+        ("accumulate.py", ("--precision", "fp32"), "fp32"),
+    ],
+)
+def test_weights_of_any_width_precision_and_variant(
+    variant: str, options: tuple, precision: str, forking: Forking, tmp_path: Path, script: Script
+) -> None:
+    weights = trained(forking, tmp_path, BEYOND / variant, *options, "--width", 4, "--test-size", 500)
+    done = script(PREDICT, weights, "--test-size", 500, "--out", tmp_path / "out.csv")
+    assert f"network of width 4, {precision}, on cpu\n" in done.stdout, done.stderr
+    counted = int(re.search(r"(\d+) of 500 test images", done.stdout)[1])
+    # In bf16 two digits may be nearly equal, and 250 images at a time are added up in another order.
+    assert abs(counted - correct_in_the_run(weights)) <= (5 if precision == "bf16" else 0)
+
+
+def test_without_the_record_it_says_so(weights: Path, tmp_path: Path, script: Script) -> None:
+    alone = tmp_path / "weights.pt"
+    shutil.copy(weights, alone)
+    done = script(PREDICT, alone, "--test-size", COUNT, "--out", tmp_path / "out.csv")
+    assert "fp32, on cpu, without a record of its run\n" in done.stdout, done.stderr
+    assert f"{correct_in_the_run(weights)} of {COUNT} test images" in done.stdout
+    assert "at the end of the run" not in done.stdout
+
+
+def test_image_files_are_classified_as_the_test_images_that_they_show(
+    weights: Path, mnist_dir: Path, tmp_path: Path, script: Script
+) -> None:
+    _, test = data.load("mnist", mnist_dir)
+    images = [Image.fromarray(pixels.numpy()) for pixels in test.inputs[:3, 0]]
+    images[0].save(tmp_path / "0.png")
+    images[1].convert("RGB").save(tmp_path / "1, one.png")
+    # Twice as large, and wider than high.
+    wide = Image.new("L", (80, 56))
+    wide.paste(images[2].resize((56, 56), Image.NEAREST), (12, 0))
+    wide.save(tmp_path / "2.jpg", quality=95)
+    files = [tmp_path / name for name in ("0.png", "1, one.png", "2.jpg")]
+    dark = [path.with_name(f"dark {path.name}") for path in files]
+    for path, inverted in zip(files, dark, strict=True):
+        with Image.open(path) as image:
+            image.point(lambda value: 255 - value).save(
+                inverted, **({"quality": 95} if ".jpg" in path.name else {})
+            )
+
+    out = tmp_path / "out.csv"
+    done = script(PREDICT, weights, "--test-size", 3, "--out", out)
+    expected = [row["predicted"] for row in table(out)]
+    certain = table(out)[:2]
+    assert done.returncode == 0, done.stderr
+    done = script(PREDICT, weights, *files, "--out", out)
+    rows = table(out)
+    assert [row["file"] for row in rows] == list(map(str, files))
+    assert [row["predicted"] for row in rows] == expected
+    # Those that lost nothing, to the last digit.
+    for row, same in zip(rows[:2], certain, strict=True):
+        assert [row[f"p{digit}"] for digit in range(10)] == [same[f"p{digit}"] for digit in range(10)]
+    assert "warning" not in done.stdout
+    lines = done.stdout.splitlines()[1:4]
+    assert [line.rpartition(" (")[0] for line in lines] == [
+        f"{path}: {digit}" for path, digit in zip(files, expected, strict=True)
+    ]
+
+    done = script(PREDICT, weights, *dark, "--invert", "--out", out)
+    assert [row["predicted"] for row in table(out)] == expected
+    done = script(PREDICT, weights, *dark, "--out", out)
+    assert "warning: 3 of 3 images are mostly bright, and MNIST is not: add --invert" in done.stdout
+
+
+def damaged(weights: Path, folder: Path) -> Path:
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1  # within a weight: the file still opens
+    (folder / "bit.pt").write_bytes(content)
+    return folder / "bit.pt"
+
+
+def holding(thing: object, folder: Path) -> Path:
+    torch.save(thing, folder / "thing.pt")
+    return folder / "thing.pt"
+
+
+def text(folder: Path) -> Path:
+    (folder / "text").write_text("neither weights nor an image")
+    return folder / "text"
+
+
+MISTAKES = {
+    "no file": (
+        lambda weights, folder: [folder / "none.pt"],
+        "none.pt cannot be read (there is no such file)",
+    ),
+    "folder": (lambda weights, folder: [folder], "cannot be read (it is not a regular file)"),
+    "text": (lambda weights, folder: [text(folder)], "text cannot be read (File is not a zip file)"),
+    "bit": (lambda weights, folder: [damaged(weights, folder)], "bit.pt cannot be read (wrong checksum of"),
+    "list": (
+        lambda weights, folder: [holding([1], folder)],
+        "cannot be read (it holds no weights by their names)",
+    ),
+    "object": (
+        lambda weights, folder: [holding(Path("x"), folder)],
+        "cannot be read (Weights only load failed",
+    ),
+    "other": (
+        lambda weights, folder: [holding({"conv1.weight": torch.zeros(4, 3, 3, 3), "more": 1}, folder)],
+        "conv1.weight, conv1.bias, conv2.weight and 5 more missing or of another shape, more not known",
+    ),
+    "checkpoint": (
+        lambda weights, folder: [weights.parents[1] / "checkpoints" / "epoch-2-step-0.pt"],
+        "epoch-2-step-0.pt is a checkpoint: end its run with --resume auto --save-model",
+    ),
+    "no image": (
+        lambda weights, folder: [weights, folder / "*.png"],
+        "*.png cannot be read (there is no such",
+    ),
+    "no PNG": (lambda weights, folder: [weights, text(folder)], "give PNG or JPEG files"),
+    "size": (
+        lambda weights, folder: [weights, "--test-size", 10_001],
+        "there are 10000 test images only, lower it",
+    ),
+    "out": (
+        lambda weights, folder: [weights, "--out", "/proc/no.csv"],
+        "cannot be written to /proc/no.csv (",
+    ),
+    "tf32": (
+        lambda weights, folder: [weights, "--precision", "tf32"],
+        "--precision tf32 needs an NVIDIA GPU",
+    ),
+    "option": (lambda weights, folder: [weights, "--epochs", 3], "unrecognized arguments: --epochs"),
+    "nothing": (lambda weights, folder: [], "the following arguments are required: model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake: str, weights: Path, tmp_path: Path, script: Script) -> None:
+    make, sentence = MISTAKES[mistake]
+    out = tmp_path / "out.csv"
+    out.write_text("precious")
+    done = script(PREDICT, "--out", out, *make(weights, tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert out.read_text() == "precious"
+
+
+def test_a_variant_with_another_network_is_told_apart(
+    forking: Forking, tmp_path: Path, script: Script
+) -> None:
+    branched = trained(forking, tmp_path, BEYOND / "unused.py", "--train-size", 200, "--test-size", 100)
+    done = script(PREDICT, branched, "--out", tmp_path / "out.csv")
+    assert done.returncode == 1
+    assert "another network than Net: none missing or of another shape, branch.weight, branch.bias not" in (
+        done.stderr
+    )
+
+
+def test_the_commands_of_its_page(weights: Path, tmp_path: Path, script: Script) -> None:
+    """As they stand there, with these weights and an image."""
+    page = (BEYOND / "PREDICT.md").read_text()
+    commands = re.findall(r"^python predict\.py (.*)$", page, re.MULTILINE)
+    assert len(commands) >= 3
+    Image.new("L", (28, 28)).save(tmp_path / "digit.png")
+    for command in commands:
+        words = [
+            re.sub(r"^\w+\.(png|jpg)$", str(tmp_path / "digit.png"), word) for word in shlex.split(command)
+        ]
+        assert re.fullmatch(r"\.\./\.\./results/models/[\w-]+\.pt", words[0])
+        out = tmp_path / "predictions.csv"
+        done = script(PREDICT, weights, *words[1:], "--out", out)
+        assert done.returncode == 0, done.stderr
+        assert table(out)
