@@ -5,11 +5,9 @@ benchmarks.
 """
 
 import os
-import random
 import runpy
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trainkit import samples
+from trainkit import network, samples
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
 
@@ -102,7 +100,7 @@ def start(
         "RESULTS_DIR": str(results_dir),
         "TRAINKIT_JOB_DIR": str(folder),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(network.free_port()),
         "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
     chosen = (os.environ[name].split(",") for name in VISIBLE if name in os.environ)
@@ -199,12 +197,3 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _free_port() -> int:
-    """A free port below those that the system hands out by itself (32768 and up)."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
