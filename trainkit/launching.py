@@ -73,15 +73,13 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             _follow(processes, output, folder)
             why = _why(processes, folder)
         except KeyboardInterrupt:
-            for process in processes:
-                process.terminate()  # a Run saves its checkpoint now
+            _signal(processes, signal.SIGTERM)  # a Run saves its checkpoint now
             _follow(processes, output, folder, PATIENCE_SECONDS)
             raise
         finally:
+            _signal(processes, signal.SIGKILL)
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                process.wait()
         if why:
             raise RankError(why)
         try:
@@ -114,6 +112,13 @@ def _follow(processes: list[subprocess.Popen], output: int, folder: Path, second
             print(decoder.decode(os.read(output, 1 << 16)), end="", flush=True)
         elif ended:
             return
+
+
+def _signal(processes: list[subprocess.Popen], number: signal.Signals) -> None:
+    """Send it to the ranks that still run, and to what they have started."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, number)
 
 
 def _failed(processes: list[subprocess.Popen], folder: Path) -> list[int]:

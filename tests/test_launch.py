@@ -1,0 +1,215 @@
+"""trainkit.launch: several ranks of a function, also where there is no script: a cell, a REPL."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT
+
+import trainkit
+from trainkit.errors import UserError
+
+# Functions within a test are sent by value, as those of a cell are.
+SESSION = """
+import trainkit
+class Answer:
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+def mean(start):
+    import torch
+    from trainkit import world
+    here = world.join(use_cuda=False, timeout=60)
+    number = world.sum_in_place(torch.tensor([start + here.rank]))
+    print(f"rank {here.rank} of {here.size}: {number.item()}")
+    world.leave()
+    return Answer(number)
+
+answer = trainkit.launch(mean, 5)
+print(isinstance(answer, Answer), answer.numbers)
+print(trainkit.launch(lambda: "a second time", workers=1))
+"""
+SLEEPS = """
+import os, signal, sys, time
+from pathlib import Path
+import trainkit
+
+def train(folder):
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        os.fork()  # as a DataLoader does
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+try:
+    trainkit.launch(train, sys.argv[1])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.keys() - ENVIRONMENT.keys():
+        monkeypatch.delenv(name)
+
+
+def alive(process: str) -> bool:
+    try:
+        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("in vain")
+
+
+@pytest.mark.parametrize("options", [["-c", SESSION], ["-i"]], ids=["-c", "REPL"])
+def test_ranks_meet_and_the_result_is_rank_0s(options: list[str], tmp_path: Path) -> None:
+    typed = re.sub(r"\n\n|\n(?=answer)", "\n\n", SESSION) if "-i" in options else None
+    command = [sys.executable, *options]
+    done = subprocess.run(command, input=typed, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["rank 0 of 2: 11", "rank 1 of 2: 11"], done.stderr
+    assert lines[2:] == ["True tensor([11])", "a second time"]
+
+
+def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    class Cell(io.StringIO):
+        def write(self, text: str) -> int:
+            if "begun" in text:
+                seen.touch()
+            return super().write(text)
+
+    def train() -> str:
+        print("begun, grün")
+        for _ in range(1200):
+            if seen.exists():
+                return os.environ["OMP_NUM_THREADS"]
+            time.sleep(0.05)
+        return "nobody reads this"
+
+    monkeypatch.setattr(sys, "stdout", Cell())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert trainkit.launch(train, workers=1) == str(len(os.sched_getaffinity(0)))
+    assert sys.stdout.getvalue() == "begun, grün\n"
+
+
+def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
+    def train() -> None:
+        from trainkit import world
+
+        here = world.join(use_cuda=False, timeout=60)
+        if here.rank == 1:
+            raise LookupError("no such class")
+        world.barrier()
+
+    with pytest.raises(trainkit.launching.RankError) as caught:
+        trainkit.launch(train)
+    head, trace, *frames, last = str(caught.value).strip().splitlines()
+    assert (head, last) == ("rank 1: LookupError: no such class", "LookupError: no such class")
+    assert trace == "Traceback (most recent call last):"
+    assert "in train" in frames[0] and 'raise LookupError("no such class")' in frames[1]
+    assert len([line for line in frames if "File" in line]) == 1
+
+
+def test_a_line_that_is_in_no_file_is_shown(tmp_path: Path) -> None:
+    """As a cell's: IPython, and the REPL from Python 3.13 on, keep the source for tracebacks in this way."""
+    program = """
+import linecache, trainkit
+source = "def train():\\n    return 1 / 0  # here\\n"
+linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(True), "<cell 1>")
+exec(compile(source, "<cell 1>", "exec"))
+trainkit.launch(train)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert '  File "<cell 1>", line 2, in train\n    return 1 / 0  # here\n' in done.stderr
+
+
+KILLED = "rank 1 ended with signal 9 (Killed) before train returned: by hand, or for want of memory?"
+LEFT = "rank 1 ended with exit code 0 before train returned: see what it printed."
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), KILLED),
+        (lambda: os._exit(0), LEFT),
+        (lambda: sys.exit(0), "rank 1: left before the end, with exit code 0"),
+    ],
+    ids=["killed", "left without a word", "sys.exit"],
+)
+def test_a_rank_that_ends_too_early_ends_the_others(end: Callable, sentence: str, tmp_path: Path) -> None:
+    def train() -> None:
+        if os.environ["RANK"] == "1":
+            end()
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(300)
+
+    with pytest.raises(UserError) as caught:
+        trainkit.launch(train)
+    assert str(caught.value).strip() == sentence
+    (sleeper,) = tmp_path.iterdir()
+    assert not alive(sleeper.name)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_no_rank_outlives_its_caller(how: signal.Signals, tmp_path: Path) -> None:
+    """Neither one that does not obey SIGTERM, nor a process that a rank has started."""
+    command = [sys.executable, "-c", SLEEPS, tmp_path]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as caller:
+        try:
+            wait_for(lambda: len(list(tmp_path.iterdir())) == 3)
+            caller.send_signal(how)
+            said, _ = caller.communicate(timeout=60)
+        finally:
+            caller.kill()
+    assert said == ("interrupted\n" if how == signal.SIGINT else "")
+    wait_for(lambda: not any(alive(process.name) for process in tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "sentence"),
+    [
+        (({"loss": 1.0},), 2, "launch cannot call {'loss': 1.0}: give it the function itself"),
+        ((int,), 0, "workers is 0: give a whole number from 1 on"),
+        ((int,), "2", "workers is '2': give a whole number from 1 on"),
+        ((len, threading.Lock()), 2, "cannot be sent to other processes (cannot pickle '_thread.lock'"),
+        ((threading.Lock,), 1, "rank 0: train's result cannot be sent back (cannot pickle '_thread.lock'"),
+        ((lambda: Unreadable(),), 1, "train's result cannot be sent back (no group here): return numbers"),
+    ],
+    ids=["no function", "no worker", "a word", "a lock", "a lock returned", "a DDP model returned"],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple, workers: object, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        trainkit.launch(*arguments, workers=workers)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value).strip()
+
+
+def refuse() -> None:
+    raise RuntimeError("no group here")
+
+
+class Unreadable:
+    """As DistributedDataParallel, it can be pickled, and not be read where there is no process group."""
+
+    def __reduce__(self) -> tuple:
+        return refuse, ()
