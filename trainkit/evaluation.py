@@ -58,5 +58,5 @@ def _without_ddp(model: nn.Module) -> nn.Module:
 
 def _correct(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if targets.is_floating_point():
-        return torch.full((), math.nan, device=output.device)
+        return torch.full((), math.nan, device=targets.device)
     return output.argmax(1).eq(targets).sum()

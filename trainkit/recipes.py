@@ -26,5 +26,13 @@ def optimizer_and_schedule(
     warmup_steps = options.lr_warmup_images // options.batch_size
     if warmup_steps > 1:
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
-        schedule = ChainedScheduler([schedule, warmup])
+        schedule = _Chained([schedule, warmup])
     return optimizer, schedule
+
+
+class _Chained(ChainedScheduler):
+    """As the other schedules have it: how many steps were done."""
+
+    @property
+    def last_epoch(self) -> int:
+        return self._schedulers[0].last_epoch

@@ -1,0 +1,159 @@
+"""Train a variational autoencoder on gene counts with DistributedDataParallel; the page is GENE_COUNTS.md.
+
+Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 50 --patience 3
+"""
+
+from typing import NamedTuple
+
+from trainkit import batches, data, errors, options, world
+from trainkit.evaluation import evaluate
+from trainkit.options import Options
+from trainkit.precision import choose_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
+from trainkit.world import World
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import NegativeBinomial
+
+GENES, PLATES, TYPES, LATENT = 200, 3, 8, 10
+CELLS, MOST_CELLS, HELD_OUT = 5_000, 100_000, 2_000
+KL_WARMUP = 20_000  # cells, over which the KL divergence comes to count in full
+# Of a cell: the counts of its genes, a 1 in the column of its plate, and the noise of its evaluation.
+COLUMNS = GENES, PLATES, LATENT
+
+
+def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cells of one known negative binomial model, the same on every rank and at every --seed.
+
+    `part` is 1 for training, 2 for cells that are held out: others of the same model.
+
+    Returns:
+        Inputs, float32 (count, sum(COLUMNS)), and the true type of each cell, int64 (count,).
+    """
+    tissue, random = np.random.default_rng(0), np.random.default_rng(part)
+    log_level = tissue.normal(0, 1, GENES)
+    log_of_type = tissue.normal(0, 0.35, (TYPES, GENES))
+    log_of_plate = tissue.normal(0, 0.5, (PLATES, GENES))  # each catches some genes better than others
+    dispersion = tissue.uniform(1, 5, GENES)
+    types, plates = random.integers(TYPES, size=count), random.integers(PLATES, size=count)
+    rates = np.exp(log_level + log_of_type[types] + log_of_plate[plates])
+    library_sizes = random.lognormal(np.log(500), 0.4, (count, 1))  # molecules caught of a cell
+    means = library_sizes * rates / rates.sum(1, keepdims=True)
+    counts = random.poisson(random.gamma(dispersion, means / dispersion))
+    columns = counts, np.eye(PLATES)[plates], random.normal(size=(count, LATENT))
+    return torch.from_numpy(np.hstack(columns)).float(), torch.from_numpy(types)
+
+
+class Output(NamedTuple):
+    """What the network makes of n cells, all float32."""
+
+    dispersion: torch.Tensor  # (GENES,), of the counts' negative binomial distributions
+    logits: torch.Tensor  # (n, GENES), of the same: log of mean / dispersion
+    mean: torch.Tensor  # (n, LATENT), of the latent state
+    log_variance: torch.Tensor  # (n, LATENT)
+    told: torch.Tensor | None  # (n, PLATES), the critic's guess, if it was asked
+
+
+class CountsVAE(nn.Module):
+    """Encoder to a latent state, and decoder to a negative binomial distribution of every gene's count.
+
+    The decoder is told the plate, so the latent state need not hold it. A critic tries to tell the plate from
+    the latent state all the same, and the encoder learns to leave it nothing to go by.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.encoder = _two_layers(GENES + PLATES, hidden, 2 * LATENT)
+        self.decoder = _two_layers(LATENT + PLATES, hidden, GENES)
+        self.log_dispersion = nn.Parameter(torch.zeros(GENES))
+        self.critic = nn.Linear(LATENT, PLATES)
+
+    def encode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and log-variance of each cell's latent state, float32 (n, LATENT) both."""
+        counts, plates, _ = inputs.split(COLUMNS, dim=1)
+        return self.encoder(torch.cat([counts.log1p(), plates], dim=1)).chunk(2, dim=1)
+
+    def forward(
+        self, inputs: torch.Tensor, noise: torch.Tensor | None = None, ask_critic: bool = False
+    ) -> Output:
+        """`inputs` are of `draw_cells`; `noise`, float32 (n, LATENT), takes the place of each cell's own."""
+        counts, plates, own_noise = inputs.split(COLUMNS, dim=1)
+        mean, log_variance = self.encode(inputs)
+        state = mean + (0.5 * log_variance).exp() * (own_noise if noise is None else noise)
+        log_shares = self.decoder(torch.cat([state, plates], dim=1)).log_softmax(dim=1)
+        log_means = log_shares + counts.sum(dim=1, keepdim=True).clamp(min=1).log()
+        # The same numbers as `state`, but the gradient's sign is changed: what helps the critic is unlearned.
+        told = self.critic(2 * state.detach() - state) if ask_critic else None
+        return Output(self.log_dispersion.exp(), log_means - self.log_dispersion, mean, log_variance, told)
+
+
+def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def negative_elbo(
+    output: Output, counts: torch.Tensor, reduction: str = "mean", kl_weight: float = 1.0
+) -> torch.Tensor:
+    """What a cell's counts cost given its latent state, and what that state costs, in nats: mean or sum."""
+    distribution = NegativeBinomial(output.dispersion, logits=output.logits, validate_args=False)
+    of_counts = -distribution.log_prob(counts).sum(dim=1)
+    kl = 0.5 * (output.mean.square() + output.log_variance.exp() - 1 - output.log_variance).sum(dim=1)
+    losses = of_counts + kl_weight * kl
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+def noise_of(step: int, opts: Options, here: World) -> torch.Tensor:
+    """This rank's share of the noise for the batch of a step: N ranks together draw what one draws."""
+    random = batches.generator(opts.seed, -1 - step)  # the orders of the epochs have the numbers from 1 on
+    noise = torch.randn(opts.batch_size, LATENT, generator=random)
+    return noise.chunk(here.size)[here.rank].to(here.device)
+
+
+def main() -> None:
+    graph = options.own("find", ("find", "plain"), None, "plain: without find_unused_parameters, which fails")
+    opts = options.parse(__doc__, graph=graph)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed)
+
+    # The counts are what goes in and what is to come out.
+    cells, held_out = (
+        data.Split("gene counts", inputs, inputs[:, :GENES])
+        for inputs, _ in (draw_cells(min(opts.train_size or CELLS, MOST_CELLS), 1), draw_cells(HELD_OUT, 2))
+    )
+    train_batches = batches.training(cells, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(held_out, opts, here.device, here.rank, here.size)
+
+    model = CountsVAE(hidden=4 * opts.width).to(here.device)
+    # Every second step leaves the critic out, and DDP would wait for its gradients.
+    find = opts.graph == "find"
+    how = {"gradient_as_bucket_view": True, "find_unused_parameters": find}
+    model = nn.parallel.DistributedDataParallel(model, **how)
+    choose_precision(model, opts, cells)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    run = Run("ddp-vae", opts, here, cells, model, optimizer, schedule, devices=here.size)
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for inputs, counts in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            step = schedule.last_epoch  # those done so far, also by an earlier process: alike on all ranks
+            output = model(inputs, noise_of(step, opts, here), ask_critic=step % 2 == 1)
+            loss = negative_elbo(output, counts, kl_weight=min(1, step * opts.batch_size / KL_WARMUP))
+            if output.told is not None:
+                loss = loss + F.cross_entropy(output.told, inputs.split(COLUMNS, dim=1)[1])
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, negative_elbo))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
