@@ -293,6 +293,11 @@ def test_the_size_from_which_more_devices_pay(tmp_path: Path, compared: Compared
     assert [list(line.get_xdata()) for line in runs.lines] == [[2048, 10240]] * 3
     assert [list(line.get_ydata()) for line in epochs.lines] == [[1, 5], [1.5, 3], [0.9, 2]]
     assert [list(line.get_ydata()) for line in runs.lines] == [[10, 30], [20, 25], [40, 35]]
+    marked = [
+        [(text.get_text(), round(text.get_position()[0])) for text in axes.texts] for axes in (epochs, runs)
+    ]
+    assert marked == [[("3,686", 3686)], [("7,509", 7509)]]
+    assert [len(axes.collections) for axes in (epochs, runs)] == [1, 1]
     seen.figures[SIZE].draw_without_rendering()
     assert not [text for text in runs.get_xticklabels() if "$" in text.get_text()]
 

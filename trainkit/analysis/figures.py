@@ -1,5 +1,6 @@
 """The figures of a comparison: throughput, speedup, size, accuracy; panels for each section of the report."""
 
+import math
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -130,12 +131,19 @@ def _pairs(table: pd.DataFrame, lines_of: Callable, plot: Callable) -> Figure | 
 
 
 def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
-    for axes, column, what in (
-        (left, "epoch_seconds", "training of an epoch (s)"),
-        (right, "elapsed_s", "whole run, start included (s)"),
+    """A dotted line stands at the size from which on several devices are sooner done than one."""
+    for axes, column, saved, what in (
+        (left, "epoch_seconds", "epoch_saved_s", "training of an epoch (s)"),
+        (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
     ):
         for text, rows in lines:
-            axes.plot(rows.train_images, rows[column], **_look(text, looks))
+            look = _look(text, looks)
+            axes.plot(rows.train_images, rows[column], **look)
+            size = sizes.break_even(rows, saved)
+            if 0 < size < math.inf:
+                of_the_height = axes.get_xaxis_transform()
+                axes.vlines(size, 0, 1, colors=look["color"], linestyles=":", transform=of_the_height)
+                axes.text(size, 0.02, f"{size:,.0f}", rotation=90, ha="right", transform=of_the_height)
         logarithmic(axes)
         axes.set(xlabel="images of an epoch", ylabel=what)
         axes.grid(alpha=0.3)

@@ -1,5 +1,7 @@
 """How long an epoch and a run take by the size of the data, and from which size on more devices pay."""
 
+import math
+
 import pandas as pd
 
 from trainkit.analysis.comparison import label
@@ -19,29 +21,39 @@ def lines(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(label(rows.iloc[0]), rows) for _, rows in groups if rows.train_images.nunique() > 1]
 
 
+def break_even(rows: pd.DataFrame, saved: str) -> float:
+    """The size from which on the seconds `saved` are above 0, by interpolation between those measured.
+
+    0 if they are at every size of a line of several devices, infinite if not even at the largest, NaN if that
+    is not known.
+    """
+    known = rows[rows[saved].notna()]
+    if len(known) < 2 or known.devices.iloc[0] == 1:
+        return math.nan
+    points = list(zip(known.train_images, known[saved], strict=True))
+    if points[-1][1] <= 0:
+        return math.inf
+    lost = [i for i, (_, seconds) in enumerate(points) if seconds <= 0]
+    if not lost:
+        return 0
+    (below, loss), (above, gain) = points[lost[-1] : lost[-1] + 2]
+    return below + (above - below) * -loss / (gain - loss)
+
+
 def sentences(section: pd.DataFrame) -> list[str]:
     """For each line of several devices, from which size on it is sooner done than one device."""
     told = []
     for text, rows in lines(section):
-        epoch, run = (_from(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
-        if epoch and run and rows.devices.iloc[0] > 1:
+        epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
+        if not math.isnan(epoch) and not math.isnan(run):
             told.append(
-                f"{text} is sooner done than one device: with an epoch {epoch}; with a run of "
-                f"{rows.epochs.iloc[0]} epochs, its start included, {run}."
+                f"{text} is sooner done than one device: with an epoch {_in_words(epoch)}; with a run of "
+                f"{rows.epochs.iloc[0]} epochs, its start included, {_in_words(run)}."
             )
     return told
 
 
-def _from(rows: pd.DataFrame, saved: str) -> str:
-    """The size from which on the seconds `saved` are above 0, by interpolation between those measured."""
-    known = rows[rows[saved].notna()]
-    if len(known) < 2:
-        return ""
-    points = list(zip(known.train_images, known[saved], strict=True))
-    if points[-1][1] <= 0:
-        return "not within the measured sizes"
-    lost = [i for i, (_, seconds) in enumerate(points) if seconds <= 0]
-    if not lost:
+def _in_words(size: float) -> str:
+    if size == 0:
         return "at all measured sizes"
-    (below, loss), (above, gain) = points[lost[-1] : lost[-1] + 2]
-    return f"from about {below + (above - below) * -loss / (gain - loss):,.0f} images on"
+    return "not within the measured sizes" if math.isinf(size) else f"from about {size:,.0f} images on"
