@@ -1,0 +1,226 @@
+"""The autoencoder on gene counts: N ranks train as one, and its latent state finds the cell types."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
+from forking import Forking
+
+SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
+# 5 steps an epoch, and held-out cells that neither 2 nor 3 ranks share equally.
+SMALL = ("--train-size", 310, "--test-size", 101, "--batch-size", 60, "--epochs", 2, "--no-cuda")
+# SGD, as to Adadelta gradients that are twice as large are nearly the same.
+EXACT = (*SMALL, "--recipe", "sgd", "--lr", 1e-4, "--save-model", "--timeout", 60)
+ROUNDING = 1e-5  # of float32 sums in another order: it came to a hundredth of that here
+STOP = """\
+            if here.rank == 1 and step == 0:
+                __import__("os").kill(__import__("os").getpid(), 12)
+"""
+
+
+@pytest.fixture
+def vae(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import vae_counts
+
+    return vae_counts
+
+
+@pytest.fixture(scope="module")
+def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all trainings: by 1, 2 and 3 ranks, and by 2 with a stop after the first step."""
+    results = tmp_path_factory.mktemp("vae")
+    for ranks in (1, 2, 3):
+        train(forking, SCRIPT, *EXACT, "--results-dir", results / str(ranks), ranks=ranks)
+    stopping = results / "stopping.py"
+    text = SCRIPT.read_text().replace("            loss.backward()\n", f"{STOP}            loss.backward()\n")
+    stopping.write_text(text)
+    places = "--results-dir", results / "resumed", "--checkpoint-dir", results / "saved", "--resume", "auto"
+    assert "stopped after step 1 of epoch 1" in train(forking, stopping, *EXACT, *places, ranks=2)
+    assert "resumed from" in train(forking, SCRIPT, *EXACT, *places, ranks=2)
+    return results
+
+
+def train(forking: Forking, *arguments: object, ranks: int | None = None) -> str:
+    done = forking.run(*arguments, env=ENVIRONMENT, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def weights_of(results_dir: Path) -> dict[str, torch.Tensor]:
+    (path,) = (results_dir / "models").glob("*.pt")
+    return torch.load(path, weights_only=True)
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two weights of the same name."""
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_n_ranks_train_as_one_and_count_every_held_out_cell_once(ranks: int, folder: Path) -> None:
+    assert furthest(weights_of(folder / str(ranks)), weights_of(folder / "1")) < ROUNDING
+    for of_all, of_one in zip(rows_of(folder / str(ranks)), rows_of(folder / "1"), strict=True):
+        assert (of_all["test_images"], of_all["images"]) == (101, 300)
+        for name in ("train_loss", "test_loss"):
+            assert of_all[name] == pytest.approx(of_one[name], rel=1e-6)
+
+
+def test_a_stop_within_an_epoch_and_a_resume_end_at_the_same_weights(folder: Path) -> None:
+    """The noise, the weight of the KL divergence and the critic's turn go on at the step that is next."""
+    assert furthest(weights_of(folder / "resumed"), weights_of(folder / "2")) < ROUNDING
+    assert [row["epoch"] for row in rows_of(folder / "resumed")] == [1, 2]
+
+
+def test_the_latent_state_finds_the_cell_types(vae: ModuleType, script: Script, tmp_path: Path) -> None:
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import adjusted_rand_score
+
+    def found(features: torch.Tensor) -> tuple[float, float]:
+        """Adjusted Rand index of their clusters, with the true types and with the plates."""
+        clusters = KMeans(vae.TYPES, n_init=4, random_state=0).fit_predict(features)
+        return adjusted_rand_score(types, clusters), adjusted_rand_score(plates, clusters)
+
+    arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
+    done = script(SCRIPT, *arguments, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    inputs, types = vae.draw_cells(vae.HELD_OUT, 2)
+    counts, plates, _ = inputs.split(vae.COLUMNS, dim=1)
+    plates = plates.argmax(dim=1)
+    model = vae.CountsVAE(hidden=128)
+    model.load_state_dict(weights_of(tmp_path))
+    with torch.no_grad():
+        by_type, by_plate = found(model.encode(inputs)[0])
+    assert by_type > 0.9 and abs(by_plate) < 0.02
+    by_type, by_plate = found(counts.log1p())
+    assert by_type < 0.1 and by_plate > 0.4
+
+
+def test_the_cells_are_of_the_model_that_is_told(vae: ModuleType) -> None:
+    """Of a type and plate: counts scatter more than a Poisson distribution's, by mean^2 / dispersion."""
+    inputs, types = vae.draw_cells(6_000, 1)
+    again, _ = vae.draw_cells(6_000, 1)
+    held_out, _ = vae.draw_cells(6_000, 2)
+    assert inputs.equal(again) and not inputs.equal(held_out)
+    counts, plates, noise = inputs.split(vae.COLUMNS, dim=1)
+    assert types.bincount().min() > 600 and plates.sum(dim=1).eq(1).all() and noise.std() > 0.9
+    library_sizes = counts.sum(dim=1, keepdim=True)
+    assert library_sizes.log().std().item() == pytest.approx(0.4, abs=0.05)
+    alike = (types == 0) & plates[:, 0].bool()
+    shares = (counts / library_sizes)[alike]
+    means = shares.mean(dim=0) * library_sizes[alike]
+    frequent = means.mean(dim=0) > 3
+    extra = ((counts[alike] - means).square() - means).mean(dim=0) / means.square().mean(dim=0)
+    # 1 / dispersion, which was drawn from 1 to 5.
+    assert 1 / 5 < extra[frequent].median() < 1 / 2
+
+
+def test_the_loss_is_that_of_other_libraries(vae: ModuleType) -> None:
+    from scipy.stats import nbinom
+    from torch.distributions import Normal, kl_divergence
+
+    torch.manual_seed(1)
+    inputs, _ = vae.draw_cells(5, 1)
+    counts = inputs[:, : vae.GENES]
+    with torch.no_grad():
+        output = vae.CountsVAE(hidden=8)(inputs)
+    means = output.dispersion * output.logits.exp()
+    torch.testing.assert_close(means.sum(dim=1), counts.sum(dim=1))  # the library size, as it was seen
+    n = output.dispersion.numpy()
+    of_counts = -nbinom.logpmf(counts.numpy(), n, n / (n + means.numpy())).sum()
+    latent = Normal(output.mean, (0.5 * output.log_variance).exp())
+    kl = kl_divergence(latent, Normal(0.0, 1.0)).sum().item()
+    for weight in (1.0, 0.25):
+        loss = vae.negative_elbo(output, counts, reduction="sum", kl_weight=weight).item()
+        assert loss == pytest.approx(of_counts + weight * kl, rel=1e-5)
+    assert 5 * vae.negative_elbo(output, counts).item() == pytest.approx(of_counts + kl, rel=1e-5)
+
+
+def test_what_helps_the_critic_is_unlearned(vae: ModuleType) -> None:
+    torch.manual_seed(1)
+    inputs, _ = vae.draw_cells(5, 1)
+    model, noise = vae.CountsVAE(hidden=8), torch.zeros(5, vae.LATENT)
+    model(inputs, noise, ask_critic=True).told[:, 0].sum().backward()
+    of_critic, of_encoder = model.critic.weight.grad.clone(), model.encoder[0].weight.grad.clone()
+    model.zero_grad()
+    model.critic(model.encode(inputs)[0])[:, 0].sum().backward()
+    assert of_encoder.abs().max() > 0
+    torch.testing.assert_close(of_encoder, -model.encoder[0].weight.grad)
+    torch.testing.assert_close(of_critic, model.critic.weight.grad)
+
+
+def test_all_ranks_end_when_the_held_out_elbo_gets_no_better(script: Script, tmp_path: Path) -> None:
+    arguments = ("--train-size", 120, "--epochs", 60, "--patience", 1, "--timeout", 60)
+    done = script(SCRIPT, *SMALL, *arguments, "--results-dir", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "ended before its last epoch: no better for 1 epoch" in done.stdout
+    losses = [row["test_loss"] for row in rows_of(tmp_path)]
+    assert 2 <= len(losses) < 60
+    assert losses[:-1] == sorted(losses[:-1], reverse=True) and losses[-1] >= losses[-2]
+
+
+def test_a_critic_left_out_unannounced_is_one_sentence(script: Script, tmp_path: Path) -> None:
+    done = script(SCRIPT, *EXACT, "--graph", "plain", "--results-dir", tmp_path, ranks=2)
+    assert done.returncode == 1
+    for rank in (0, 1):
+        assert f"error on rank {rank}: the last step left out some of the network" in done.stderr
+        # The weights and the biases of the critic, behind the dispersion and two layers of each network.
+        assert f"did not receive grad for rank {rank}: 9 10" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_is_compared_by_its_own_name(folder: Path, forking: Forking, tmp_path: Path) -> None:
+    plots = REPOSITORY / "results" / "plot_results.py"
+    train(forking, plots, folder / "1", folder / "2", "--out", tmp_path)
+    table = pd.read_csv(tmp_path / "comparison.csv")
+    assert set(zip(table.stage, table.dataset, table.model, strict=True)) == {
+        ("ddp-vae", "gene counts", "CountsVAE")
+    }
+    assert table.devices.tolist() == [1, 2] and table.speedup.notna().all()
+    assert table.test_accuracy.isna().all()
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ((REPOSITORY / "slurm" / "sweep.py", "--gpus", "1,2", "--train-size", "5000,20000"), "4 runs"),
+        ((STAGES["ddp"].parent / "submit.py", "--gpus", "2"), "beyond/vae_counts.py"),
+    ],
+    ids=["sweep", "submit"],
+)
+def test_it_is_found_as_a_job(program: tuple, told: str) -> None:
+    command = [sys.executable, *program, "--script", "beyond/vae_counts.py", "--dry-run"]
+    where = {"cwd": STAGES["ddp"].parent, "env": ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, **where)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--graph", "static"), "argument --graph: invalid choice: 'static' (choose from "),
+        (("--test-size", 2001), "--test-size 2001 is more than the 2000 test images"),
+        (("--precision", "bf16"), "CountsVAE computes in fp32 only: leave out --precision bf16"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, tuple) else "",
+)
+def test_a_mistake_is_one_sentence(arguments: tuple, sentence: str, script: Script) -> None:
+    done = script(SCRIPT, *SMALL, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+
+
+def test_an_epoch_of_more_cells_than_are_drawn(script: Script, tmp_path: Path) -> None:
+    """They go through the training again and again, as images do; so many would take a terabyte."""
+    fewer = tmp_path / "fewer.py"
+    fewer.write_text(SCRIPT.read_text().replace("100_000", "400"))
+    done = script(fewer, "--train-size", 99_000_000, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "dry run: one training step" in done.stdout
