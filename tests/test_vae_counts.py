@@ -1,5 +1,6 @@
 """The autoencoder on gene counts: N ranks train as one, and its latent state finds the cell types."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
 from forking import Forking
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
+PAGE = SCRIPT.parent / "GENE_COUNTS.md"
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # 5 steps an epoch, and held-out cells that neither 2 nor 3 ranks share equally.
 SMALL = ("--train-size", 310, "--test-size", 101, "--batch-size", 60, "--epochs", 2, "--no-cuda")
 # SGD, as to Adadelta gradients that are twice as large are nearly the same.
@@ -78,28 +81,28 @@ def test_a_stop_within_an_epoch_and_a_resume_end_at_the_same_weights(folder: Pat
     assert [row["epoch"] for row in rows_of(folder / "resumed")] == [1, 2]
 
 
-def test_the_latent_state_finds_the_cell_types(vae: ModuleType, script: Script, tmp_path: Path) -> None:
-    from sklearn.cluster import KMeans
-    from sklearn.metrics import adjusted_rand_score
-
-    def found(features: torch.Tensor) -> tuple[float, float]:
-        """Adjusted Rand index of their clusters, with the true types and with the plates."""
-        clusters = KMeans(vae.TYPES, n_init=4, random_state=0).fit_predict(features)
-        return adjusted_rand_score(types, clusters), adjusted_rand_score(plates, clusters)
-
+def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -> None:
+    """By the program of the page: adjusted Rand index with the true types, and with the plates."""
+    (program,) = [block for block in PYTHON.findall(PAGE.read_text()) if "import" in block]
     arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
     done = script(SCRIPT, *arguments, "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    inputs, types = vae.draw_cells(vae.HELD_OUT, 2)
-    counts, plates, _ = inputs.split(vae.COLUMNS, dim=1)
-    plates = plates.argmax(dim=1)
-    model = vae.CountsVAE(hidden=128)
-    model.load_state_dict(weights_of(tmp_path))
-    with torch.no_grad():
-        by_type, by_plate = found(model.encode(inputs)[0])
+    (weights,) = (tmp_path / "models").glob("*.pt")
+    command = [sys.executable, "-c", program, weights]
+    done = subprocess.run(command, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True)
+    found = re.findall(r"^(.*): types (\S+), plates (\S+)$", done.stdout, re.MULTILINE)
+    indices = {name: (float(by_type), float(by_plate)) for name, by_type, by_plate in found}
+    by_type, by_plate = indices["latent state"]
     assert by_type > 0.9 and abs(by_plate) < 0.02
-    by_type, by_plate = found(counts.log1p())
-    assert by_type < 0.1 and by_plate > 0.4
+    for name in ("counts", "shares"):
+        by_type, by_plate = indices[name]
+        assert by_type < 0.2 and by_plate > 0.4
+
+
+def test_the_page_quotes_the_script() -> None:
+    quotes = [block for block in PYTHON.findall(PAGE.read_text()) if "import" not in block]
+    assert len(quotes) == 3
+    assert all(block in SCRIPT.read_text() for block in quotes)
 
 
 def test_the_cells_are_of_the_model_that_is_told(vae: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """Train a variational autoencoder on gene counts with DistributedDataParallel; the page is GENE_COUNTS.md.
 
-Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 50 --patience 3
+Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma 0.95 --patience 3
 """
 
 from typing import NamedTuple
