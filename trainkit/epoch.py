@@ -27,6 +27,14 @@ class Tested(NamedTuple):
     accuracy: float  # NaN where the targets are not class numbers
 
 
+class Metric(NamedTuple):
+    """A number that an evaluation tells besides loss and accuracy, such as Metric("recall", "cats", 0.5)."""
+
+    metric: str
+    of: str
+    value: float  # NaN where it is not defined
+
+
 @dataclass
 class PartialEpoch:
     """The beginning of an epoch, as a checkpoint within it keeps it."""

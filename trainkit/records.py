@@ -1,6 +1,7 @@
 """The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
 
-One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device. The files are
+One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
+training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
 replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. And the
 file that a job of the doctor leaves, a row per size of its all-reduce.
 """
@@ -118,6 +119,13 @@ RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "data_seconds": _or_nan(0, MOST),
     "peak_memory_mb": COLUMNS["peak_memory_mb"],
 }
+# Of the file beside it that a training with metrics of its own has.
+METRIC_COLUMNS: dict[str, Callable[[str], object]] = {
+    "epoch": COLUMNS["epoch"],
+    "metric": _text(),
+    "of": _text(),
+    "value": _or_nan(-FLOAT32, FLOAT32),
+}
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
 ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
     "bytes": _number(int, 1),
@@ -146,7 +154,7 @@ class RecordError(UserError):
 class Recorder:
     """Writes `<results_dir>/runs/<run_id>.csv`.
 
-    `rows` are the rows so far, and `of_ranks` those of the file beside it.
+    `rows` are the rows so far, `of_ranks` and `metrics` those of the files beside it.
 
     Args:
         results_dir: created if it is not there.
@@ -168,21 +176,28 @@ class Recorder:
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
         self.rows: list[dict[str, object]] = []
         self.of_ranks: list[dict[str, object]] = []
+        self.metrics: list[dict[str, object]] = []
         fix = "free the space, mend the permissions, or give another --results-dir."
         check_writable(self.path.parent, "results", fix)
 
-    def add(self, of_ranks: Iterable[dict[str, object]] = (), **row: object) -> None:
-        """Append the row of one epoch, and those of its devices, and put both files in place.
+    def add(
+        self,
+        of_ranks: Iterable[dict[str, object]] = (),
+        metrics: Iterable[dict[str, object]] = (),
+        **row: object,
+    ) -> None:
+        """Append the row of one epoch, those of its devices and its metrics, and put the files in place.
 
         Raises:
             UserError: if the file cannot be written; the text tells where the rows are then.
         """
         self.rows.append(self._facts | row)
         self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
+        self.metrics += metrics
         self._write()
 
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
-        """Continue the file of an earlier process of the run, which had written `rows`, and that beside it.
+        """Continue the file of an earlier process of the run, which had written `rows`, and those beside it.
 
         `facts`, `run_id` among them, stay as they were there.
 
@@ -193,9 +208,11 @@ class Recorder:
         self._facts |= facts
         # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
         self.rows = [ADDED | self._facts | row for row in rows]
+        epochs = {row["epoch"] for row in rows}
         with suppress(RecordError):  # somebody may have removed it
-            epochs = {row["epoch"] for row in rows}
             self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
+        with suppress(RecordError):  # most runs have none
+            self.metrics = [row for row in read_metrics(self.path) if row["epoch"] in epochs]
         if rows:
             self._write()
 
@@ -214,6 +231,8 @@ class Recorder:
         _put_table(file, COLUMNS, self.rows)
         if self.of_ranks:  # a run of an earlier program, which goes on, had none
             _put_table(beside(file), RANK_COLUMNS, self.of_ranks, delimiter="\t")
+        if self.metrics:
+            _put_table(beside(file, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
 
     def _rescue(self) -> str:
         """Write the rows to another place, and tell where they are."""
@@ -226,9 +245,9 @@ class Recorder:
         return "No other place could be written to either; what was recorded before stays."
 
 
-def beside(path: Path) -> Path:
-    """The file with the rows of the ranks, for a run's CSV."""
-    return path.with_name(f"{path.stem}.ranks.tsv")
+def beside(path: Path, kind: str = "ranks") -> Path:
+    """The file with the rows of the ranks, or with the "metrics", for a run's CSV."""
+    return path.with_name(f"{path.stem}.{kind}.tsv")
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -249,6 +268,17 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     """
     return _read(
         beside(path), lambda line, where: _row(ADDED_TO_RANKS | line, where, RANK_COLUMNS), delimiter="\t"
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """The rows of the metrics beside a run's CSV, each cell as its column in `METRIC_COLUMNS` reads it.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(
+        beside(path, "metrics"), lambda line, where: _row(line, where, METRIC_COLUMNS), delimiter="\t"
     )
 
 

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import perf_counter
 
 import torch
@@ -14,7 +14,7 @@ from trainkit import clock, machine, world
 from trainkit.batches import Batch, Batches
 from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
-from trainkit.epoch import PartialEpoch, Tested, Trained, not_a_number
+from trainkit.epoch import Metric, PartialEpoch, Tested, Trained, not_a_number
 from trainkit.errors import UserError
 from trainkit.meeting import Meeting
 from trainkit.options import Options
@@ -138,8 +138,10 @@ class Run:
         self._losses[self._added] = loss.detach()
         self._added += 1
 
-    def end_of_epoch(self, epoch: int, tested: Tested) -> None:
+    def end_of_epoch(self, epoch: int, tested: Tested, metrics: Iterable[Metric] = ()) -> None:
         """Write the row of `epoch`, then a checkpoint.
+
+        Rank 0's `metrics` go to `<run_id>.metrics.tsv` beside the CSV.
 
         Raises:
             UserError: if one of them cannot be written; what was written before stays. Also if the loop
@@ -149,7 +151,7 @@ class Run:
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
         of_ranks = sum(world.gather(self._own_rows(epoch)), [])
-        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks))
+        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks, metrics))
         stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
 

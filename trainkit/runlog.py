@@ -6,6 +6,7 @@ import platform
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit import machine, samples
-from trainkit.epoch import Tested, Trained, why_ended
+from trainkit.epoch import Metric, Tested, Trained, why_ended
 from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
 from trainkit.model import bare
@@ -81,8 +82,15 @@ class RunLog:
         )
         tell(_configuration(options, here, self._facts["batch_per_device"]))
 
-    def epoch(self, epoch: int, trained: Trained, tested: Tested, of_ranks: list[dict[str, object]]) -> None:
-        """Write the row of one epoch and those of its ranks, then print its line.
+    def epoch(
+        self,
+        epoch: int,
+        trained: Trained,
+        tested: Tested,
+        of_ranks: list[dict[str, object]],
+        metrics: Iterable[Metric] = (),
+    ) -> None:
+        """Write the row of one epoch, those of its ranks and its metrics, then print its line.
 
         Raises:
             UserError: if the row cannot be written; the text tells where it is then.
@@ -111,7 +119,8 @@ class RunLog:
                 "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
-            self._recorder.add(of_ranks, **row, ended=ended)
+            of_epoch = [{"epoch": epoch} | one._asdict() for one in metrics]
+            self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:
                 samples.note_run(self._recorder.path)
         tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")

@@ -1,0 +1,53 @@
+"""A generated table for tabular.py: machines in use, some numbers and categories about each, and its state.
+
+The law that the states follow is a lottery: two machines with the same row may be in different states. So
+even the best classifier is often wrong, and what it can know is how likely each state is.
+"""
+
+from trainkit.data import Split
+
+import torch
+
+CLASSES = ("fine", "worn", "failing")  # about 67, 30 and 3 % of the rows
+NUMBERS = 8  # columns with numbers: readings of sensors
+CATEGORIES = (12, 8, 5, 3)  # columns with categories, by how many there are: site, model, maker, shift
+
+
+def load() -> tuple[Split, Split]:
+    """A table of 20,000 rows to train on and one of 5,000 for the test, the same in every call.
+
+    Inputs are float32 (n, 12): the numbers, then the category of each column, counted from 0. One tensor,
+    since it is what a `Split` holds; float32 has every whole number up to 16 million. Targets are int64 (n,).
+    """
+    (numbers, *train), (test_numbers, *test) = _rows(20_000, seed=1), _rows(5_000, seed=2)
+    # Both by the mean and the spread of the training rows: of the test, the training is to know nothing.
+    std, mean = torch.std_mean(numbers, dim=0)
+    return _split((numbers - mean) / std, *train), _split((test_numbers - mean) / std, *test)
+
+
+def balanced_weights(labels: torch.Tensor) -> torch.Tensor:
+    """A weight for each class, float32: the rarer, the larger; over these labels their mean is 1."""
+    counts = labels.bincount(minlength=len(CLASSES))
+    return len(labels) / (len(CLASSES) * counts.clamp(min=1))
+
+
+def _rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers (count, 8), categories int64 (count, 4) and labels (count,)."""
+    law, random = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, NUMBERS, generator=random)
+    categories = [torch.randint(size, (count,), generator=random) for size in CATEGORIES]
+    scores = hidden @ torch.randn(NUMBERS, len(CLASSES), generator=law)
+    for size, column in zip(CATEGORIES, categories, strict=True):
+        scores += torch.randn(size, len(CLASSES), generator=law)[column] * 0.8
+    # What no sum over the columns tells: two readings together, and one whose meaning differs by site.
+    scores[:, 2] += 1.5 * hidden[:, 0] * hidden[:, 1]
+    scores[:, 1] += 1.5 * hidden[:, 2] * torch.randn(CATEGORIES[0], generator=law)[categories[0]]
+    scores += torch.tensor([3.0, 0.0, -4.3])
+    labels = scores.softmax(1).multinomial(1, generator=random)[:, 0]
+    numbers = hidden.clone()
+    numbers[:, 4:] = numbers[:, 4:].mul(0.5).exp()  # skewed, as what is counted or paid mostly is
+    return numbers, torch.stack(categories, dim=1), labels
+
+
+def _split(numbers: torch.Tensor, categories: torch.Tensor, labels: torch.Tensor) -> Split:
+    return Split("machines", torch.cat([numbers, categories.float()], dim=1), labels)

@@ -1,0 +1,77 @@
+"""Metrics of a classifier over all ranks: made of counts, which can be summed up, as means cannot."""
+
+from trainkit import world
+from trainkit.epoch import Metric
+
+import torch
+import torch.nn.functional as F
+
+BINS = 10  # of confidence, for the calibration
+
+
+class Counts:
+    """Counts of one evaluation: give `loss` to `evaluate`, then ask for the metrics.
+
+    `confusion` (classes, classes) has the rows of each class (first index) that were taken for each class.
+    `bins` (BINS, 3) has the rows whose confidence is in each tenth of 0 to 1, the sum of their confidence,
+    and how many of them are right. The confidence is the probability of the class that was chosen. Both are
+    float64, whose sums of whole numbers are exact.
+    """
+
+    def __init__(self, classes: int, device: torch.device) -> None:
+        self.confusion = torch.zeros(classes, classes, dtype=torch.float64, device=device)
+        self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The cross entropy, without weights, of a batch: `evaluate` asks for it, and we count the rows."""
+        classes = len(self.confusion)
+        confidence, chosen = output.double().softmax(1).max(1)
+        pairs = (targets * classes + chosen).bincount(minlength=classes**2)
+        self.confusion += pairs.view(classes, classes)
+        bins = (confidence * BINS).long().clamp(0, BINS - 1)
+        for column, values in enumerate((torch.ones_like(confidence), confidence, chosen == targets)):
+            self.bins[:, column] += bins.bincount(values.double(), minlength=BINS)
+        return F.cross_entropy(output, targets, reduction=reduction)
+
+    def metrics(self, names: tuple[str, ...]) -> list[Metric]:
+        """Those of all ranks' rows together, which all ranks have to ask for; `names` are the classes.
+
+        Per class precision, recall and F1; balanced accuracy; the confusion; the bins of the calibration,
+        and its expected error. What there are no rows for is NaN, such as the precision of a class that was
+        never chosen.
+        """
+        # The only step that knows of ranks: sums of counts first, quotients afterwards.
+        confusion = world.sum_in_place(self.confusion).cpu()
+        rows, confidence, right = world.sum_in_place(self.bins).cpu().unbind(1)
+        hits, chosen, there = confusion.diag(), confusion.sum(0), confusion.sum(1)
+        per_class = {
+            "precision": hits / chosen,
+            "recall": hits / there,
+            "f1": 2 * hits / (chosen + there),
+        }
+        told = [
+            Metric("balanced_accuracy", "all classes", (hits / there).nanmean().item()),
+            Metric("calibration_error", "all rows", ((right - confidence).abs().sum() / rows.sum()).item()),
+        ]
+        for metric, values in per_class.items():
+            told += [Metric(metric, name, value) for name, value in zip(names, values.tolist(), strict=True)]
+        for name, line in zip(names, confusion.tolist(), strict=True):
+            told += [
+                Metric("rows", f"{name} taken for {other}", n) for other, n in zip(names, line, strict=True)
+            ]
+        for i in rows.nonzero().flatten().tolist():
+            of = f"confidence {i / BINS:g} to {(i + 1) / BINS:g}"
+            told.append(Metric("rows", of, rows[i].item()))
+            told.append(Metric("mean_confidence", of, (confidence[i] / rows[i]).item()))
+            told.append(Metric("accuracy", of, (right[i] / rows[i]).item()))
+        return told
+
+
+def in_one_line(metrics: list[Metric]) -> str:
+    """What a log is to show of them, in percent."""
+    value = {(one.metric, one.of): f"{100 * one.value:.1f} %" for one in metrics}
+    recalls = ", ".join(f"{of} {text}" for (metric, of), text in value.items() if metric == "recall")
+    return (
+        f"recall {recalls} | balanced accuracy {value['balanced_accuracy', 'all classes']} | "
+        f"calibration error {value['calibration_error', 'all rows']}"
+    )
