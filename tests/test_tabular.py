@@ -1,0 +1,244 @@
+"""The classifier on a table: its class weights and its metrics are those of one process, over any ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of
+from forking import Forking
+from sklearn import calibration
+from sklearn import metrics as judges
+
+from trainkit import records
+from trainkit.errors import UserError
+
+BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
+# As Python itself does: the folder of a script is where it finds its neighbours.
+LAUNCHED = f"""import runpy, sys
+sys.path.insert(0, {str(BEYOND)!r})
+runpy.run_path({str(BEYOND / "tabular.py")!r}, run_name="__main__")
+"""
+SMALL = ("--train-size", 900, "--test-size", 1000, "--batch-size", 30, "--epochs", 2, "--no-cuda")
+# SGD, as to Adadelta and Adam gradients that are twice as large are nearly the same.
+EXACT = (*SMALL, "--recipe", "sgd", "--lr", 0.05, "--save-model", "--timeout", 60)
+WORKERS = ("--loader", "workers", "--num-workers", 1)
+CUT = ("--accumulate", 5)
+TRAININGS = {
+    "exact": (1,),
+    "exact on 2": (2,),
+    "exact on 3": (3,),
+    "exact cut": (1, *CUT),
+    "exact cut on 2": (2, *CUT),
+    "naive": (1, "--weights", "naive"),
+    "naive cut on 2": (2, *CUT, "--weights", "naive"),
+    "none": (1, "--weights", "none"),
+}
+ROUNDING = 1e-5  # it came to a twentieth of that here
+
+
+class Trained:
+    """What a training has left in its folder: its rows, metrics, weights, and what it has told."""
+
+    def __init__(self, folder: Path, told: str) -> None:
+        self.folder, self.told = folder, told
+        self.rows = rows_of(folder)
+        (csv,) = (folder / "runs").glob("*.csv")
+        self.metrics: dict[int, dict[tuple[str, str], float]] = {}
+        for row in records.read_metrics(csv):
+            self.metrics.setdefault(row["epoch"], {})[row["metric"], row["of"]] = row["value"]
+        (path,) = (folder / "models").glob("*.pt")
+        self.weights = torch.load(path, weights_only=True)
+
+
+def furthest(one: Trained, other: Trained) -> float:
+    """The largest difference of two weights of the same name."""
+    return max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
+
+
+def launched(folder: Path) -> Path:
+    """A script in `folder` that is tabular.py."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "launched.py"
+    path.write_text(LAUNCHED)
+    return path
+
+
+def train(forking: Forking, folder: Path, ranks: int, *options: object) -> Trained:
+    done = forking.run(
+        launched(folder), *EXACT, *options, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks
+    )
+    assert done.returncode == 0, done.stderr
+    return Trained(folder, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all trainings."""
+    return tmp_path_factory.mktemp("tabular")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, forking: Forking) -> dict[str, Trained]:
+    return {name: train(forking, folder / name, *how) for name, how in TRAININGS.items()}
+
+
+def test_exact_weights_train_as_one_process(trained: dict[str, Trained]) -> None:
+    for name in ("exact on 2", "exact on 3", "exact cut", "exact cut on 2"):
+        assert furthest(trained[name], trained["exact"]) < ROUNDING, name
+        for row, of_one in zip(trained[name].rows, trained["exact"].rows, strict=True):
+            assert row["train_loss"] == pytest.approx(of_one["train_loss"], rel=1e-4)
+
+
+def test_naive_weights_do_not(trained: dict[str, Trained]) -> None:
+    """On the whole batch they are the same; in shares of 3 rows they are not."""
+    assert furthest(trained["naive"], trained["exact"]) < ROUNDING
+    assert furthest(trained["naive cut on 2"], trained["exact"]) > 1000 * ROUNDING
+
+
+def test_weights_are_for_the_rare_class(trained: dict[str, Trained]) -> None:
+    recalls = [trained[name].metrics[2]["recall", "failing"] for name in ("none", "naive cut on 2", "exact")]
+    assert recalls == sorted(recalls) and recalls[0] < 0.2 and recalls[2] > 0.4
+
+
+@pytest.mark.parametrize("name", ["exact", "exact on 2", "exact on 3"])
+def test_metrics_are_those_of_scikit_learn(
+    name: str, trained: dict[str, Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the saved weights, on all test rows at once."""
+    monkeypatch.syspath_prepend(BEYOND)
+    from tabular import TableNet
+    from tabular_data import CLASSES, load
+
+    test = load()[1].first(1000)
+    network = TableNet(width=32)
+    network.load_state_dict(trained[name].weights)
+    with torch.no_grad():
+        probabilities = network(test.inputs).double().softmax(1).numpy()
+    truth, chosen, confidence = test.targets.numpy(), probabilities.argmax(1), probabilities.max(1)
+    assert set(chosen) == {0, 1, 2}
+
+    expected = {("balanced_accuracy", "all classes"): judges.balanced_accuracy_score(truth, chosen)}
+    per_class = judges.precision_recall_fscore_support(truth, chosen)
+    for metric, values in zip(("precision", "recall", "f1"), per_class, strict=False):
+        expected |= {(metric, one): value for one, value in zip(CLASSES, values, strict=True)}
+    for one, line in zip(CLASSES, judges.confusion_matrix(truth, chosen), strict=True):
+        expected |= {("rows", f"{one} taken for {other}"): n for other, n in zip(CLASSES, line, strict=True)}
+    right, sure = calibration.calibration_curve(chosen == truth, confidence, n_bins=10)
+    rows, edges = np.histogram(confidence, bins=np.linspace(0, 1, 11))
+    bins = [f"confidence {low:.2g} to {low + 0.1:.2g}" for low, n in zip(edges, rows, strict=False) if n]
+    rows = rows[rows > 0]
+    expected["calibration_error", "all rows"] = (rows * abs(right - sure)).sum() / 1000
+    for metric, values in {"rows": rows, "accuracy": right, "mean_confidence": sure}.items():
+        expected |= {(metric, one): value for one, value in zip(bins, values, strict=True)}
+    # The file has six digits.
+    assert trained[name].metrics[2] == pytest.approx(expected, rel=1e-5)
+    last = trained[name].rows[-1]
+    assert last["test_loss"] == pytest.approx(judges.log_loss(truth, probabilities), rel=1e-5)
+    assert last["test_accuracy"] == pytest.approx(100 * judges.accuracy_score(truth, chosen), rel=1e-5)
+
+
+def test_metrics_do_not_depend_on_the_ranks(trained: dict[str, Trained]) -> None:
+    """666 of the 1000 test rows are not a third of what the metrics count; what is shown are those of all."""
+    for name in ("exact on 2", "exact on 3"):
+        for epoch, metrics in trained["exact"].metrics.items():
+            assert trained[name].metrics[epoch] == pytest.approx(metrics, rel=1e-4), (name, epoch)
+        assert f"failing {100 * metrics['recall', 'failing']:.1f} %" in trained[name].told
+    counted = [value for (metric, of), value in metrics.items() if metric == "rows" and "taken" in of]
+    assert sum(counted) == 1000
+
+
+def test_a_run_that_goes_on_keeps_the_metrics_of_before(
+    trained: dict[str, Trained], forking: Forking, tmp_path: Path
+) -> None:
+    """With rows from the processes of a loader, too."""
+    places = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    for epochs in (1, 2):
+        resumed = train(forking, tmp_path, 2, *WORKERS, *places, "--epochs", epochs)
+    assert "resumed from" in resumed.told
+    assert furthest(resumed, trained["exact on 2"]) < ROUNDING
+    assert resumed.metrics == trained["exact on 2"].metrics
+
+
+def test_metrics_that_cannot_be_written_are_one_sentence(
+    trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands where the file is to come; rows and metrics are then in the current one."""
+    monkeypatch.chdir(tmp_path)
+    row = trained["exact"].rows[0]
+    metric = {"epoch": 1, "metric": "recall", "of": "cats", "value": 0.5}
+    recorder = records.Recorder(tmp_path / "results", row)
+    (tmp_path / "results" / "runs" / f"{row['run_id']}.metrics.tsv").mkdir()
+    with pytest.raises(UserError, match=r"csv cannot be written \(.* The 1 epoch\(s\) so far are in"):
+        recorder.add(metrics=[metric])
+    assert records.read_metrics(tmp_path / f"{row['run_id']}.csv") == [metric]
+
+
+def test_they_are_compared_each_by_its_name(
+    trained: dict[str, Trained], folder: Path, forking: Forking, tmp_path: Path
+) -> None:
+    """The metrics beside the CSVs are not taken for runs."""
+    script = REPOSITORY / "results" / "plot_results.py"
+    done = forking.run(script, folder, "--out", tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0 and "not read" not in done.stdout + done.stderr, done.stderr
+    table = pd.read_csv(tmp_path / "comparison.csv")
+    found = set(zip(table.stage, table.dataset, table.model, table.accumulate, table.devices, strict=True))
+    assert found == {
+        (f"tabular-{name.split()[0]}", "machines", "TableNet", 5 if "cut" in name else 1, ranks)
+        for name, (ranks, *_) in TRAININGS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--weights", "much"), "argument --weights: invalid choice: 'much'"),
+        (("--accumulate", 0), "argument --accumulate: 0 is too small"),
+        (
+            ("--accumulate", 7),
+            "--batch-size 30 does not divide among 7 micro-batches (1 processes x --accumulate 7): "
+            "the nearest is 28 or 35",
+        ),
+        (("--precision", "bf16"), "TableNet computes in fp32 only: leave out --precision bf16"),
+        (("--test-size", 6000), "--test-size 6000 is more than the 5000 test images"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple, sentence: str, script: Script, tmp_path: Path) -> None:
+    done = script(launched(tmp_path), *SMALL, *arguments, "--results-dir", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Path) -> None:
+    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    assert script(launched(tmp_path), *SMALL, "--epochs", 1, *places).returncode == 0
+    done = script(launched(tmp_path), *SMALL, "--weights", "none", *places)
+    assert done.returncode == 1 and "was made with --weights exact" in done.stderr
+
+
+def test_a_sweep_of_it(tmp_path: Path) -> None:
+    """Without Slurm; its last words are how many workers to ask for, or what that would take."""
+    checkout = Checkout(tmp_path / "a checkout")
+    script = checkout.folder / "03_multigpu_ddp" / "beyond" / "tabular.py"
+    lists = ("--script", script, "--gpus", "1,2", "--batch-size", 300)
+    done = checkout.python("slurm/sweep.py", *lists, *SMALL[:4], *SMALL[6:], "--out", tmp_path / "sweep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = pd.read_csv(tmp_path / "sweep" / "comparison.csv")
+    assert list(zip(table.stage, table.devices, strict=True)) == [("tabular-exact", 1), ("tabular-exact", 2)]
+    assert len(list((tmp_path / "sweep").glob("*/runs/*.metrics.tsv"))) == 2
+    assert (tmp_path / "sweep" / "how_many_gpus.md").exists(), done.stdout
+
+
+def test_as_a_job(cluster: RunningCluster, tmp_path: Path) -> None:
+    """By sbatch and by submit.py: the neighbours that it imports are found in every rank."""
+    checkout = Checkout(tmp_path / "a checkout", cluster)
+    job = checkout.submit("srun", "beyond/tabular.py", *CUT, *SMALL, sbatch=("--nodes=2",))
+    arguments = ("--script", "beyond/tabular.py", "--gpus", 2, "--weights", "naive", *SMALL, "--wait")
+    done = checkout.submit_py("ddp", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.cluster.wait(job, timeout=300)["JobState"] == "COMPLETED", checkout.log(job)
+    runs = sorted((checkout.folder / "results" / "runs").glob("*.metrics.tsv"))
+    assert [path.name.rpartition("-20")[0] for path in runs] == ["tabular-exact", "tabular-naive"]
