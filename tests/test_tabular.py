@@ -125,6 +125,12 @@ def test_metrics_are_those_of_scikit_learn(
     per_class = judges.precision_recall_fscore_support(truth, chosen)
     for metric, values in zip(("precision", "recall", "f1"), per_class, strict=False):
         expected |= {(metric, one): value for one, value in zip(CLASSES, values, strict=True)}
+    per_class = {
+        "share": [np.mean(truth == one) for one in range(3)],
+        "mean_probability": probabilities.mean(0),
+    }
+    for metric, values in per_class.items():
+        expected |= {(metric, one): value for one, value in zip(CLASSES, values, strict=True)}
     for one, line in zip(CLASSES, judges.confusion_matrix(truth, chosen), strict=True):
         expected |= {("rows", f"{one} taken for {other}"): n for other, n in zip(CLASSES, line, strict=True)}
     right, sure = calibration.calibration_curve(chosen == truth, confidence, n_bins=10)
@@ -235,7 +241,9 @@ def test_a_sweep_of_it(tmp_path: Path) -> None:
 def test_as_a_job(cluster: RunningCluster, tmp_path: Path) -> None:
     """By sbatch and by submit.py: the neighbours that it imports are found in every rank."""
     checkout = Checkout(tmp_path / "a checkout", cluster)
-    job = checkout.submit("srun", "beyond/tabular.py", *CUT, *SMALL, sbatch=("--nodes=2",))
+    job = checkout.submit(
+        "srun", "beyond/tabular.py", *SMALL, "--batch-size", 60, *CUT, sbatch=("--nodes=2",)
+    )
     arguments = ("--script", "beyond/tabular.py", "--gpus", 2, "--weights", "naive", *SMALL, "--wait")
     done = checkout.submit_py("ddp", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr

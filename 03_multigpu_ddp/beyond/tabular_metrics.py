@@ -14,18 +14,21 @@ class Counts:
 
     `confusion` (classes, classes) has the rows of each class (first index) that were taken for each class.
     `bins` (BINS, 3) has the rows whose confidence is in each tenth of 0 to 1, the sum of their confidence,
-    and how many of them are right. The confidence is the probability of the class that was chosen. Both are
-    float64, whose sums of whole numbers are exact.
+    and how many of them are right. The confidence is the probability of the class that was chosen.
+    `probabilities` (classes,) are the sums of the probabilities. All are float64, in which counts are exact.
     """
 
     def __init__(self, classes: int, device: torch.device) -> None:
         self.confusion = torch.zeros(classes, classes, dtype=torch.float64, device=device)
         self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        self.probabilities = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
         """The cross entropy, without weights, of a batch: `evaluate` asks for it, and we count the rows."""
         classes = len(self.confusion)
-        confidence, chosen = output.double().softmax(1).max(1)
+        probabilities = output.double().softmax(1)
+        self.probabilities += probabilities.sum(0)
+        confidence, chosen = probabilities.max(1)
         pairs = (targets * classes + chosen).bincount(minlength=classes**2)
         self.confusion += pairs.view(classes, classes)
         bins = (confidence * BINS).long().clamp(0, BINS - 1)
@@ -36,18 +39,21 @@ class Counts:
     def metrics(self, names: tuple[str, ...]) -> list[Metric]:
         """Those of all ranks' rows together, which all ranks have to ask for; `names` are the classes.
 
-        Per class precision, recall and F1; balanced accuracy; the confusion; the bins of the calibration,
-        and its expected error. What there are no rows for is NaN, such as the precision of a class that was
-        never chosen.
+        Per class precision, recall, F1, its share of the rows, and its mean probability, which should be that
+        share; balanced accuracy; the confusion; the bins of the calibration, and its expected error. What there
+        are no rows for is NaN, such as the precision of a class that was never chosen.
         """
         # The only step that knows of ranks: sums of counts first, quotients afterwards.
         confusion = world.sum_in_place(self.confusion).cpu()
         rows, confidence, right = world.sum_in_place(self.bins).cpu().unbind(1)
+        probabilities = world.sum_in_place(self.probabilities).cpu()
         hits, chosen, there = confusion.diag(), confusion.sum(0), confusion.sum(1)
         per_class = {
             "precision": hits / chosen,
             "recall": hits / there,
             "f1": 2 * hits / (chosen + there),
+            "share": there / rows.sum(),
+            "mean_probability": probabilities / rows.sum(),
         }
         told = [
             Metric("balanced_accuracy", "all classes", (hits / there).nanmean().item()),
