@@ -40,8 +40,8 @@ class Counts:
         """Those of all ranks' rows together, which all ranks have to ask for; `names` are the classes.
 
         Per class precision, recall, F1, its share of the rows, and its mean probability, which should be that
-        share; balanced accuracy; the confusion; the bins of the calibration, and its expected error. What there
-        are no rows for is NaN, such as the precision of a class that was never chosen.
+        share; balanced accuracy; the confusion; the bins of the calibration, and its expected error. What has
+        no rows is NaN, such as the precision of a class that was never chosen.
         """
         # The only step that knows of ranks: sums of counts first, quotients afterwards.
         confusion = world.sum_in_place(self.confusion).cpu()
