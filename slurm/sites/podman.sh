@@ -1,0 +1,23 @@
+# shellcheck shell=bash disable=SC2034
+# A site with Podman on its nodes, 4.3 or newer, and the image of slurm/containers:
+#     cp slurm/sites/podman.sh slurm/site.sh
+export SBATCH_PARTITION=gpu
+
+# Each node keeps images of its own. One that does not have this one takes it from a file that all nodes see.
+activate_environment() {
+    local on_each=()
+    [[ -z ${SLURM_JOB_ID:-} ]] || on_each=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+    "${on_each[@]}" bash -c \
+        "podman image exists tutorial || podman load --quiet --input '$HOME/images/tutorial.tar'"
+}
+
+# Into the container go the job's variables, its network, standard input (which ends the sampling), the checkout and
+# the data at the same paths, and the GPUs. Without cgroups of its own it ends with its job's step.
+SITE_CONTAINER=(
+    podman run --rm --interactive --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
+    --env-host --env=PATH=/usr/local/bin:/usr/bin:/bin --unsetenv=LD_LIBRARY_PATH
+    --volume="${REPOSITORY:-}:${REPOSITORY:-}" --volume=/shared/datasets:/shared/datasets --workdir="$PWD"
+    --device=nvidia.com/gpu=all
+    tutorial
+)
+SITE_DATA_DIR=/shared/datasets/mnist
