@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2034
-# A site where Python runs in an Apptainer (Singularity) container, built once on the login node from
-# any image that has PyTorch and what pyproject.toml lists:
+# A site where Python runs in an Apptainer (Singularity) container, with the image of slurm/containers:
 #     cp slurm/sites/apptainer.sh slurm/site.sh
 export SBATCH_PARTITION=gpu
 
 activate_environment() {
     module load apptainer
+    export PYTHONNOUSERSITE=1 # Apptainer shows your home: packages in ~/.local are not to mix with the image's
 }
 
 # --nv brings the GPU driver of the node into the container, --bind the checkout and the data.

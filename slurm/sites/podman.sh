@@ -11,13 +11,14 @@ activate_environment() {
         "podman image exists tutorial || podman load --quiet --input '$HOME/images/tutorial.tar'"
 }
 
-# Into the container go the job's variables, its network, standard input (which ends the sampling), the checkout and
-# the data at the same paths, and the GPUs. Without cgroups of its own it ends with its job's step.
+# Into the container go the job's variables and network, the checkout and the data at the same paths, and the GPUs.
+# Without cgroups of its own it ends with its job's step, as Slurm finds it there. `python` is the image's.
 SITE_CONTAINER=(
-    podman run --rm --interactive --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
+    podman run --rm --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
     --env-host --env=PATH=/usr/local/bin:/usr/bin:/bin --unsetenv=LD_LIBRARY_PATH
     --volume="${REPOSITORY:-}:${REPOSITORY:-}" --volume=/shared/datasets:/shared/datasets --workdir="$PWD"
     --device=nvidia.com/gpu=all
     tutorial
 )
 SITE_DATA_DIR=/shared/datasets/mnist
+SITE_MONITOR=off # each container has process numbers of its own: the sampler would not find the ranks
