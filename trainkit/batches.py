@@ -122,19 +122,25 @@ class GlobalOrder(RankOrder):
 
 
 class TestOrder(RankOrder):
-    """This rank's contiguous share of the test set, in order; the last step may be smaller."""
+    """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
+
+    So the ranks may exchange something in each step. A rank with fewer samples than that has a step for each.
+    """
 
     __test__ = False  # not a test case, whatever its name
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
-        self.step_size = batch_size
+        self.step_size, self.largest = batch_size, -(-size // world_size)
 
     def __len__(self) -> int:
-        return -(-(self.last - self.first) // self.step_size)
+        return min(-(-self.largest // self.step_size), self.last - self.first)
 
     def indices(self) -> torch.Tensor:
         return torch.arange(self.first, self.last)
+
+    def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+        yield from self.indices().to(device).tensor_split(max(len(self), 1))[self.first_step : len(self)]
 
 
 def generator(seed: int, epoch: int) -> torch.Generator:

@@ -2,19 +2,25 @@
 
 A checkpoint is one file, `epoch-E-step-S.pt`: the training stood before step S (counted from 0) of
 epoch E. It holds the network, the optimizer, the learning rate schedule, every rank's random
-numbers, and the rows of the run's CSV, so that the run goes on under its own name.
+numbers, and the rows of the run's CSV, so that the run goes on under its own name. A network that is split
+over the ranks, and its optimizer, are in a folder beside it, `epoch-E-step-S.shards`, which the ranks write
+before: it counts from when the file is there, which has the checksums.
 """
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 import zipfile
+import zlib
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
@@ -23,10 +29,13 @@ from trainkit import machine, world
 from trainkit.epoch import PartialEpoch, not_a_number
 from trainkit.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable, replacing
-from trainkit.model import bare
+from trainkit.model import bare, name_of
 from trainkit.options import Options
 from trainkit.precision import precision_of, set_precision
 from trainkit.runlog import RunLog
+
+if TYPE_CHECKING:
+    from trainkit.sharded import Sharded
 
 VERSION = 2  # 1: the inputs of Net.fc1 were in the order height, width, channel
 KEYS = (
@@ -41,6 +50,7 @@ KEYS = (
     "optimizer",
     "schedule",
 )
+SPLIT = ("model", "optimizer")  # where each rank has a part
 KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
@@ -65,13 +75,15 @@ class Checkpoints:
         model: nn.Module,
         parts: dict[str, object],
         log: RunLog | None,
+        sharded: "Sharded | None" = None,
     ) -> None:
         # Without the wrappers, so that every stage can load it.
         self._parts = {"model": bare(model)} | parts
         # What makes it this training and no other.
-        names = {"dataset": dataset, "model": type(bare(model)).__name__}
+        names = {"dataset": dataset, "model": name_of(model)}
         self._identity = options.shaping() | names
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
+        self._sharded = sharded
         self._first_epoch, self._part = 1, None
         self._stop_asked = False
         self._saved_at = time.monotonic()
@@ -111,8 +123,10 @@ class Checkpoints:
         if not self._folder:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
+        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         random_numbers = world.gather(_random_numbers())
-        world.on_first(lambda: self._write(epoch, part, where, random_numbers))
+        mistake = self._write_shards(path, where) if self._sharded else ""
+        world.on_first(lambda: self._write(path, epoch, part, where, random_numbers, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -132,8 +146,9 @@ class Checkpoints:
             return
         if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
             with suppress(OSError):  # the run went well
-                for path in (*_checkpoints(self._folder), self._folder / LOCK):
-                    path.unlink(missing_ok=True)
+                for path in _checkpoints(self._folder):
+                    _remove(path)
+                (self._folder / LOCK).unlink(missing_ok=True)
                 self._folder.rmdir()
 
     def _ask_to_stop(self, *_: object) -> None:
@@ -167,6 +182,9 @@ class Checkpoints:
             lock = None
         for leftover in self._folder.glob("epoch-*-step-*.pt.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
+        for shards in self._folder.glob("epoch-*-step-*.shards"):
+            if not shards.with_suffix(".pt").exists():
+                shutil.rmtree(shards, ignore_errors=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
             raise UserError(
                 f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
@@ -185,8 +203,12 @@ class Checkpoints:
                 _to_classic_order(state)
             groups = self._parts["optimizer"].param_groups
             kernels = [{name: group[name] for name in KERNELS if name in group} for group in groups]
-            for name, thing in self._parts.items():
+            if ("shards" in state) != (self._sharded is not None):
+                raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
+            for name, thing in self._parts_of_file().items():
                 thing.load_state_dict(state[name])
+            if self._sharded:
+                self._sharded.load(_shards(path))
             for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
                 group.update(own)  # another stage may have made the checkpoint
             # With other ranks or GPUs than before, the numbers are new ones.
@@ -223,10 +245,31 @@ class Checkpoints:
                 f"{path} cannot go on here ({what}): take such a one, or give another --checkpoint-dir."
             ) from None
 
-    def _write(self, epoch: int, part: PartialEpoch | None, where: str, random_numbers: list) -> None:
-        state = {name: thing.state_dict() for name, thing in self._parts.items()}
-        if not all(weights.isfinite().all() for weights in self._parts["model"].parameters()):
-            raise not_a_number(f"the weights are no longer numbers after {where}")
+    def _parts_of_file(self) -> dict[str, object]:
+        """The parts that rank 0 writes, for all."""
+        left_out = SPLIT if self._sharded else ()
+        return {name: thing for name, thing in self._parts.items() if name not in left_out}
+
+    def _write_shards(self, path: Path, where: str) -> str:
+        """Each rank its own part; returns what went wrong on any of them, or ""."""
+        _check_numbers(all(world.gather(self._sharded.finite())), where)
+        # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
+        world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
+        return self._sharded.save(_shards(path))
+
+    def _write(
+        self,
+        path: Path,
+        epoch: int,
+        part: PartialEpoch | None,
+        where: str,
+        random_numbers: list,
+        mistake: str,
+    ) -> None:
+        state = {name: thing.state_dict() for name, thing in self._parts_of_file().items()}
+        if not self._sharded:
+            numbers = all(weights.isfinite().all() for weights in self._parts["model"].parameters())
+            _check_numbers(numbers, where)
         state |= {
             "version": VERSION,
             "epoch": epoch,
@@ -236,14 +279,18 @@ class Checkpoints:
             "options": self._identity,
             "run": self._log.state(),
         }
-        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         try:
+            if mistake:
+                raise OSError(mistake)
+            if self._sharded:
+                state |= {"shards": _checksums(path)} | dict.fromkeys(SPLIT)
             self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with replacing(path, "wb") as file:
                 torch.save(state, file)
             for old in _checkpoints(self._folder)[:-KEPT]:
-                old.unlink()
+                _remove(old)
         except (OSError, RuntimeError) as error:
+            shutil.rmtree(_shards(path), ignore_errors=True)  # a full disk needs the space
             raise UserError(
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
@@ -258,6 +305,27 @@ def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first; no other file has such a name."""
     names = {path: re.fullmatch(r"epoch-(\d+)-step-(\d+)\.pt", path.name) for path in folder.iterdir()}
     return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
+
+
+def _shards(path: Path) -> Path:
+    """The folder of what the ranks have written of a checkpoint, each its own part."""
+    return path.with_suffix(".shards")
+
+
+def _checksums(path: Path) -> dict[str, int]:
+    """Of the files of the ranks, by their names."""
+    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shards(path).iterdir()}
+
+
+def _remove(path: Path) -> None:
+    """The file first: without it the rest does not count."""
+    path.unlink(missing_ok=True)
+    shutil.rmtree(_shards(path), ignore_errors=True)
+
+
+def _check_numbers(numbers: bool, where: str) -> None:
+    if not numbers:
+        raise not_a_number(f"the weights are no longer numbers after {where}")
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
@@ -297,6 +365,10 @@ def _read(path: Path) -> dict:
     missing = [key for key in KEYS if key not in state]
     if missing and state["version"] <= VERSION:  # a newer one is refused by its number, whatever its keys
         raise ValueError(f"it has no {', '.join(missing)}")
+    if shards := state.get("shards"):
+        damaged = [name for name, _ in shards.items() - _checksums(path).items()]
+        if damaged:
+            raise ValueError(f"wrong checksum of {min(damaged)} in {_shards(path).name}")
     return state
 
 

@@ -59,6 +59,11 @@ class Dropout(nn.Dropout):
         return x * mask.to(x.dtype).mul_(256 / (256 - dropped))
 
 
+def name_of(model: nn.Module) -> str:
+    """What the class of the network is called; fully_shard puts "FSDP" before that."""
+    return type(bare(model)).__name__.removeprefix("FSDP")
+
+
 def bare(model: nn.Module) -> nn.Module:
     """The network itself, out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
 

@@ -4,6 +4,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,10 +18,14 @@ from trainkit.data import Split
 from trainkit.epoch import Metric, PartialEpoch, Tested, Trained, not_a_number
 from trainkit.errors import UserError
 from trainkit.meeting import Meeting
+from trainkit.model import bare
 from trainkit.options import Options
 from trainkit.own_time import OwnTime
 from trainkit.runlog import RunLog
 from trainkit.world import World
+
+if TYPE_CHECKING:
+    from trainkit.sharded import Sharded  # takes long to import, and few need it
 
 
 class Run:
@@ -41,6 +46,7 @@ class Run:
         devices: the number of devices that really compute, on all ranks together.
         accumulate: the number of micro-batches that each batch is cut into.
         also: more of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
+        sharded: of a network that is split over the ranks; each then writes its own part of a checkpoint.
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
@@ -58,14 +64,18 @@ class Run:
         devices: int,
         accumulate: int = 1,
         also: dict[str, object] | None = None,
+        sharded: "Sharded | None" = None,
     ) -> None:
-        self._options, self._model, self._schedule = options, model, schedule
+        self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
+        parameters = sharded.parameters() if sharded else None
         # None but on rank 0.
         self._log = world.on_first(
-            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate)
+            lambda: RunLog(
+                name, options, here, devices, train_set.name, model, accumulate, parameters
+            )
         )
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
-        self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log)
+        self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
         self._meeting = Meeting(here.device)
         self._own_time = OwnTime(model, optimizer, here.device)
         self._device = here.device
@@ -157,7 +167,9 @@ class Run:
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
-        world.on_first(lambda: self._log.finish(self._model))
+        split = self._sharded and self._options.save_model
+        weights = self._sharded.weights() if split else bare(self._model).state_dict()
+        world.on_first(lambda: self._log.finish(weights))
         self._checkpoints.finish(self._ended)
 
     def _timed(self, batches: Batches) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ from trainkit import machine, samples
 from trainkit.epoch import Metric, Tested, Trained, why_ended
 from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
-from trainkit.model import bare
+from trainkit.model import name_of
 from trainkit.options import BASE_BATCH, Options
 from trainkit.precision import precision_of
 from trainkit.records import Recorder, slow_rank
@@ -29,7 +29,8 @@ class RunLog:
     """The log of one run. Only rank 0 has one.
 
     `devices` is the number of devices that really compute, `dataset` the name of the training data,
-    `accumulate` the number of micro-batches of a step.
+    `accumulate` the number of micro-batches of a step, `parameters` that of a network of which `model` is
+    only a part.
     Raises UserError if the results directory cannot be written to.
     """
 
@@ -42,6 +43,7 @@ class RunLog:
         dataset: str,
         model: nn.Module,
         accumulate: int = 1,
+        parameters: int | None = None,
     ) -> None:
         self._options = options
         self._started = machine.process_start()
@@ -56,8 +58,9 @@ class RunLog:
             "launcher": here.launcher,
             "dataset": dataset,
             "lr": options.scaled_lr,
-            "model": type(bare(model)).__name__,
-            "parameters": sum(weights.numel() for weights in model.parameters() if weights.requires_grad),
+            "model": name_of(model),
+            "parameters": parameters
+            or sum(weights.numel() for weights in model.parameters() if weights.requires_grad),
             "world_size": here.size,
             "nodes": here.nodes,
             "devices": devices,
@@ -158,7 +161,7 @@ class RunLog:
         """Seconds that the run's processes took so far, without the time between two of them."""
         return self._before_s + time.monotonic() - self._started
 
-    def finish(self, model: nn.Module) -> None:
+    def finish(self, weights: dict[str, torch.Tensor]) -> None:
         """Save the weights if asked to, and say where everything is."""
         if self._recorder is None:
             tell("dry run: one training step and one test batch went through; nothing was written.")
@@ -175,15 +178,15 @@ class RunLog:
             each = ", ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
             tell(f"peak memory of each device, MB: {each}")
         if self._options.save_model:
-            tell(f"weights: {self._save(model)}")
+            tell(f"weights: {self._save(weights)}")
         tell(f"results: {self._recorder.path}")
 
-    def _save(self, model: nn.Module) -> Path:
+    def _save(self, weights: dict[str, torch.Tensor]) -> Path:
         path = self._options.results_dir / "models" / f"{self.run_id}.pt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, "wb") as file:
-                torch.save(bare(model).state_dict(), file)  # loads into a plain network
+                torch.save(weights, file)  # loads into a plain network
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"the weights cannot be saved to {path} ({reason(error)}). "
