@@ -252,7 +252,7 @@ class Checkpoints:
 
     def _write_shards(self, path: Path, where: str) -> str:
         """Each rank its own part; returns what went wrong on any of them, or ""."""
-        _check_numbers(all(world.gather(self._sharded.finite())), where)
+        _check_numbers(self._sharded.finite(), where)
         # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
         world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
         return self._sharded.save(_shards(path))

@@ -1,5 +1,6 @@
 """What surrounds the training step: the clock, the progress bar, the record, checkpoints, and going on."""
 
+import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator
@@ -70,9 +71,7 @@ class Run:
         parameters = sharded.parameters() if sharded else None
         # None but on rank 0.
         self._log = world.on_first(
-            lambda: RunLog(
-                name, options, here, devices, train_set.name, model, accumulate, parameters
-            )
+            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters)
         )
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
@@ -185,8 +184,9 @@ class Run:
 
     def _own_rows(self, epoch: int) -> list[dict[str, object]]:
         """A row for each device of this rank, of `records.RANK_COLUMNS`."""
-        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through.
-        own_seconds = self._own_time.per_step() * self._trained.steps
+        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. It is
+        # not known where a network is split: such ranks wait for each other in the middle of a step, too.
+        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
         return [
             {
                 "epoch": epoch,

@@ -1,4 +1,4 @@
-"""The state of a training of which every rank holds another part: each writes its own, any number reads it."""
+"""A training of which each rank holds another part: each writes its own, and any number of ranks reads it."""
 
 from pathlib import Path
 
@@ -6,45 +6,57 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from trainkit import world
-from trainkit.errors import reason
+from trainkit.errors import UserError, reason
 
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # each value under the name of its weights
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+NEEDED = "2.9"
+
+
+def check_pytorch() -> None:
+    """Raise a UserError if this PyTorch cannot split a network over the ranks, or not save it then."""
+    if torch.__version__ < NEEDED:
+        raise UserError(
+            f"a network that is split over the ranks needs PyTorch {NEEDED} or newer, and this is "
+            f"{torch.__version__}: update it, or train with mnist_ddp.py."
+        )
 
 
 class Sharded:
     """A network that is split over the ranks, and its optimizer.
 
-    Either by `fully_shard`, or so that each rank has some of the layers, with names that no other rank has.
+    Either by `fully_shard`, or so that each rank has some of the layers, under names that no other rank has.
     All ranks make one, and call its methods at the same points.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        # What the optimizer keeps goes by the names of the weights: their numbers are others on every rank.
+        self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def parameters(self) -> int:
         """How many the network has, on all ranks together."""
         return sum(world.gather(sum(local(weights).numel() for weights in self._model.parameters())))
 
     def finite(self) -> bool:
-        """Whether all weights that are on this rank are numbers."""
-        return all(local(weights).isfinite().all() for weights in self._model.parameters())
+        """Whether all weights are numbers, on every rank."""
+        own = all(local(weights).isfinite().all() for weights in self._model.parameters())
+        return all(world.gather(own))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All of them, on rank 0, as the state_dict() of the network that is not split."""
-        own = get_model_state_dict(self._model, options=WHOLE)  # all that fully_shard has split: on rank 0
-        of_ranks = [{} for _ in range(world.count())]
-        dist.gather_object(own, of_ranks if world.is_first() else None, dst=0)
-        return {name: value for part in of_ranks for name, value in part.items()}
+        """On rank 0, where they have to fit into memory: all weights, as of a network that is not split."""
+        own = {}
+        for name, value in self._model.state_dict().items():
+            if not _is_split(value):
+                own[name] = value.cpu()
+            else:
+                whole = value.full_tensor()  # on every rank, one after the other
+                if world.is_first():
+                    own[name] = whole.cpu()
+        of_ranks = [None] * world.count() if world.is_first() else None
+        dist.gather_object(own, of_ranks, dst=0)
+        return {name: value for part in of_ranks or () for name, value in part.items()}
 
     def save(self, folder: Path) -> str:
         """Write what this rank holds to `folder`, a new one; returns why that failed on a rank, or ""."""
@@ -66,16 +78,20 @@ class Sharded:
         except dcp.api.CheckpointException as error:
             raise ValueError(_why(error)) from None
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self._model, self._optimizer, **parts, options=BY_NAME)
+        set_state_dict(self._model, self._optimizer, **parts, options=self._by_name)
 
     def _state(self) -> dict[str, dict]:
-        parts = get_state_dict(self._model, self._optimizer, options=BY_NAME)
+        parts = get_state_dict(self._model, self._optimizer, options=self._by_name)
         return dict(zip(("model", "optimizer"), parts, strict=True))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """What this rank holds of it: all, but for a share of what fully_shard has split."""
+    return tensor.to_local() if _is_split(tensor) else tensor
+
+
+def _is_split(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # DTensor, which has come from another module than today's
 
 
 def _why(error: dcp.api.CheckpointException) -> str:

@@ -1,7 +1,9 @@
-"""Train the classic MNIST network split over the ranks: each holds a share of weights, gradients and optimizer.
+"""Train the classic MNIST network split over the ranks: weights, gradients and optimizer (FSDP, ZeRO).
 
 Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 """
+
+from collections.abc import Iterable
 
 from trainkit import batches, data, errors, options, world
 from trainkit.evaluation import evaluate
@@ -9,7 +11,7 @@ from trainkit.model import Net
 from trainkit.precision import choose_precision
 from trainkit.recipes import optimizer_and_schedule
 from trainkit.run import Run
-from trainkit.sharded import Sharded, local
+from trainkit.sharded import Sharded, check_pytorch, local
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 def main() -> None:
+    check_pytorch()
     how = options.own("shard", ("shard", "ddp"), None, "a share of the network on each rank, or all of it")
     opts = options.parse(__doc__, how=how)
     here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
@@ -36,11 +39,7 @@ def main() -> None:
     if opts.how == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        for weights in model.parameters():
-            dist.broadcast(weights.detach(), src=0)
-        mesh = init_device_mesh(here.device.type, (here.size,))
-        for part in (model.conv1, model.conv2, model.fc1, model.fc2, model):
-            fsdp.fully_shard(part, mesh=mesh)
+        split(model, here)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     name, sharded = ("ddp", None) if opts.how == "ddp" else ("fsdp", Sharded(model, optimizer))
@@ -55,8 +54,35 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    tell_memory(model, optimizer)
     run.finish()
     world.leave()
+
+
+def split(model: nn.Module, here: world.World) -> None:
+    """Leave each rank its share of every weight. A layer is put together for its own turn only."""
+    for weights in model.parameters():
+        dist.broadcast(weights.detach(), src=0)
+    mesh = init_device_mesh(here.device.type, (here.size,))
+    for layer in (model.conv1, model.conv2, model.fc1, model.fc2):
+        fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+
+
+def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have rank 0 print what each rank keeps from one step to the next, in MB."""
+    weights = list(model.parameters())
+    state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+    gradients = [one.grad for one in weights if one.grad is not None]  # none if nothing was left to do
+    held = world.gather([megabytes(weights), megabytes(gradients), megabytes(state)])
+    if world.is_first():
+        each = ", ".join("{:.2f} + {:.2f} + {:.2f}".format(*of_rank) for of_rank in held)
+        errors.tell(f"MB of weights + gradients + optimizer on each rank: {each}")
+
+
+def megabytes(tensors: Iterable[torch.Tensor]) -> float:
+    """What this rank holds of them."""
+    return sum(local(tensor).nbytes for tensor in tensors) / 1e6
 
 
 if __name__ == "__main__":

@@ -1,0 +1,201 @@
+"""A network that is split over the ranks, by fsdp.py or by pipeline.py, trains and goes on as a whole one."""
+
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
+from forking import Forking
+
+from trainkit import batches, sharded
+from trainkit.model import Net
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
+)
+FSDP, PIPELINE = (REPOSITORY / "03_multigpu_ddp" / "beyond" / f"{name}.py" for name in ("fsdp", "pipeline"))
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+# SGD, as Adam and Adadelta take a large step along a gradient that is nearly 0, whatever its sign.
+SMALL = ("--train-size", 180, "--test-size", 101, "--batch-size", 60, "--width", 4, "--epochs", 2)
+SMALL += ("--recipe", "sgd", "--precision", "fp32", "--timeout", 60, "--save-model")
+PARAMETERS = 149_210  # of Net at this width
+Train = Callable[..., str]
+
+
+def places(folder: Path) -> tuple:
+    return ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
+
+
+@pytest.fixture(scope="module")
+def train(forking: Forking) -> Train:
+    """Trains two epochs without dropout, which has to go well; returns what all ranks have told."""
+
+    def run(path: Path, folder: Path, *arguments: object, ranks: int) -> str:
+        given = (path, *SMALL, *places(folder), *arguments, "--no-cuda")
+        done = forking.run(WITHOUT_DROPOUT, *given, env=ENVIRONMENT, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def by_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks of fsdp.py have left, which saved as often as they could."""
+    folder = tmp_path_factory.mktemp("by-two")
+    train(FSDP, folder, "--checkpoint-minutes", 1e-6, ranks=2)
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = (folder / "models").glob("*.pt")
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    """But for rounding, which came to less than a tenth of this."""
+    losses, expected = (
+        [row[name] for row in rows_of(place) for name in ("train_loss", "test_loss")]
+        for place in (folder, other)
+    )
+    assert losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(weights_of(folder), weights_of(other), rtol=0, atol=1e-5)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Oldest first; each is whole."""
+    found = sorted((folder / "checkpoints").glob("*.pt"))
+    assert [path.with_suffix(".shards") for path in found] == sorted(
+        (folder / "checkpoints").glob("*.shards")
+    )
+    return found
+
+
+def test_split_over_1_2_or_4_ranks_it_trains_as_with_ddp(by_two: Path, train: Train, tmp_path: Path) -> None:
+    train(STAGES["ddp"], tmp_path / "ddp", ranks=2)
+    for ranks in (1, 4):
+        told = train(FSDP, tmp_path / f"{ranks}", ranks=ranks)
+        assert held(ranks, ranks, of_optimizer=1) in told
+    for folder in (tmp_path / "1", by_two, tmp_path / "4"):
+        assert_same_end(folder, tmp_path / "ddp")
+        facts = {tuple(row[name] for name in ("stage", "model", "parameters")) for row in rows_of(folder)}
+        assert facts == {("fsdp", "Net", PARAMETERS)}
+        Net(4).load_state_dict(weights_of(folder))
+
+
+@pytest.mark.parametrize(("how", "share"), [("shard", 2), ("ddp", 1)])
+def test_each_rank_holds_its_share_and_with_ddp_all(
+    how: str, share: int, train: Train, tmp_path: Path
+) -> None:
+    """With Adam, which keeps two numbers for each weight."""
+    told = train(FSDP, tmp_path, "--how", how, "--recipe", "fast", "--dry-run", ranks=2)
+    assert held(2, share, of_optimizer=2) in told
+
+
+def held(ranks: int, share: int, of_optimizer: int) -> str:
+    megabytes = 4 * PARAMETERS / share / 1e6
+    each = ", ".join([f"{megabytes:.2f} + {megabytes:.2f} + {of_optimizer * megabytes:.2f}"] * ranks)
+    return f"MB of weights + gradients + optimizer on each rank: {each}\n"
+
+
+@pytest.mark.parametrize(("ranks", "damage"), [(1, "a bit"), (4, "a part is gone")])
+def test_other_ranks_go_on_from_the_newest_checkpoint_that_is_whole(
+    ranks: int, damage: str, by_two: Path, train: Train, tmp_path: Path
+) -> None:
+    """From one in the middle of the second epoch, as the newest is damaged."""
+    shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
+    whole, damaged = checkpoints_in(tmp_path)
+    assert "epoch-2-step-" in whole.name and damaged.name == "epoch-3-step-0.pt"
+    sizes = [path.stat().st_size for path in damaged.with_suffix(".shards").glob("*.distcp")]
+    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
+    part = damaged.with_suffix(".shards") / "__1_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1  # within a weight
+    part.write_bytes(content) if damage == "a bit" else part.unlink()
+    killed = tmp_path / "checkpoints" / "epoch-2-step-9.shards"  # while the ranks wrote it
+    killed.mkdir()
+
+    told = train(FSDP, tmp_path, ranks=ranks)
+    assert f"warning: the checkpoint {damaged} cannot be read (wrong checksum of __1_0.distcp" in told
+    assert f"resumed from {whole}" in told
+    assert_same_end(tmp_path, by_two)
+    assert checkpoints_in(tmp_path) == [whole, damaged]  # that was written anew
+
+
+def test_what_cannot_go_on_is_one_sentence(by_two: Path, script: Script, tmp_path: Path) -> None:
+    shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
+    whole = script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp")
+    assert "does not fit this training (its network is split over ranks): give another" in whole.stderr
+    for part in (tmp_path / "checkpoints").glob("*.shards/*"):
+        part.write_bytes(b"damaged")
+    damaged = script(FSDP, *SMALL, *places(tmp_path))
+    assert f"error: no checkpoint in {tmp_path / 'checkpoints'} can be read" in damaged.stderr
+    for done in (whole, damaged):
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_a_full_disk_of_one_rank_keeps_the_checkpoint_before(script: Script, tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for the disk; it comes after the first epoch."""
+    limit = "import resource; here.rank and resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    ignored = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    before = "        run.end_of_epoch("
+    text = FSDP.read_text()
+    assert text.count(before) == 1
+    path = tmp_path / "full.py"
+    path.write_text(text.replace(before, f"        if epoch == 2:\n            {limit}; {ignored}\n{before}"))
+    done = script(path, *SMALL, *places(tmp_path), ranks=2)
+    assert done.returncode == 1
+    assert "epoch-3-step-0.pt cannot be written (File too large): free the space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["epoch-2-step-0.pt"]
+    assert len(rows_of(tmp_path)) == 2
+
+
+def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
+    train: Train, tmp_path: Path
+) -> None:
+    one, two, four = (tmp_path / f"{ranks}" for ranks in (1, 2, 4))
+    train(PIPELINE, one, "--micro-batches", 1, ranks=1)
+    train(PIPELINE, two, "--micro-batches", 6, ranks=2)
+    shutil.copytree(two / "checkpoints", four / "checkpoints")
+    checkpoints_in(four)[-1].unlink()
+    train(PIPELINE, four, "--micro-batches", 3, ranks=4)
+    deep = runpy.run_path(str(PIPELINE))["Deep"](4, 0, 1)
+    for folder in (two, four):
+        assert_same_end(folder, one)
+        deep.load_state_dict(weights_of(folder))
+    facts = [tuple(row[name] for name in ("stage", "devices", "accumulate")) for row in rows_of(four)]
+    assert facts == [("pipeline", 2, 6), ("pipeline", 4, 3)]
+    parameters = sum(weights.numel() for weights in deep.parameters())
+    assert {(row["parameters"], row["test_images"]) for row in rows_of(four)} == {(parameters, 101)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "sentence"),
+    [
+        (3, (), "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8"),
+        (
+            2,
+            ("--micro-batches", 7),
+            "--batch-size 60 does not divide among 7 micro-batches: the nearest is 56",
+        ),
+        (2, ("--micro-batches", 0), "argument --micro-batches: 0 is too small"),
+    ],
+)
+def test_a_mistake_is_one_sentence(ranks: int, arguments: tuple, sentence: str, script: Script) -> None:
+    done = script(PIPELINE, *SMALL, *arguments, ranks=ranks)
+    assert done.returncode == 1
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_all_ranks_have_as_many_steps_of_the_test_set() -> None:
+    """As they exchange something in each."""
+    for images in (96, 97, 100, 101, 103):
+        shares = [batches.TestOrder(images, 8, rank, 4) for rank in range(4)]
+        steps = [[len(indices) for indices in share] for share in shares]
+        assert len({len(of_rank) for of_rank in steps}) == 1
+        assert [len(share) for share in shares] == [len(of_rank) for of_rank in steps]
+        assert max(map(max, steps)) <= 8 and sum(map(sum, steps)) == images
