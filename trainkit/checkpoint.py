@@ -124,13 +124,13 @@ class Checkpoints:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-        random_numbers = world.gather(_random_numbers())
+        of_all_ranks = world.gather(random_numbers())
         mistake = self._write_shards(path, where) if self._sharded else ""
-        world.on_first(lambda: self._write(path, epoch, part, where, random_numbers, mistake))
+        world.on_first(lambda: self._write(path, epoch, part, where, of_all_ranks, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
-            world.on_first(lambda: self._leave_word(text))
+            world.on_first(lambda: leave_word(text, self._folder))
             world.leave()  # when rank 0 has saved: a rank that went before would end the whole step
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
@@ -140,11 +140,8 @@ class Checkpoints:
 
         `ended`: the run is at its end, though there are more epochs.
         """
-        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
         keep = self._options.keep_checkpoints or (self.epochs() and not ended)
-        if keep or not (world.is_first() and self._folder and job_folder):
-            return
-        if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
+        if not keep and world.is_first() and self._folder and ends_with_its_job(self._folder):
             with suppress(OSError):  # the run went well
                 for path in _checkpoints(self._folder):
                     _remove(path)
@@ -153,19 +150,6 @@ class Checkpoints:
 
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
-
-    def _leave_word(self, text: str) -> None:
-        tell(text)
-        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        if not job_folder:
-            return
-        try:  # tells slurm/job_env.sh to put the job back into the queue
-            Path(job_folder, "stopped").write_text(f"{self._folder.absolute()}\n")
-        except OSError as error:
-            raise UserError(
-                f"{text}, but {job_folder} cannot be written to ({error.strerror}), so the job does not go "
-                f"back to the queue: submit it again with --checkpoint-dir {self._folder.absolute()}."
-            ) from None
 
     def _open_folder(self) -> FileLock | None:
         """Make the folder this run's, for as long as the lock is held."""
@@ -212,7 +196,7 @@ class Checkpoints:
             for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
                 group.update(own)  # another stage may have made the checkpoint
             # With other ranks or GPUs than before, the numbers are new ones.
-            if not _set_random_numbers(state["random_numbers"]):
+            if not set_random_numbers(state["random_numbers"]):
                 seed = self._options.seed + world.rank() + 1000 * state["epoch"]
                 torch.manual_seed(seed)
                 if world.count() == 1:  # DataParallel's GPUs are all of one process
@@ -263,7 +247,7 @@ class Checkpoints:
         epoch: int,
         part: PartialEpoch | None,
         where: str,
-        random_numbers: list,
+        of_all_ranks: list,
         mistake: str,
     ) -> None:
         state = {name: thing.state_dict() for name, thing in self._parts_of_file().items()}
@@ -275,7 +259,7 @@ class Checkpoints:
             "epoch": epoch,
             "part": part and asdict(part),
             "precision": precision_of(self._parts["model"]),
-            "random_numbers": random_numbers,
+            "random_numbers": of_all_ranks,
             "options": self._identity,
             "run": self._log.state(),
         }
@@ -295,6 +279,31 @@ class Checkpoints:
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
             ) from None
+
+
+def leave_word(text: str, folder: Path) -> None:
+    """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
+
+    Raises:
+        UserError: if slurm/job_env.sh cannot be told; the text tells how to go on.
+    """
+    tell(text)
+    job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+    if not job_folder:
+        return
+    try:
+        Path(job_folder, "stopped").write_text(f"{folder.absolute()}\n")
+    except OSError as error:
+        raise UserError(
+            f"{text}, but {job_folder} cannot be written to ({error.strerror}), so the job does not go "
+            f"back to the queue: submit it again with --checkpoint-dir {folder.absolute()}."
+        ) from None
+
+
+def ends_with_its_job(folder: Path) -> bool:
+    """Whether `folder` is in a job's own: at the run's end nobody goes on from the checkpoints there."""
+    job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+    return bool(job_folder) and folder.resolve().is_relative_to(Path(job_folder).resolve())
 
 
 def _called(name: str) -> str:
@@ -353,13 +362,18 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
     return None, None
 
 
-def _read(path: Path) -> dict:
+def read_whole(path: Path) -> object:
+    """What torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
     if not path.is_file():
         raise ValueError("it is not a regular file")
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read(path: Path) -> dict:
+    state = read_whole(path)
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise ValueError("it has no version")
     missing = [key for key in KEYS if key not in state]
@@ -380,12 +394,12 @@ def _to_classic_order(state: dict) -> None:
                 values[name] = value.view(128, 144, 64).transpose(1, 2).reshape(128, 9216)
 
 
-def _random_numbers() -> list[torch.Tensor]:
+def random_numbers() -> list[torch.Tensor]:
     """The states of this rank's generators: the CPU's, then those of its GPUs."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]]) -> bool:
+def set_random_numbers(of_all_ranks: list[list[torch.Tensor]]) -> bool:
     """Set this rank's; False if there were other ranks, or other GPUs, when they were saved."""
     if len(of_all_ranks) != world.count():
         return False

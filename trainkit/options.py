@@ -230,14 +230,10 @@ def parse(
         UserError: for an option or a value that is not known or makes no sense.
     """
     parser = Parser(description=description, formatter_class=_Help)
-    groups: dict[str, argparse._ArgumentGroup] = {}
     kind = make_dataclass(
         "Options", [(name, object, one) for name, one in added.items()], bases=(Options,), frozen=True
     )
-    for one in fields(kind):
-        name = one.metadata["group"]
-        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
-        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    declare(parser, kind)
     parser.add_argument(
         "--local-rank",
         "--local_rank",
@@ -246,7 +242,24 @@ def parse(
         help=argparse.SUPPRESS,
     )
     read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
-    values = vars(read)
+    return completed(vars(read), kind)
+
+
+def declare(parser: argparse.ArgumentParser, kind: type[Options] = Options) -> None:
+    """Have `parser` read the options, in their groups; for `completed`."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for one in fields(kind):
+        name = one.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+
+
+def completed(values: dict[str, object], kind: type[Options] = Options) -> Options:
+    """The options that a parser has read, with the defaults that depend on others.
+
+    Raises:
+        UserError: for values that make no sense together.
+    """
     if values["batch_size"] and values["batch_size_per_gpu"]:
         raise UserError(
             "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."

@@ -128,17 +128,17 @@ class Run:
             losses = self._losses[:step]
             stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
             if broken:
-                _check_finite(_mean_over_ranks(losses), epoch)
+                check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
                 seconds += clock.stop(device, started)  # saving is not training
-                part = PartialEpoch(step, seconds, done.learning_rate, _mean_over_ranks(losses).cpu())
+                part = PartialEpoch(step, seconds, done.learning_rate, mean_over_ranks(losses).cpu())
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
             self._own_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
 
-        losses = _mean_over_ranks(self._losses)
-        _check_finite(losses, epoch)
+        losses = mean_over_ranks(self._losses)
+        check_finite(losses, epoch)
         self._trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
@@ -159,7 +159,10 @@ class Run:
         """
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        of_ranks = sum(world.gather(self._own_rows(epoch)), [])
+        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. It is not
+        # known where a network is split: such ranks wait for each other in the middle of a step, too.
+        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
+        of_ranks = rows_of_ranks(epoch, self._device, own_seconds, self._data_seconds)
         world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks, metrics))
         stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
@@ -182,35 +185,38 @@ class Run:
                 return
             yield batch
 
-    def _own_rows(self, epoch: int) -> list[dict[str, object]]:
-        """A row for each device of this rank, of `records.RANK_COLUMNS`."""
-        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. It is
-        # not known where a network is split: such ranks wait for each other in the middle of a step, too.
-        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
-        return [
-            {
-                "epoch": epoch,
-                "rank": world.rank(),
-                "host": platform.node(),
-                "device": str(device),
-                "device_name": machine.device_name(device),
-                "own_seconds": own_seconds,
-                "data_seconds": self._data_seconds,
-                "peak_memory_mb": machine.peak_memory_mb(device),
-            }
-            for device in machine.devices_in_use(self._device)
-        ]
-
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""
         return self._log is not None and self._log.ended != ""
 
 
-def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+def rows_of_ranks(
+    epoch: int, device: torch.device, own_seconds: float, data_seconds: float
+) -> list[dict[str, object]]:
+    """A row for each device of every rank, of `records.RANK_COLUMNS`; NaN where seconds are not known."""
+    own = [
+        {
+            "epoch": epoch,
+            "rank": world.rank(),
+            "host": platform.node(),
+            "device": str(one),
+            "device_name": machine.device_name(one),
+            "own_seconds": own_seconds,
+            "data_seconds": data_seconds,
+            "peak_memory_mb": machine.peak_memory_mb(one),
+        }
+        for one in machine.devices_in_use(device)
+    ]
+    return sum(world.gather(own), [])
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean of each of the `values` over all ranks."""
     return world.sum_in_place(values.clone()).div_(world.count())
 
 
-def _check_finite(losses: torch.Tensor, epoch: int) -> None:
+def check_finite(losses: torch.Tensor, epoch: int) -> None:
+    """Raise a UserError that tells the first of the steps whose loss is not a number."""
     broken = losses.isfinite().logical_not().nonzero()
     if len(broken):
         first = broken[0].item()

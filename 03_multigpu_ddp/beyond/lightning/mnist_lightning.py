@@ -1,0 +1,184 @@
+"""Train the classic MNIST network by Lightning, as mnist_ddp.py does without: same batches, same record.
+
+Try: torchrun --standalone --nproc-per-node=2 mnist_lightning.py --epochs 2
+"""
+
+import logging
+import sys
+from argparse import ArgumentError, ArgumentTypeError
+from dataclasses import fields
+from pathlib import Path
+
+from trainkit import batches, data, errors, options, world
+from trainkit.errors import UserError
+from trainkit.model import Net
+from trainkit.options import Options
+from trainkit.precision import choose_precision, precision_of, set_precision
+from trainkit.recipes import optimizer_and_schedule
+from trainkit.world import World
+
+import torch
+import torch.nn.functional as F
+
+try:
+    import jsonargparse  # noqa: F401  without it LightningCLI would fail later, in other words
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+except ModuleNotFoundError as missing:
+    errors.fail(f"Lightning is not installed here ({missing}): pip install -e '.[lightning]' in the top folder.")
+
+from record import RecordRun, checked
+
+COMMANDS = tuple(LightningCLI.subcommands())  # fit, validate, test, predict
+
+
+class Classifier(LightningModule):
+    """The network of the stages, with its step and its optimizer."""
+
+    def __init__(self, opts: Options) -> None:
+        super().__init__()
+        self.opts = opts
+        self.net = Net(opts.width).to(memory_format=torch.channels_last)
+
+    def setup(self, stage: str) -> None:
+        self.net.to(self.device)  # Lightning would only do it later
+        choose_precision(self.net, self.opts, self.trainer.datamodule.train_set)
+
+    def configure_optimizers(self) -> dict:
+        steps = len(self.trainer.datamodule.train_dataloader())
+        optimizer, schedule = optimizer_and_schedule(self.opts, self.net, steps)
+        # Without "step" Lightning would call it once per epoch.
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: batches.Batch, _: int) -> torch.Tensor:
+        images, labels = batch
+        return F.nll_loss(self.net(images), labels)  # Lightning does zero_grad, backward and both steps
+
+    def validation_step(self, batch: batches.Batch, _: int) -> None:
+        images, labels = batch
+        output = self.net(images)
+        right = output.argmax(1).eq(labels).float().mean()
+        # sync_dist: of all ranks' images, each counted once, not of rank 0's only.
+        values = {"test_loss": F.nll_loss(output, labels), "test_accuracy": 100 * right}
+        self.log_dict(values, sync_dist=True, batch_size=len(labels))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: batches.Batch, _: int) -> torch.Tensor:
+        return self.net(batch[0]).argmax(1)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["precision"] = precision_of(self.net)
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        if self.opts.precision == "auto":  # as the run chose at its start, whatever is faster today
+            set_precision(self.net, checkpoint["precision"])
+
+
+class Images(LightningDataModule):
+    """This rank's share of the batches of the stages; the test set is shared out without padding."""
+
+    def __init__(self, opts: Options, here: World) -> None:
+        super().__init__()
+        self.opts, self.place = opts, (here.device, here.rank, here.size)
+
+    def setup(self, stage: str) -> None:
+        self.train_set, self.test_set = data.load(self.opts.dataset, self.opts.data_dir)
+
+    def train_dataloader(self) -> batches.Batches:
+        return batches.training(self.train_set, self.opts, *self.place)
+
+    def val_dataloader(self) -> batches.Batches:
+        return batches.testing(self.test_set, self.opts, *self.place)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Ranks(LightningEnvironment):
+    """Tells Lightning who this rank is: what trainkit.world found out, whoever started the processes."""
+
+    creates_processes_externally = True
+
+    def __init__(self, here: World) -> None:
+        super().__init__()
+        self.here = here
+
+    def global_rank(self) -> int:
+        return self.here.rank
+
+    def local_rank(self) -> int:
+        return self.here.local_rank
+
+    def teardown(self) -> None:
+        """Leave WORLD_SIZE in the environment, which Lightning would take out."""
+
+
+class CommandLine(LightningCLI):
+    """Lightning's options and those of the stages, from the command line or from YAML. Making it runs it."""
+
+    def __init__(self) -> None:
+        strict = {"exit_on_error": False, "allow_abbrev": False}
+        always = {"default_config_files": [str(Path(__file__).with_name("config.yaml"))]}
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            save_config_callback=None,
+            seed_everything_default=False,
+            auto_configure_optimizers=False,
+            parser_kwargs=strict | {name: strict | always for name in COMMANDS},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        options.declare(parser)
+        parser.link_arguments("epochs", "trainer.max_epochs")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except (ArgumentError, ArgumentTypeError) as error:
+            raise UserError(f"{' '.join(str(error).split())}. See --help.") from None
+        self.asked = self.config[self.config.subcommand]
+        if self.asked.ckpt_path:
+            self.asked.ckpt_path = checked(Path(self.asked.ckpt_path))
+
+    def instantiate_classes(self) -> None:
+        opts = options.completed({one.name: self.asked[one.name] for one in fields(Options)})
+        here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+        opts = opts.for_devices(here.size)
+        torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.model, self.datamodule = Classifier(opts), Images(opts, here)
+        self.record = RecordRun(opts, here)
+        self.trainer_defaults["callbacks"] = [self.record]
+        # The process group is there, and its device chosen: Lightning takes both as they are.
+        devices = [here.device] * here.local_size
+        ddp = DDPStrategy(
+            parallel_devices=devices, cluster_environment=Ranks(here), gradient_as_bucket_view=True
+        )
+        self.trainer: Trainer = self.instantiate_trainer(strategy=ddp, num_nodes=here.nodes)
+
+    def before_fit(self) -> None:
+        if newest := self.record.open_folder():
+            self.config_init.fit.ckpt_path = newest
+
+    def after_fit(self) -> None:
+        self.record.finish(self.model.net)
+
+
+def main() -> None:
+    if sys.argv[1:2] not in [[name] for name in COMMANDS]:
+        sys.argv.insert(1, "fit")  # the command line of a stage
+    # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    try:
+        CommandLine()
+    except MisconfigurationException as error:
+        raise UserError(f"Lightning refuses this: {errors.first_line(error)}") from None
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
