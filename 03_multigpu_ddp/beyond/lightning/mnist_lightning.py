@@ -5,6 +5,7 @@ Try: torchrun --standalone --nproc-per-node=2 mnist_lightning.py --epochs 2
 
 import logging
 import sys
+import warnings
 from argparse import ArgumentError, ArgumentTypeError
 from dataclasses import fields
 from pathlib import Path
@@ -28,7 +29,9 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ModuleNotFoundError as missing:
-    errors.fail(f"Lightning is not installed here ({missing}): pip install -e '.[lightning]' in the top folder.")
+    errors.fail(
+        f"Lightning is not installed here ({missing}): pip install -e '.[lightning]' in the top folder."
+    )
 
 from record import RecordRun, checked
 
@@ -60,10 +63,11 @@ class Classifier(LightningModule):
     def validation_step(self, batch: batches.Batch, _: int) -> None:
         images, labels = batch
         output = self.net(images)
-        right = output.argmax(1).eq(labels).float().mean()
-        # sync_dist: of all ranks' images, each counted once, not of rank 0's only.
-        values = {"test_loss": F.nll_loss(output, labels), "test_accuracy": 100 * right}
-        self.log_dict(values, sync_dist=True, batch_size=len(labels))
+        loss = F.nll_loss(output, labels, reduction="sum")
+        right = output.argmax(1).eq(labels).float().sum()
+        # Sums, over all ranks (sync_dist): Lightning's means are wrong where ranks have unequal shares.
+        sums = {"sum_of_losses": loss, "right": right, "images": float(len(labels))}
+        self.log_dict(sums, reduce_fx="sum", sync_dist=True, batch_size=len(labels))
 
     test_step = validation_step
 
@@ -71,11 +75,14 @@ class Classifier(LightningModule):
         return self.net(batch[0]).argmax(1)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["precision"] = precision_of(self.net)
+        checkpoint["net"] = {"precision": precision_of(self.net), "width": self.opts.width}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        precision, width = checkpoint["net"].values()
+        if width != self.opts.width:
+            raise UserError(f"the checkpoint was made with --width {width}: give the same.")
         if self.opts.precision == "auto":  # as the run chose at its start, whatever is faster today
-            set_precision(self.net, checkpoint["precision"])
+            set_precision(self.net, precision)
 
 
 class Images(LightningDataModule):
@@ -128,7 +135,7 @@ class CommandLine(LightningCLI):
             save_config_callback=None,
             seed_everything_default=False,
             auto_configure_optimizers=False,
-            parser_kwargs=strict | {name: strict | always for name in COMMANDS},
+            parser_kwargs=strict | dict.fromkeys(COMMANDS, strict | always),
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -144,21 +151,26 @@ class CommandLine(LightningCLI):
         if self.asked.ckpt_path:
             self.asked.ckpt_path = checked(Path(self.asked.ckpt_path))
 
-    def instantiate_classes(self) -> None:
+    def before_instantiate_classes(self) -> None:
         opts = options.completed({one.name: self.asked[one.name] for one in fields(Options)})
-        here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-        opts = opts.for_devices(here.size)
-        torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
-        self.config_init = self.parser.instantiate_classes(self.config)
-        self.model, self.datamodule = Classifier(opts), Images(opts, here)
-        self.record = RecordRun(opts, here)
+        self.here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+        self.opts = opts.for_devices(self.here.size)
+        self.record = RecordRun(self.opts, self.here)
         self.trainer_defaults["callbacks"] = [self.record]
-        # The process group is there, and its device chosen: Lightning takes both as they are.
-        devices = [here.device] * here.local_size
+
+    def instantiate_trainer(self) -> Trainer:
+        here = self.here
         ddp = DDPStrategy(
-            parallel_devices=devices, cluster_environment=Ranks(here), gradient_as_bucket_view=True
+            parallel_devices=[here.device] * here.local_size,  # the one that is taken is the local rank's
+            cluster_environment=Ranks(here),
+            gradient_as_bucket_view=True,
         )
-        self.trainer: Trainer = self.instantiate_trainer(strategy=ddp, num_nodes=here.nodes)
+        return super().instantiate_trainer(strategy=ddp, num_nodes=here.nodes)
+
+    def after_instantiate_classes(self) -> None:
+        # Each rank drops other neurons; DDP makes the weights equal.
+        torch.manual_seed(self.opts.seed + self.here.rank)
+        self.model, self.datamodule = Classifier(self.opts), Images(self.opts, self.here)
 
     def before_fit(self) -> None:
         if newest := self.record.open_folder():
@@ -173,6 +185,8 @@ def main() -> None:
         sys.argv.insert(1, "fit")  # the command line of a stage
     # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Of its own code, which no user can mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     try:
         CommandLine()
     except MisconfigurationException as error:

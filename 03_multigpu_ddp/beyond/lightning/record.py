@@ -18,7 +18,6 @@ from trainkit.epoch import Tested, Trained, not_a_number
 from trainkit.errors import Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable
 from trainkit.options import Options
-from trainkit.precision import precision_of
 from trainkit.run import check_finite, mean_over_ranks, rows_of_ranks
 from trainkit.runlog import RunLog
 from trainkit.world import World
@@ -27,7 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-MISMATCH = "give the same, or another --checkpoint-dir."
+SUMS = ("sum_of_losses", "right", "images")  # what the network logs of the test set
 
 
 def checked(path: Path) -> Path:
@@ -40,7 +39,9 @@ def checked(path: Path) -> Path:
         if "pytorch-lightning_version" not in read_whole(path):
             raise ValueError("Lightning has not made it")
     except Exception as error:  # whatever PyTorch makes of a damaged file
-        raise UserError(f"the checkpoint {path} cannot be read ({first_line(error)}): give another.") from None
+        raise UserError(
+            f"the checkpoint {path} cannot be read ({first_line(error)}): give another."
+        ) from None
     return path
 
 
@@ -56,13 +57,13 @@ class RecordRun(Callback):
         self._kept: dict | None = None  # what the checkpoint that the run goes on from has kept
         self._stop_asked = self._ended = False
         self._stopped_after = 0
-        self._started = 0.0
+        self._started = self._eval_seconds = 0.0
 
     def open_folder(self) -> Path | None:
         """The checkpoint to go on from, if there is one.
 
         Raises:
-            UserError: if the folder cannot be written to, has the checkpoint of an earlier run, or a damaged one.
+            UserError: if the folder cannot be written to, holds an earlier run's checkpoint or a damaged one.
         """
         folder = self._options.checkpoint_dir
         if not folder:
@@ -104,25 +105,33 @@ class RecordRun(Callback):
         self._losses = []
         self._started = clock.start(self._device)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_: object) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: dict, *_: object
+    ) -> None:
         self._losses.append(outputs["loss"])  # stays on the device until the epoch ends
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._train_seconds = clock.stop(self._device, self._started)  # validation is within Lightning's epoch
+        self._train_seconds = clock.stop(
+            self._device, self._started
+        )  # validation is within Lightning's epoch
         self._started = clock.start(self._device)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._eval_seconds = clock.stop(self._device, self._started)
+        if trainer.state.fn == "validate":
+            self.on_test_end(trainer, module)
+
+    def on_test_end(self, trainer: Trainer, module: LightningModule) -> None:
+        tested = self._tested(trainer)
+        if world.is_first():
+            tell(f"{tested.samples} images: accuracy {tested.accuracy:.2f} %, loss {tested.loss:.4f}")
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         losses = mean_over_ranks(torch.stack(self._losses))
         check_finite(losses, epoch)
         trained = Trained(len(losses), self._train_seconds, losses.mean().item(), self._learning_rate)
-        loss, accuracy = (trainer.callback_metrics[name].item() for name in ("test_loss", "test_accuracy"))
-        if not math.isfinite(loss):
-            raise not_a_number(f"the test loss is {loss}")
-        tested = Tested(len(trainer.val_dataloaders.split), self._eval_seconds, loss, accuracy)
+        tested = self._tested(trainer)
         of_ranks = rows_of_ranks(epoch, self._device, math.nan, math.nan)
         world.on_first(lambda: self._log.epoch(epoch, trained, tested, of_ranks))
         self._ended = self._has_ended()
@@ -133,15 +142,26 @@ class RecordRun(Callback):
         trainer.should_stop = self._ended or self._stopped_after > 0
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps beside Lightning's own: what makes it this training, its rows, its dice."""
+        """What a checkpoint keeps that Lightning does not: the options, the rows, and the random numbers."""
         run = self._log.state() if world.is_first() else None  # rank 0 writes the file
-        return {"options": self._shaping(), "run": run, "random_numbers": world.gather(random_numbers())}
+        return {
+            "options": self._options.shaping(),
+            "run": run,
+            "random_numbers": world.gather(random_numbers()),
+        }
 
     def load_state_dict(self, state: dict) -> None:
-        asked, was = self._shaping(), state["options"]
-        told = [f"--{name.replace('_', '-')} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        was = state["options"] | {"precision": state["run"]["facts"]["precision"]}
+        asked = self._options.shaping() | {"precision": self._options.precision}
+        if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
+            asked["precision"] = was["precision"]
+        told = [
+            f"--{name.replace('_', '-')} {was.get(name)}" for name in asked if was.get(name) != asked[name]
+        ]
         if told:
-            raise UserError(f"{self._newest} was made with {', '.join(told)}: {MISMATCH}")
+            raise UserError(
+                f"{self._newest} was made with {', '.join(told)}: give the same, or another folder."
+            )
         self._kept = state
 
     def on_predict_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -157,7 +177,9 @@ class RecordRun(Callback):
         """
         folder = self._options.checkpoint_dir
         if self._stopped_after:
-            text = f"stopped after epoch {self._stopped_after} by a signal; --resume auto goes on from {folder}"
+            text = (
+                f"stopped after epoch {self._stopped_after} by a signal; --resume auto goes on from {folder}"
+            )
             world.on_first(lambda: leave_word(text, folder))
             world.leave()
             raise Stopped(text)
@@ -167,6 +189,12 @@ class RecordRun(Callback):
                 self._newest.unlink()
                 folder.rmdir()
 
+    def _tested(self, trainer: Trainer) -> Tested:
+        loss, right, images = (trainer.callback_metrics[name].item() for name in SUMS)
+        if not math.isfinite(loss):
+            raise not_a_number(f"the test loss is {loss / images}")
+        return Tested(int(images), self._eval_seconds, loss / images, 100 * right / images)
+
     def _save(self, trainer: Trainer) -> None:
         try:
             trainer.save_checkpoint(self._newest)
@@ -175,9 +203,6 @@ class RecordRun(Callback):
                 f"the checkpoint {self._newest} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoint and results before stay."
             ) from None
-
-    def _shaping(self) -> dict[str, object]:
-        return self._options.shaping()
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run: rank 0 has the record."""

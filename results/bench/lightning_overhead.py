@@ -1,0 +1,56 @@
+"""How much longer does an epoch take by Lightning? It and stage 03 in turns, with equal options and output.
+
+python results/bench/lightning_overhead.py --workers 1,2 --pairs 5
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from trainkit import records
+from trainkit.command_line import Parser, at_least, list_of
+from trainkit.errors import UserError, run
+
+DDP = Path(__file__).resolve().parents[2] / "03_multigpu_ddp"
+SCRIPTS = (DDP / "mnist_ddp.py", DDP / "beyond" / "lightning" / "mnist_lightning.py")
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = list_of(at_least(1))
+    parser.add_argument("--workers", type=numbers, default=(1, 2), metavar="N,...", help="processes (1,2)")
+    parser.add_argument("--pairs", type=at_least(1), default=5, metavar="N", help="trainings by each (5)")
+    args, options = parser.parse_known_args()
+    print("workers  Lightning's seconds per epoch over stage 03's: median (min..max)")
+    for workers in args.workers:
+        ratios = []
+        for pair in range(args.pairs):
+            order = SCRIPTS if pair % 2 else SCRIPTS[::-1]  # neither is always the one after a pause
+            seconds = {script: seconds_per_epoch(script, workers, options) for script in order}
+            ratios.append(seconds[SCRIPTS[1]] / seconds[SCRIPTS[0]])
+        print(
+            f"{workers:7}  {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})", flush=True
+        )
+
+
+def seconds_per_epoch(script: Path, workers: int, options: list[str]) -> float:
+    """The median of a training's epochs without the first one, which is a warm-up."""
+    defaults = ["--epochs", "4", "--batch-size", "64", "--precision", "fp32", "--test-size", "1000"]
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        command = [sys.executable, "-m", *launcher, script, *defaults, *options, "--results-dir", folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{script.name} failed: {done.stderr.strip()}")
+        (path,) = Path(folder, "runs").glob("*.csv")
+        rows = [row["train_seconds"] for row in records.read(path) if not row["warmup"]]
+    if not rows:
+        raise UserError("the first epoch does not count: give --epochs 2 or more.")
+    return statistics.median(rows)
+
+
+if __name__ == "__main__":
+    run(main)
