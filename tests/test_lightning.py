@@ -208,7 +208,7 @@ def test_the_page_tells_what_lightning_does_by_itself(runs: Runs, tmp_path: Path
     told = re.findall(r"\*\*(.+?)\*\*", page)
     expected = {
         "images_of_a_step": "64",
-        "also_in_the_first_batch_of_one": "4 of 32",
+        "also_in_the_first_batch_of_one": "0 of 32",
         "tested": "1002",
         "by_rank": "100.00 and 0.00",
         "by_mean": "50.00",
@@ -228,6 +228,6 @@ def test_the_page_tells_what_lightning_does_by_itself(runs: Runs, tmp_path: Path
 
 
 def _value(text: str) -> float | list[float]:
-    """The number of a cell, or both; of "4 of 32" the first."""
+    """The number of a cell, or both; of "0 of 32" the first."""
     values = [float(number) for number in text.partition(" of ")[0].split(" and ")]
     return values if len(values) > 1 else values[0]
