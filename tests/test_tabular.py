@@ -1,5 +1,7 @@
 """The classifier on a table: its class weights and its metrics are those of one process, over any ranks."""
 
+import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from forking import Forking
 from sklearn import calibration
 from sklearn import metrics as judges
 
-from trainkit import records
+from trainkit import options, records
 from trainkit.errors import UserError
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
@@ -67,9 +69,9 @@ def launched(folder: Path) -> Path:
     return path
 
 
-def train(forking: Forking, folder: Path, ranks: int, *options: object) -> Trained:
+def train(forking: Forking, folder: Path, ranks: int, *arguments: object) -> Trained:
     done = forking.run(
-        launched(folder), *EXACT, *options, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks
+        launched(folder), *EXACT, *arguments, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks
     )
     assert done.returncode == 0, done.stderr
     return Trained(folder, done.stdout)
@@ -196,6 +198,16 @@ def test_they_are_compared_each_by_its_name(
         (f"tabular-{name.split()[0]}", "machines", "TableNet", 5 if "cut" in name else 1, ranks)
         for name, (ranks, *_) in TRAININGS.items()
     }
+
+
+def test_the_run_that_would_help_is_one_that_it_takes(trained: dict[str, Trained], forking: Forking) -> None:
+    """What how_many_gpus.py proposes where one process is all that was measured."""
+    script = REPOSITORY / "results" / "how_many_gpus.py"
+    done = forking.run(script, trained["exact"].folder, "--json", env=ENVIRONMENT)
+    command = shlex.split(json.loads(done.stdout)["probes"][0]["command"])
+    words = command[command.index("--script") + 2 :]
+    assert words[:2] == ["--gpus", "2"]
+    assert options.parse("", words[2:]).batch_size == 30
 
 
 @pytest.mark.parametrize(

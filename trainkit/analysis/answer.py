@@ -216,7 +216,8 @@ class InWords:
         if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
             words += ["--seed", seeds.max() + 1]
         for option, value, default in (
-            ("--dataset", row.dataset, "mnist"),
+            # The data of a script of one's own is no word of that option.
+            ("--dataset", row.dataset if row.dataset == "synthetic" else "mnist", "mnist"),
             ("--width", row.width, 32),
             ("--precision", row.precision, None),
             ("--recipe", row.recipe, "classic"),
