@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Everything about your cluster, in one file. Copy it, then edit the copy; git ignores it:
 #     cp slurm/site.example.sh slurm/site.sh
-# Complete examples for conda, venv, Apptainer and pyxis are in slurm/sites/.
+# Complete examples for conda, venv, Apptainer, Podman and pyxis are in slurm/sites/.
 # slurm/README.md explains every option. A line that you leave out keeps its default.
 
 # --- 1. What to ask Slurm for -------------------------------------------------------------------
@@ -22,8 +22,8 @@
 #    conda activate tutorial
 #}
 
-# A command to put before `python`, for sites that run it in a container.
-#SITE_CONTAINER=(apptainer exec --nv "$HOME/tutorial.sif")
+# A command to put before `python`, for sites that run it in a container; slurm/containers builds the image.
+#SITE_CONTAINER=(apptainer exec --nv "$HOME/images/tutorial.sif")
 
 # --- 3. Where things are; all of these must be on a file system that every node sees ------------
 #SITE_DATA_DIR=/shared/datasets/mnist      # default: data/ of this checkout

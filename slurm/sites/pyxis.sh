@@ -4,7 +4,7 @@
 export SBATCH_PARTITION=gpu
 export SBATCH_ACCOUNT=my-project
 
-# The image was saved once with: enroot import -o ~/images/tutorial.sqsh docker://<your image>
+# The image of slurm/containers was saved once: enroot import --output ~/images/tutorial.sqsh dockerd://tutorial
 # --no-container-mount-home keeps packages in your home from mixing with those of the image.
 SITE_SRUN_ARGS=(
     --container-image="$HOME/images/tutorial.sqsh"

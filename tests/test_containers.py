@@ -1,0 +1,207 @@
+"""The image for the jobs: one list of steps, and site files whose containers have what a rank needs.
+
+No container program is needed: a stand-in takes the command line apart, and tells what it was given.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import copy_project
+from conftest import ENVIRONMENT, REPOSITORY
+
+CONTAINERS = REPOSITORY / "slurm" / "containers"
+# In place of a container program: notes its options, and runs what stands behind them and the image's name.
+STAND_IN = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+
+verb, *words = sys.argv[1:]
+if verb not in ("exec", "run"):
+    sys.exit()
+options = []
+while words[0].startswith("-"):
+    options.append(words.pop(0))
+    if options[-1] == "--bind":
+        options[-1] += "=" + words.pop(0)
+image = words.pop(0)
+told = {{"options": options, "image": image, "no_user_site": os.environ.get("PYTHONNOUSERSITE")}}
+Path(os.environ["TOLD"]).write_text(json.dumps(told))
+os.execvp(words[0], words)
+"""
+
+
+def copied_by_dockerfile() -> tuple[dict[str, str], list[str]]:
+    """What is copied into which folder or file, and all other instructions."""
+    lines = [
+        line for line in (CONTAINERS / "Dockerfile").read_text().splitlines() if line[:1] not in ("", "#")
+    ]
+    copied, others = {}, []
+    folder = ""
+    for line in lines:
+        instruction, *words = line.split()
+        if instruction == "COPY":
+            *sources, target = words
+            for source in sources:
+                inside = (
+                    target
+                    if len(sources) == 1 and not target.endswith("/")
+                    else f"{target}{Path(source).name}"
+                )
+                copied[source] = os.path.normpath(f"{folder}/{inside}")
+        elif instruction == "WORKDIR":
+            folder = words[0]
+        else:
+            others.append(line)
+    return copied, others
+
+
+def sections_of_definition() -> dict[str, list[str]]:
+    """The lines of each section of tutorial.def; those before the first are the header."""
+    sections, name = {"header": []}, "header"
+    for line in (CONTAINERS / "tutorial.def").read_text().splitlines():
+        if line.startswith("%"):
+            name = line[1:]
+            sections[name] = []
+        elif line.strip() and not line.startswith("#"):
+            sections[name].append(line.strip())
+    return sections
+
+
+def copied_by_definition() -> dict[str, str]:
+    files = dict(line.split() for line in sections_of_definition()["files"])
+    return {source: os.path.normpath(f"{target}/{Path(source).name}") for source, target in files.items()}
+
+
+def test_both_definitions_run_one_list_of_steps() -> None:
+    """They copy the same to the same places, and all they run is install.sh, where its files are."""
+    copied, others = copied_by_dockerfile()
+    base = "docker.io/library/python:3.12-slim"
+    assert others == [f"ARG BASE={base}", "FROM ${BASE}", 'RUN ["bash", "install.sh"]']
+    sections = sections_of_definition()
+    assert copied_by_definition() == copied
+    (folder,) = {Path(target).parent for target in copied.values()}
+    assert sections == {
+        "header": ["Bootstrap: {{ FROM }}", "From: {{ BASE }}"],
+        "arguments": ["FROM=docker", f"BASE={base}"],
+        "files": sections["files"],
+        "post": [f"cd {folder}", "bash install.sh"],
+    }
+
+
+def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
+    """install.sh, as it is, in a folder that has only what the definitions copy.
+
+    The packages that trainkit needs are lent by the environment of the tests in place of being downloaded.
+    """
+    inside = tmp_path / "inside"
+    for source, target in copied_by_definition().items():
+        place = inside / Path(target).name
+        copy = shutil.copytree if (REPOSITORY / source).is_dir() else shutil.copyfile
+        place.parent.mkdir(exist_ok=True)
+        copy(REPOSITORY / source, place)
+    installed, commands = tmp_path / "installed", tmp_path / "commands"
+    commands.mkdir()
+    python = commands / "python"
+    python.write_text(
+        f"""#!/bin/bash
+if [[ "$*" == "-m pip install "* ]]; then
+    exec {shlex.quote(sys.executable)} "$@" --quiet --no-deps --no-build-isolation --target "$INSTALLED"
+fi
+PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
+"""
+    )
+    python.chmod(0o755)
+    environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}", "INSTALLED": str(installed)}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        ["bash", "install.sh"], cwd=inside, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^PyTorch \d", done.stdout, re.MULTILINE)
+
+    def files(folder: Path) -> set[str]:
+        kept = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".py", ".j2"))
+        return {str(path) for path in kept}
+
+    assert files(installed / "trainkit") == files(REPOSITORY / "trainkit")
+    # The image is refused where what was installed cannot be imported.
+    (inside / "trainkit" / "jobs" / "__init__.py").write_text("import nowhere\n")
+    shutil.rmtree(installed)
+    done = subprocess.run(
+        ["bash", "install.sh"], cwd=inside, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    assert "No module named 'nowhere'" in done.stderr
+
+
+# What a job does with a site file, but for srun.
+JOB = """
+set -euo pipefail
+module() { :; }
+source ../slurm/site_env.sh
+activate
+"${SITE_CONTAINER[@]}" python -c 'print("a rank")'
+printf '%s\\n' "$DATA_DIR" "${SITE_SRUN_ARGS[@]}"
+"""
+
+
+@pytest.mark.parametrize("site", ["apptainer", "podman", "pyxis"])
+def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
+    """The checkout and the data at their own paths, the job's folder and variables, the image that was built."""
+    checkout, commands, told = tmp_path / "checkout", tmp_path / "commands", tmp_path / "told.json"
+    copy_project(checkout)
+    shutil.copy(REPOSITORY / "slurm" / "sites" / f"{site}.sh", checkout / "slurm" / "site.sh")
+    commands.mkdir()
+    (commands / "python").symlink_to(sys.executable)
+    for program in ("apptainer", "podman"):
+        (commands / program).write_text(STAND_IN)
+        (commands / program).chmod(0o755)
+    stage = checkout / "03_multigpu_ddp"
+    environment = {"PATH": f"{commands}:{os.environ['PATH']}", "TOLD": str(told), "HOME": "/home/me"}
+    done = subprocess.run(
+        ["bash", "-c", JOB],
+        cwd=stage,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rank, data, *srun = done.stdout.splitlines()
+    assert rank == "a rank"
+    facts = json.loads(told.read_text()) if told.exists() else {}
+    assert bool(facts) == (site != "pyxis")  # there it is srun that starts the container
+    options = facts.get("options", srun)
+    given = [option.partition("=")[::2] for option in options]
+    values = dict(given)
+    mounted = {path for name, mounts in given if name in MOUNTS for path in mounts.split(",")}
+    for path in (str(checkout), data):
+        assert any(Path(path).is_relative_to(outside) for outside in map(at_one_path, mounted)), mounted
+    if site == "apptainer":
+        assert "--nv" in values
+        assert facts["no_user_site"] == "1"
+    else:
+        assert values["--workdir" if site == "podman" else "--container-workdir"] == str(stage)
+    if site == "podman":
+        assert {"--rm", "--env-host", "--device"} <= values.keys()
+        assert (values["--network"], values["--cgroups"]) == ("host", "disabled")
+        assert values["--env"].startswith("PATH=/usr/local/bin:")  # and no Python of the node's
+    image = facts.get("image") or values["--container-image"]
+    assert f" {image.replace('/home/me', '~')}" in (CONTAINERS / "README.md").read_text()
+
+
+MOUNTS = {"--bind", "--volume", "--container-mounts"}
+
+
+def at_one_path(mount: str) -> str:
+    """The path of a mount that is the same inside as outside."""
+    outside, _, inside = mount.partition(":")
+    assert inside in ("", outside)
+    return outside
