@@ -154,7 +154,7 @@ printf '%s\\n' "$DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 
 @pytest.mark.parametrize("site", ["apptainer", "podman", "pyxis"])
 def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
-    """The checkout and the data at their own paths, the job's folder and variables, the image that was built."""
+    """The checkout and the data at their own paths, the job's folder and variables, the right image."""
     checkout, commands, told = tmp_path / "checkout", tmp_path / "commands", tmp_path / "told.json"
     copy_project(checkout)
     shutil.copy(REPOSITORY / "slurm" / "sites" / f"{site}.sh", checkout / "slurm" / "site.sh")
