@@ -176,6 +176,8 @@ def test_the_other_commands_use_a_checkpoint(stopped: Path, runs: Runs) -> None:
             "--checkpoint-dir STOPPED/checkpoints --resume auto --width 4 --recipe sgd --batch-size 50",
             "STOPPED/checkpoints/last.ckpt was made with --recipe classic, --lr 1.0, --train-size 500: give",
         ),
+        ("--trainer.devices 4", "trainer.devices is decided by what starts the processes"),
+        ("--dry-run --trainer.limit_val_batches 0", "the row of an epoch needs one validation, at its end"),
         ("--trainer.max_steps=-5", "Lightning refuses this: "),
     ],
 )
@@ -186,6 +188,11 @@ def test_a_mistake_is_one_sentence(words: str, sentence: str, stopped: Path, run
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_is_one_step(runs: Runs, tmp_path: Path) -> None:
+    told = runs.train(SCRIPT, "--dry-run", "--results-dir", tmp_path)
+    assert told.count("epoch 1/1: ") == told.count("epoch ") == 1 and not [*tmp_path.iterdir()]
 
 
 def test_without_lightning_it_says_how_to_get_it(runs: Runs, tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ except ModuleNotFoundError as missing:
 from record import RecordRun, checked
 
 COMMANDS = tuple(LightningCLI.subcommands())  # fit, validate, test, predict
+# Options of Lightning that would be overruled, or make the record wrong, and their defaults.
+DECIDED = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
+DECIDED |= {"max_epochs": None, "precision": None, "accumulate_grad_batches": 1}
 
 
 class Classifier(LightningModule):
@@ -140,7 +143,6 @@ class CommandLine(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         options.declare(parser)
-        parser.link_arguments("epochs", "trainer.max_epochs")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
         try:
@@ -148,6 +150,12 @@ class CommandLine(LightningCLI):
         except (ArgumentError, ArgumentTypeError) as error:
             raise UserError(f"{' '.join(str(error).split())}. See --help.") from None
         self.asked = self.config[self.config.subcommand]
+        for name, default in DECIDED.items():
+            if self.asked.trainer[name] != default:
+                raise UserError(
+                    f"trainer.{name} is decided by what starts the processes, and by options of the stages "
+                    "(--epochs, --precision, --no-cuda): leave it out."
+                )
         if self.asked.ckpt_path:
             self.asked.ckpt_path = checked(Path(self.asked.ckpt_path))
 
@@ -165,7 +173,7 @@ class CommandLine(LightningCLI):
             cluster_environment=Ranks(here),
             gradient_as_bucket_view=True,
         )
-        return super().instantiate_trainer(strategy=ddp, num_nodes=here.nodes)
+        return super().instantiate_trainer(strategy=ddp, num_nodes=here.nodes, max_epochs=self.opts.epochs)
 
     def after_instantiate_classes(self) -> None:
         # Each rank drops other neurons; DDP makes the weights equal.

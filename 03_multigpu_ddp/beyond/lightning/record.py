@@ -27,6 +27,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 SUMS = ("sum_of_losses", "right", "images")  # what the network logs of the test set
+ONE_VALIDATION = (
+    "the row of an epoch needs one validation, at its end: leave out what changes that, such as "
+    "trainer.limit_val_batches or trainer.val_check_interval."
+)
 
 
 def checked(path: Path) -> Path:
@@ -57,7 +61,7 @@ class RecordRun(Callback):
         self._kept: dict | None = None  # what the checkpoint that the run goes on from has kept
         self._stop_asked = self._ended = False
         self._stopped_after = 0
-        self._started = self._eval_seconds = 0.0
+        self._started, self._train_seconds, self._eval_seconds = 0.0, None, 0.0
 
     def open_folder(self) -> Path | None:
         """The checkpoint to go on from, if there is one.
@@ -102,7 +106,7 @@ class RecordRun(Callback):
         machine.reset_peak_memory()
         trainer.train_dataloader.set_epoch(trainer.current_epoch + 1)
         self._learning_rate = trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0]
-        self._losses = []
+        self._losses, self._train_seconds = [], None
         self._started = clock.start(self._device)
 
     def on_train_batch_end(
@@ -127,6 +131,8 @@ class RecordRun(Callback):
             tell(f"{tested.samples} images: accuracy {tested.accuracy:.2f} %, loss {tested.loss:.4f}")
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._train_seconds is None:
+            raise UserError(ONE_VALIDATION)
         epoch = trainer.current_epoch + 1
         losses = mean_over_ranks(torch.stack(self._losses))
         check_finite(losses, epoch)
@@ -139,7 +145,8 @@ class RecordRun(Callback):
             self._save(trainer)
             stop = world.largest(self._stop_asked, self._device) and epoch < self._options.epochs
             self._stopped_after = epoch if stop and not self._ended else 0
-        trainer.should_stop = self._ended or self._stopped_after > 0
+        if self._ended or self._stopped_after:  # another callback may have asked for it, too
+            trainer.should_stop = True
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps that Lightning does not: the options, the rows, and the random numbers."""
