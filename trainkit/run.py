@@ -159,7 +159,7 @@ class Run:
         """
         if self._trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. Not known
+        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. Unknown
         # where a network is split: such ranks wait for each other in the middle of a step, too.
         own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
         of_ranks = rows_of_ranks(epoch, self._device, own_seconds, self._data_seconds)

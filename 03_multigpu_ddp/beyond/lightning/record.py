@@ -190,7 +190,7 @@ class RecordRun(Callback):
             world.on_first(lambda: leave_word(text, folder))
             world.leave()
             raise Stopped(text)
-        world.on_first(lambda: self._log.finish(net))
+        world.on_first(lambda: self._log.finish(net.state_dict()))
         if world.is_first() and folder and not self._options.keep_checkpoints and ends_with_its_job(folder):
             with suppress(OSError):  # the run went well
                 self._newest.unlink()
