@@ -1,13 +1,14 @@
 """How much longer does an epoch take by Lightning? It and stage 03 in turns, with equal options and output.
 
-python results/bench/lightning_overhead.py --workers 1,2 --pairs 5
+python results/bench/lightning_overhead.py --workers 1,2 --pairs 5 --train-size 6000
+
+The runs stay in the folder that --out names, where results/plot_results.py finds them.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from trainkit import records
@@ -15,6 +16,7 @@ from trainkit.command_line import Parser, at_least, list_of
 from trainkit.errors import UserError, run
 
 DDP = Path(__file__).resolve().parents[2] / "03_multigpu_ddp"
+OUT = Path(__file__).with_name("out") / "lightning"
 SCRIPTS = (DDP / "mnist_ddp.py", DDP / "beyond" / "lightning" / "mnist_lightning.py")
 
 
@@ -23,30 +25,39 @@ def main() -> None:
     numbers = list_of(at_least(1))
     parser.add_argument("--workers", type=numbers, default=(1, 2), metavar="N,...", help="processes (1,2)")
     parser.add_argument("--pairs", type=at_least(1), default=5, metavar="N", help="trainings by each (5)")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="DIR", help="where the runs go (%(default)s)"
+    )
     args, options = parser.parse_known_args()
     print("workers  Lightning's seconds per epoch over stage 03's: median (min..max)")
     for workers in args.workers:
         ratios = []
         for pair in range(args.pairs):
             order = SCRIPTS if pair % 2 else SCRIPTS[::-1]  # neither is always the one after a pause
-            seconds = {script: seconds_per_epoch(script, workers, options) for script in order}
+            seconds = {
+                script: seconds_per_epoch(
+                    script, workers, options, args.out / f"{script.stem}-{workers}-{pair}"
+                )
+                for script in order
+            }
             ratios.append(seconds[SCRIPTS[1]] / seconds[SCRIPTS[0]])
         print(
             f"{workers:7}  {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})", flush=True
         )
 
 
-def seconds_per_epoch(script: Path, workers: int, options: list[str]) -> float:
-    """The median of a training's epochs without the first one, which is a warm-up."""
+def seconds_per_epoch(script: Path, workers: int, options: list[str], out: Path) -> float:
+    """The median of a training's epochs without the first one, which is a warm-up; `out` is a new folder."""
+    if out.exists():
+        raise UserError(f"{out} is there already: give another --out.")
     defaults = ["--epochs", "4", "--batch-size", "64", "--precision", "fp32", "--test-size", "1000"]
-    with tempfile.TemporaryDirectory() as folder:
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-        command = [sys.executable, "-m", *launcher, script, *defaults, *options, "--results-dir", folder]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"{script.name} failed: {done.stderr.strip()}")
-        (path,) = Path(folder, "runs").glob("*.csv")
-        rows = [row["train_seconds"] for row in records.read(path) if not row["warmup"]]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = [sys.executable, "-m", *launcher, script, *defaults, *options, "--results-dir", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{script.name} failed: {done.stderr.strip()}")
+    (path,) = (out / "runs").glob("*.csv")
+    rows = [row["train_seconds"] for row in records.read(path) if not row["warmup"]]
     if not rows:
         raise UserError("the first epoch does not count: give --epochs 2 or more.")
     return statistics.median(rows)
