@@ -62,9 +62,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
-    program = (
-        f"import sys; sys.path.insert(0, {str(FOLDER)!r})\nimport lightning.pytorch.cli\n" + forking.PROGRAM
-    )
+    program = "import lightning.pytorch.cli\n" + forking.PROGRAM
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, **pipes) as parent:
         yield Runs(forking.Forking(parent, tmp_path_factory.mktemp("forks")))

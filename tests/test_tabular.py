@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of
 from forking import Forking
 from sklearn import calibration
@@ -19,11 +18,7 @@ from trainkit import options, records
 from trainkit.errors import UserError
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
-# As Python itself does: the folder of a script is where it finds its neighbours.
-LAUNCHED = f"""import runpy, sys
-sys.path.insert(0, {str(BEYOND)!r})
-runpy.run_path({str(BEYOND / "tabular.py")!r}, run_name="__main__")
-"""
+SCRIPT = BEYOND / "tabular.py"
 SMALL = ("--train-size", 900, "--test-size", 1000, "--batch-size", 30, "--epochs", 2, "--no-cuda")
 # SGD, as to Adadelta and Adam gradients that are twice as large are nearly the same.
 EXACT = (*SMALL, "--recipe", "sgd", "--lr", 0.05, "--save-model", "--timeout", 60)
@@ -61,18 +56,8 @@ def furthest(one: Trained, other: Trained) -> float:
     return max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
 
 
-def launched(folder: Path) -> Path:
-    """A script in `folder` that is tabular.py."""
-    folder.mkdir(exist_ok=True)
-    path = folder / "launched.py"
-    path.write_text(LAUNCHED)
-    return path
-
-
 def train(forking: Forking, folder: Path, ranks: int, *arguments: object) -> Trained:
-    done = forking.run(
-        launched(folder), *EXACT, *arguments, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks
-    )
+    done = forking.run(SCRIPT, *EXACT, *arguments, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return Trained(folder, done.stdout)
 
@@ -225,15 +210,15 @@ def test_the_run_that_would_help_is_one_that_it_takes(trained: dict[str, Trained
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: tuple, sentence: str, script: Script, tmp_path: Path) -> None:
-    done = script(launched(tmp_path), *SMALL, *arguments, "--results-dir", tmp_path)
+    done = script(SCRIPT, *SMALL, *arguments, "--results-dir", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
 
 
 def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Path) -> None:
     places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    assert script(launched(tmp_path), *SMALL, "--epochs", 1, *places).returncode == 0
-    done = script(launched(tmp_path), *SMALL, "--weights", "none", *places)
+    assert script(SCRIPT, *SMALL, "--epochs", 1, *places).returncode == 0
+    done = script(SCRIPT, *SMALL, "--weights", "none", *places)
     assert done.returncode == 1 and "was made with --weights exact" in done.stderr
 
 
@@ -248,17 +233,3 @@ def test_a_sweep_of_it(tmp_path: Path) -> None:
     assert list(zip(table.stage, table.devices, strict=True)) == [("tabular-exact", 1), ("tabular-exact", 2)]
     assert len(list((tmp_path / "sweep").glob("*/runs/*.metrics.tsv"))) == 2
     assert (tmp_path / "sweep" / "how_many_gpus.md").exists(), done.stdout
-
-
-def test_as_a_job(cluster: RunningCluster, tmp_path: Path) -> None:
-    """By sbatch and by submit.py: the neighbours that it imports are found in every rank."""
-    checkout = Checkout(tmp_path / "a checkout", cluster)
-    job = checkout.submit(
-        "srun", "beyond/tabular.py", *SMALL, "--batch-size", 60, *CUT, sbatch=("--nodes=2",)
-    )
-    arguments = ("--script", "beyond/tabular.py", "--gpus", 2, "--weights", "naive", *SMALL, "--wait")
-    done = checkout.submit_py("ddp", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert checkout.cluster.wait(job, timeout=300)["JobState"] == "COMPLETED", checkout.log(job)
-    runs = sorted((checkout.folder / "results" / "runs").glob("*.metrics.tsv"))
-    assert [path.name.rpartition("-20")[0] for path in runs] == ["tabular-exact", "tabular-naive"]
