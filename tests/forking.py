@@ -1,12 +1,13 @@
 """Programs that need PyTorch, each in a process of its own, with PyTorch imported once for all of them."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trainkit import network
 
 PROGRAM = """
 import atexit, json, os, runpy, signal, sys, threading
@@ -88,9 +89,7 @@ class Forking:
 
 def free_port() -> str:
     """A port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
+    return str(network.free_port())
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def test_the_difference_to_the_stage_stays_small(script: str) -> None:
     """DistributedDataParallel by hand, and what splits the network, are longer."""
     done = subprocess.run(["diff", STAGES["ddp"], BEYOND / script], capture_output=True, text=True)
     added = sum(line.startswith(">") for line in done.stdout.splitlines())
-    assert 0 < added <= {"by_hand.py": 34, "fsdp.py": 53}.get(script, 24)
+    assert 0 < added <= {"by_hand.py": 34, "fsdp.py": 57}.get(script, 24)
 
 
 @pytest.mark.parametrize("way", ["each", "flat"])

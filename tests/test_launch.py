@@ -162,6 +162,7 @@ LEFT = "rank 1 ended with exit code 0 before train returned: see what it printed
 def test_a_rank_that_ends_too_early_ends_the_others(end: Callable, sentence: str, tmp_path: Path) -> None:
     def train() -> None:
         if os.environ["RANK"] == "1":
+            wait_for(lambda: list(tmp_path.iterdir()))
             end()
         (tmp_path / str(os.getpid())).touch()
         ctypes.PyDLL(None).sleep(300)  # within C, where no thread of Python can end the process

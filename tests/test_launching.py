@@ -63,17 +63,15 @@ def test_the_old_launcher_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "moment", "stop"),
-    [(signal.SIGTERM, "at once", "stopped after step 1 of epoch 1 by"), (signal.SIGUSR2, "epoch 1/", "by")],
+    ("number", "moment"),
+    [(signal.SIGTERM, "at once"), (signal.SIGUSR2, "epoch 1/")],
     ids=["SIGTERM at once", "USR2 in training"],
 )
-def test_our_torchrun_hands_signals_on_to_its_ranks(
-    number: int, moment: str, stop: str, tmp_path: Path
-) -> None:
+def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
     """Sent to it alone, as where Slurm signals only what srun has started."""
     launcher = [sys.executable, "-m", "trainkit.torchrun", "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
-    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 20, *folders]
+    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # as a job starts it
     process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, **pipes)
@@ -83,6 +81,6 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(
     process.send_signal(number)
     output, complaint = process.communicate(timeout=300)
     assert process.returncode == 0, complaint
-    assert "stopped after " in output and stop in output, output
+    assert re.search(r"^stopped after .* by a signal", output, re.MULTILINE), output
     assert "Traceback" not in complaint
     assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,9 +116,9 @@ def _follow(processes: list[subprocess.Popen], output: int, folder: Path, second
 
 
 def _signal(processes: list[subprocess.Popen], number: signal.Signals) -> None:
-    """Send it to the ranks that still run, and to what they have started."""
+    """Send it to the ranks and to what they have started, which may outlive them."""
     for process in processes:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 

@@ -122,7 +122,7 @@ class RunLog:
                 "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
-            of_epoch = [{"epoch": epoch} | one._asdict() for one in metrics]
+            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": _finite(one.value)} for one in metrics]
             self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:
                 samples.note_run(self._recorder.path)
@@ -193,6 +193,11 @@ class RunLog:
                 f"The results are in {self._recorder.path}."
             ) from None
         return path
+
+
+def _finite(value: float) -> float:
+    """NaN in place of what the reader of a metric would refuse."""
+    return float(value) if math.isfinite(value) else math.nan
 
 
 def _configuration(options: Options, here: World, batch_per_device: int) -> str:

@@ -45,7 +45,10 @@ class Sharded:
         return all(world.gather(own))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """On rank 0, where they have to fit into memory: all weights, as of a network that is not split."""
+        """On rank 0, where they have to fit into memory: all weights, as of a network that is not split.
+
+        With NCCL each rank also needs room on its GPU for the largest part that another one has.
+        """
         own = {}
         for name, value in self._model.state_dict().items():
             if not _is_split(value):
@@ -54,9 +57,12 @@ class Sharded:
                 whole = value.full_tensor()  # on every rank, one after the other
                 if world.is_first():
                     own[name] = whole.cpu()
-        of_ranks = [None] * world.count() if world.is_first() else None
-        dist.gather_object(own, of_ranks, dst=0)
-        return {name: value for part in of_ranks or () for name, value in part.items()}
+        if not world.is_first():
+            dist.gather_object(own, dst=0)
+            return {}
+        of_ranks = [{}] * world.count()
+        dist.gather_object({}, of_ranks, dst=0)  # its own need not travel
+        return own | {name: value for part in of_ranks for name, value in part.items()}
 
     def save(self, folder: Path) -> str:
         """Write what this rank holds to `folder`, a new one; returns why that failed on a rank, or ""."""

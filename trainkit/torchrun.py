@@ -1,7 +1,8 @@
 """torchrun, with the same options, that hands USR2 and SIGTERM on to its ranks: python -m trainkit.torchrun.
 
 Where Slurm keeps the processes of a job in cgroups, it signals those that srun has started: torchrun, and not
-the ranks, which are to save and stop. torchrun itself dies of USR2, and kills its ranks on SIGTERM.
+the ranks, which are to save and stop. torchrun itself dies of USR2, and kills its ranks on SIGTERM. In the
+ranks these signals wait until the run listens: a script without a `Run` has to unblock them itself.
 """
 
 import signal

@@ -33,6 +33,10 @@ def main() -> None:
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    if len(set(world.gather(len(test_batches)))) > 1:  # each forward pass is a meeting
+        raise errors.UserError(
+            "the ranks have unequal numbers of test steps: raise --test-batch-size or --test-size."
+        )
 
     # channels_last is faster, but fully_shard refuses it.
     layout = torch.channels_last if opts.how == "ddp" else torch.contiguous_format

@@ -83,6 +83,10 @@ def main() -> None:
         raise errors.UserError(
             f"{BLOCKS} blocks do not divide among {here.size} processes: start 1, 2, 4 or 8"
         )
+    if opts.batch_size < here.size:
+        raise errors.UserError(
+            f"--batch-size {opts.batch_size} is less than the {here.size} processes: raise it."
+        )
     torch.manual_seed(opts.seed)
 
     # Every rank takes every batch whole: the first needs the images, the last the labels.

@@ -5,11 +5,11 @@ Try: python predict.py ../../results/models/RUN_ID.pt
 
 import argparse
 import csv
-import zipfile
 from pathlib import Path
 
 from trainkit import data, errors, records, world
 from trainkit.batches import TEST_BATCH
+from trainkit.checkpoint import read_whole
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError
 from trainkit.files import replacing
@@ -102,10 +102,7 @@ def network_of(path: Path) -> Net:
     """
     try:
         check_regular(path)
-        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        weights = read_whole(path)
         if not isinstance(weights, dict):
             raise ValueError("it holds no weights by their names")
     except Exception as error:  # whatever PyTorch makes of a damaged file
@@ -154,7 +151,9 @@ def read_image(path: Path, invert: bool) -> torch.Tensor:
         with Image.open(path) as image:
             if image.mode[0] in "IF":  # PIL would make white of most of it
                 raise ValueError("it has more than 8 bits for each pixel")
-            grey = ImageOps.exif_transpose(image).convert("L")
+            upright = ImageOps.exif_transpose(image).convert("RGBA")
+            # What is transparent is paper to whoever drew it.
+            grey = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("L")
     except Exception as error:  # whatever PIL makes of a damaged file
         raise UserError(
             f"the image {path} cannot be read ({errors.reason(error)}): give PNG or JPEG files."

@@ -201,7 +201,7 @@ def _cores(job: watched.Job) -> Panel:
 
 def _shares(epochs: pd.DataFrame) -> Panel:
     """Where the time of the training went, as the ranks told it."""
-    known = epochs[epochs.data.notna()]
+    known = epochs[epochs.data.notna() & epochs.others.notna()]
     if known.empty:
         return Panel("", [], {})
     looks = {"waiting for data": DATA, "computing": POWER, "exchange and other ranks": OTHERS}
@@ -222,8 +222,8 @@ def _shares(epochs: pd.DataFrame) -> Panel:
 def _epochs(job: watched.Job) -> pd.DataFrame:
     """Those of the records that tell when they were: training from `began` to `trained`, then `tested` (s).
 
-    `data` and `others` are shares of the training, as the mean of the ranks: waiting for data (NaN if that
-    is not known), and for other ranks and the exchange.
+    `data` and `others` are shares of the training, as the mean of the ranks: waiting for data, and for
+    other ranks and the exchange; NaN where that is not known.
     """
     found = [pd.DataFrame(columns=[*EPOCH, *OF_RANKS], dtype=float)]
     for training in job.trainings:
@@ -235,7 +235,7 @@ def _epochs(job: watched.Job) -> pd.DataFrame:
     table["trained"] = table.tested - table.eval_seconds
     table["began"] = table.trained - table.train_seconds
     table["data"] = (table.data_seconds / table.train_seconds).clip(upper=1)
-    others = (1 - table.own_seconds / table.train_seconds).where(table.world_size > 1, 0).fillna(0)
+    others = (1 - table.own_seconds / table.train_seconds).where(table.world_size > 1, 0)
     table["others"] = others.clip(0, 1 - table.data.fillna(0))
     return table
 

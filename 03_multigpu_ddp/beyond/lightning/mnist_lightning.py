@@ -97,6 +97,11 @@ class Images(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.train_set, self.test_set = data.load(self.opts.dataset, self.opts.data_dir)
+        _, _, ranks = self.place
+        if (self.opts.test_size or ranks) < ranks:  # who has no test image logs nothing, and is waited for
+            raise UserError(
+                f"--test-size {self.opts.test_size} is less than the {ranks} processes: raise it."
+            )
 
     def train_dataloader(self) -> batches.Batches:
         return batches.training(self.train_set, self.opts, *self.place)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trainkit import clock, machine, world
 from trainkit.checkpoint import (
-    STOP_SIGNALS,
     ends_with_its_job,
     leave_word,
     random_numbers,
@@ -15,7 +14,7 @@ from trainkit.checkpoint import (
     set_random_numbers,
 )
 from trainkit.epoch import Tested, Trained, not_a_number
-from trainkit.errors import Stopped, UserError, first_line, reason, tell
+from trainkit.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.files import check_writable
 from trainkit.options import Options
 from trainkit.run import check_finite, mean_over_ranks, rows_of_ranks
@@ -152,14 +151,17 @@ class RecordRun(Callback):
         """What a checkpoint keeps that Lightning does not: the options, the rows, and the random numbers."""
         run = self._log.state() if world.is_first() else None  # rank 0 writes the file
         return {
-            "options": self._options.shaping(),
+            "options": self._shaping(),
             "run": run,
             "random_numbers": world.gather(random_numbers()),
         }
 
+    def _shaping(self) -> dict[str, object]:
+        return self._options.shaping() | {"dataset": self._options.dataset}
+
     def load_state_dict(self, state: dict) -> None:
         was = state["options"] | {"precision": state["run"]["facts"]["precision"]}
-        asked = self._options.shaping() | {"precision": self._options.precision}
+        asked = self._shaping() | {"precision": self._options.precision}
         if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
             asked["precision"] = was["precision"]
         told = [
