@@ -62,7 +62,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
-    program = "import lightning.pytorch.cli\n" + forking.PROGRAM
+    found = f"import sys; sys.path.append({str(FOLDER)!r})"  # by what runs the script, too
+    program = f"{found}\nimport lightning.pytorch.cli\n{forking.PROGRAM}"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, **pipes) as parent:
         yield Runs(forking.Forking(parent, tmp_path_factory.mktemp("forks")))
