@@ -15,6 +15,7 @@ from trainkit import records, staging
 from trainkit.jobs import local, stages
 
 if TYPE_CHECKING:
+    import torch
     from cluster import RunningCluster
     from forking import Forking
 
@@ -103,6 +104,14 @@ def rows_of(results_dir: Path) -> list[dict[str, object]]:
     """The rows of the one run in `results_dir`."""
     (path,) = (results_dir / "runs").glob("*.csv")
     return records.read(path)
+
+
+def weights_of(results_dir: Path) -> dict[str, "torch.Tensor"]:
+    """The weights that the one run in `results_dir` has saved."""
+    import torch  # which most tests do without
+
+    (path,) = (results_dir / "models").glob("*.pt")
+    return torch.load(path, weights_only=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage, weights_of
 from forking import free_port
 
 from trainkit import records
@@ -73,8 +73,7 @@ class Trained:
 
     def __init__(self, folder: Path) -> None:
         self.rows = rows_of(folder)
-        (path,) = (folder / "models").glob("*.pt")
-        self.weights = torch.load(path, weights_only=True)
+        self.weights = weights_of(folder)
         self.told = [path.read_text().splitlines() for path in sorted(folder.glob("rank-*.txt"))]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command, weights_of
 from forking import Forking, free_port
 
 from trainkit import records
@@ -59,11 +59,6 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 def epochs_recorded(folder: Path) -> int:
     runs = list((folder / "runs").glob("*.csv"))
     return len(records.read(runs[0])) if runs else 0
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = (folder / "models").glob("*.pt")
-    return torch.load(path, weights_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 CONTAINERS = REPOSITORY / "slurm" / "containers"
 # In place of a container program: notes its options, and runs what stands behind them and the image's name.
-STAND_IN = f"""#!{sys.executable}
+STAND_IN = """#!/usr/bin/env python
 import json, os, sys
 from pathlib import Path
 
@@ -31,7 +31,7 @@ while words[0].startswith("-"):
     if options[-1] == "--bind":
         options[-1] += "=" + words.pop(0)
 image = words.pop(0)
-told = {{"options": options, "image": image, "no_user_site": os.environ.get("PYTHONNOUSERSITE")}}
+told = {"options": options, "image": image, "no_user_site": os.environ.get("PYTHONNOUSERSITE")}
 Path(os.environ["TOLD"]).write_text(json.dumps(told))
 os.execvp(words[0], words)
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, weights_of
 from forking import Forking
 
 from trainkit import batches, sharded
@@ -48,11 +48,6 @@ def by_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("by-two")
     train(FSDP, folder, "--checkpoint-minutes", 1e-6, ranks=2)
     return folder
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = (folder / "models").glob("*.pt")
-    return torch.load(path, weights_only=True)
 
 
 def assert_same_end(folder: Path, other: Path) -> None:

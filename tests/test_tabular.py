@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of, weights_of
 from forking import Forking
 from sklearn import calibration
 from sklearn import metrics as judges
@@ -47,8 +47,7 @@ class Trained:
         self.metrics: dict[int, dict[tuple[str, str], float]] = {}
         for row in records.read_metrics(csv):
             self.metrics.setdefault(row["epoch"], {})[row["metric"], row["of"]] = row["value"]
-        (path,) = (folder / "models").glob("*.pt")
-        self.weights = torch.load(path, weights_only=True)
+        self.weights = weights_of(folder)
 
 
 def furthest(one: Trained, other: Trained) -> float:
