@@ -14,7 +14,6 @@ import torch
 from checkout import Checkout
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage, weights_of
-from forking import free_port
 
 from trainkit import records
 
@@ -114,7 +113,7 @@ def _train(results: Path, ranks: int, trainings: list[tuple]) -> None:
     words = []
     for folder, script, *options in trainings:
         precision = () if script == "overflow.py" else ("--precision", "fp32")
-        words.append([folder, free_port(), results / script, *EXACT, *precision, *options])
+        words.append([folder, results / script, *EXACT, *precision, *options])
     plan = results / f"{ranks}.json"
     plan.write_text(json.dumps(words, default=str))
     shared = ENVIRONMENT | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}

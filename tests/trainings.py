@@ -1,6 +1,6 @@
 """Trainings one after the other in the same processes, as PyTorch takes seconds to start; dropout is off.
 
-usage: trainings.py TRAININGS.json, a list of [folder, port, script, options ...]. What each prints goes to
+usage: trainings.py TRAININGS.json, a list of [folder, script, options ...]. What each prints goes to
 folder/rank-N.txt.
 """
 
@@ -10,13 +10,15 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from torch import nn
 
-from trainkit import errors, model
+from trainkit import errors, model, network
+from trainkit.files import replacing
 
 
 def train(script: str, output: Path) -> None:
@@ -34,9 +36,20 @@ def train(script: str, output: Path) -> None:
     gc.collect()
 
 
+def agreed_port(path: Path) -> str:
+    """One that is free now, also of the groups before, as rank 0 finds it; a new file tells the others."""
+    if os.environ["RANK"] == "0":
+        with replacing(path) as file:
+            file.write(str(network.free_port()))
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
 if __name__ == "__main__":
     model.Dropout = lambda _: nn.Identity()
-    for folder, port, script, *options in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = port
+    plan = Path(sys.argv[1])
+    for number, (folder, script, *options) in enumerate(json.loads(plan.read_text())):
+        os.environ["MASTER_PORT"] = agreed_port(plan.with_suffix(f".{number}"))
         sys.argv[1:] = [*map(str, options), "--results-dir", folder]
         train(script, Path(folder, f"rank-{os.environ['RANK']}.txt"))
