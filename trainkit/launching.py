@@ -147,7 +147,8 @@ def _why(processes: list[subprocess.Popen], folder: Path) -> str:
 def _rank(folder: Path) -> None:
     """Call train in this process, which is one of the ranks."""
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    sys.stdout.reconfigure(line_buffering=True)  # whole lines, as those of all ranks go into one pipe
+    # Whole lines, as those of all ranks go into one pipe: PYTHONUNBUFFERED would send their ends apart.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         sys.path[:], sources, call = pickle.loads((folder / "call").read_bytes())
         linecache.cache.update(sources)
