@@ -28,7 +28,7 @@ from torch import nn
 from trainkit import machine, world
 from trainkit.epoch import PartialEpoch, not_a_number
 from trainkit.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
-from trainkit.files import check_writable, replacing
+from trainkit.files import check_regular, check_writable, replacing
 from trainkit.model import bare, name_of
 from trainkit.options import Options
 from trainkit.precision import precision_of, set_precision
@@ -195,12 +195,7 @@ class Checkpoints:
                 self._sharded.load(_shards(path))
             for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
                 group.update(own)  # another stage may have made the checkpoint
-            # With other ranks or GPUs than before, the numbers are new ones.
-            if not set_random_numbers(state["random_numbers"]):
-                seed = self._options.seed + world.rank() + 1000 * state["epoch"]
-                torch.manual_seed(seed)
-                if world.count() == 1:  # DataParallel's GPUs are all of one process
-                    machine.seed_gpus(seed)
+            set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
             if self._part and len(self._part.losses) != self._part.steps:
@@ -214,13 +209,7 @@ class Checkpoints:
             tell(f"resumed from {path}")
 
     def _check_identity(self, path: Path, was: dict) -> None:
-        asked = self._identity | {"precision": self._options.precision}
-        if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
-            asked["precision"] = was["precision"]
-        told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
-        if told:
-            told = ", ".join(told).replace("None", "not given")
-            raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
+        check_same(path, was, self._identity | {"precision": self._options.precision})
         try:
             set_precision(self._parts["model"], was["precision"])
         except UserError as error:
@@ -306,6 +295,16 @@ def ends_with_its_job(folder: Path) -> bool:
     return bool(job_folder) and folder.resolve().is_relative_to(Path(job_folder).resolve())
 
 
+def check_same(path: Path, was: dict[str, object], asked: dict[str, object]) -> None:
+    """Raise a UserError if the checkpoint `path` is of a run with other options than those `asked` for."""
+    if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
+        asked = asked | {"precision": was["precision"]}
+    told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+    if told:
+        told = ", ".join(told).replace("None", "not given")
+        raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
+
+
 def _called(name: str) -> str:
     return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
 
@@ -364,8 +363,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
 
 def read_whole(path: Path) -> object:
     """What torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
-    if not path.is_file():
-        raise ValueError("it is not a regular file")
+    check_regular(path)
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
@@ -399,13 +397,14 @@ def random_numbers() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def set_random_numbers(of_all_ranks: list[list[torch.Tensor]]) -> bool:
-    """Set this rank's; False if there were other ranks, or other GPUs, when they were saved."""
-    if len(of_all_ranks) != world.count():
-        return False
-    cpu, *gpus = of_all_ranks[world.rank()]
-    if len(gpus) != (torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        return False
-    torch.set_rng_state(cpu)
-    torch.cuda.set_rng_state_all(gpus)
-    return True
+def set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+    """Set this rank's; new ones, of `seed`, if there were other ranks or GPUs when they were saved."""
+    if len(of_all_ranks) == world.count():
+        cpu, *gpus = of_all_ranks[world.rank()]
+        if len(gpus) == (torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            torch.set_rng_state(cpu)
+            torch.cuda.set_rng_state_all(gpus)
+            return
+    torch.manual_seed(seed + world.rank())
+    if world.count() == 1:  # DataParallel's GPUs are all of one process
+        machine.seed_gpus(seed)

@@ -35,6 +35,12 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
         raise
 
 
+def check_regular(path: Path) -> None:
+    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe."""
+    if not path.is_file():
+        raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
+
+
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Make `folder` if it is not there, and see that a file in it can be written.
 

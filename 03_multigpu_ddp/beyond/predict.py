@@ -12,7 +12,7 @@ from trainkit.batches import TEST_BATCH
 from trainkit.checkpoint import read_whole
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError
-from trainkit.files import replacing
+from trainkit.files import check_regular, replacing
 from trainkit.model import Net
 from trainkit.precision import has_tf32, set_precision
 from trainkit.staging import DEFAULT_DIR
@@ -101,7 +101,6 @@ def network_of(path: Path) -> Net:
         UserError: if the file cannot be read, or has the weights of another network.
     """
     try:
-        check_regular(path)
         weights = read_whole(path)
         if not isinstance(weights, dict):
             raise ValueError("it holds no weights by their names")
@@ -160,12 +159,6 @@ def read_image(path: Path, invert: bool) -> torch.Tensor:
         ) from None
     grey = ImageOps.pad(ImageOps.invert(grey) if invert else grey, SIZE)
     return torch.from_numpy(np.array(grey))[None]
-
-
-def check_regular(path: Path) -> None:
-    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe."""
-    if not path.is_file():
-        raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
 
 
 def few(names: list[str]) -> str:

@@ -16,6 +16,7 @@ import pandas as pd
 from trainkit import records, samples
 from trainkit.analysis import trust, waste
 from trainkit.errors import UserError, printable
+from trainkit.files import check_regular
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
 MUST_BE_EQUAL = {
@@ -295,8 +296,7 @@ def _joules(file: Path) -> float:
     """
     if not file.exists():
         return math.nan
-    if not file.is_file():  # a pipe would be waited for
-        raise ValueError("it is not a regular file")
+    check_regular(file)
     try:
         with file.open(encoding="utf-8") as opened:
             facts = json.loads(opened.read(LONGEST_VERDICT))

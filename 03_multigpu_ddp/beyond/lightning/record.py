@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit import clock, machine, world
 from trainkit.checkpoint import (
+    check_same,
     ends_with_its_job,
     leave_word,
     random_numbers,
@@ -90,8 +91,8 @@ class RecordRun(Callback):
             world.on_first(lambda: self._log.go_on(self._kept["run"]))
             if world.is_first():
                 tell(f"resumed from {trainer.ckpt_path}")
-            if not set_random_numbers(self._kept["random_numbers"]):  # there were other ranks
-                torch.manual_seed(self._options.seed + self._here.rank + 1000 * trainer.current_epoch)
+            seed = self._options.seed + 1000 * trainer.current_epoch
+            set_random_numbers(self._kept["random_numbers"], seed)
         trainer.should_stop = self._has_ended()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -114,9 +115,8 @@ class RecordRun(Callback):
         self._losses.append(outputs["loss"])  # stays on the device until the epoch ends
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._train_seconds = clock.stop(
-            self._device, self._started
-        )  # validation is within Lightning's epoch
+        # Validation is within Lightning's epoch.
+        self._train_seconds = clock.stop(self._device, self._started)
         self._started = clock.start(self._device)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -161,16 +161,7 @@ class RecordRun(Callback):
 
     def load_state_dict(self, state: dict) -> None:
         was = state["options"] | {"precision": state["run"]["facts"]["precision"]}
-        asked = self._shaping() | {"precision": self._options.precision}
-        if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
-            asked["precision"] = was["precision"]
-        told = [
-            f"--{name.replace('_', '-')} {was.get(name)}" for name in asked if was.get(name) != asked[name]
-        ]
-        if told:
-            raise UserError(
-                f"{self._newest} was made with {', '.join(told)}: give the same, or another folder."
-            )
+        check_same(self._newest, was, self._shaping() | {"precision": self._options.precision})
         self._kept = state
 
     def on_predict_end(self, trainer: Trainer, module: LightningModule) -> None:
