@@ -114,6 +114,12 @@ def weights_of(results_dir: Path) -> dict[str, "torch.Tensor"]:
     return torch.load(path, weights_only=True)
 
 
+def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -> float:
+    """The largest difference of two weights of the same name."""
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""

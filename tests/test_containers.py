@@ -120,9 +120,12 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
     python.chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}", "INSTALLED": str(installed)}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        ["bash", "install.sh"], cwd=inside, env=environment, capture_output=True, text=True, timeout=300
-    )
+
+    def install() -> subprocess.CompletedProcess[str]:
+        how = {"capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run(["bash", "install.sh"], cwd=inside, env=environment, **how)
+
+    done = install()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^PyTorch \d", done.stdout, re.MULTILINE)
 
@@ -134,9 +137,7 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
     # The image is refused where what was installed cannot be imported.
     (inside / "trainkit" / "jobs" / "__init__.py").write_text("import nowhere\n")
     shutil.rmtree(installed)
-    done = subprocess.run(
-        ["bash", "install.sh"], cwd=inside, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = install()
     assert done.returncode != 0
     assert "No module named 'nowhere'" in done.stderr
 

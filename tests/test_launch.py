@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkout import wait_until
 from conftest import ENVIRONMENT
 
 import trainkit
@@ -70,14 +71,6 @@ def alive(process: str) -> bool:
         return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    for _ in range(1200):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("in vain")
 
 
 @pytest.mark.parametrize("options", [["-c", SESSION], ["-i"]], ids=["-c", "REPL"])
@@ -162,7 +155,7 @@ LEFT = "rank 1 ended with exit code 0 before train returned: see what it printed
 def test_a_rank_that_ends_too_early_ends_the_others(end: Callable, sentence: str, tmp_path: Path) -> None:
     def train() -> None:
         if os.environ["RANK"] == "1":
-            wait_for(lambda: list(tmp_path.iterdir()))
+            wait_until(lambda: list(tmp_path.iterdir()))
             end()
         (tmp_path / str(os.getpid())).touch()
         ctypes.PyDLL(None).sleep(300)  # within C, where no thread of Python can end the process
@@ -180,13 +173,13 @@ def test_no_rank_outlives_its_caller(how: signal.Signals, tmp_path: Path) -> Non
     command = [sys.executable, "-c", SLEEPS, tmp_path]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as caller:
         try:
-            wait_for(lambda: len(list(tmp_path.iterdir())) == 3)
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
             caller.send_signal(how)
             said, _ = caller.communicate(timeout=60)
         finally:
             caller.kill()
     assert said == ("interrupted\n" if how == signal.SIGINT else "")
-    wait_for(lambda: not any(alive(process.name) for process in tmp_path.iterdir()))
+    wait_until(lambda: not any(alive(process.name) for process in tmp_path.iterdir()))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import ModuleType
 import pandas as pd
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, furthest, rows_of, weights_of
 from forking import Forking
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
@@ -54,17 +54,6 @@ def train(forking: Forking, *arguments: object, ranks: int | None = None) -> str
     done = forking.run(*arguments, env=ENVIRONMENT, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def weights_of(results_dir: Path) -> dict[str, torch.Tensor]:
-    (path,) = (results_dir / "models").glob("*.pt")
-    return torch.load(path, weights_only=True)
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two weights of the same name."""
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
