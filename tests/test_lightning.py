@@ -140,14 +140,21 @@ def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(stopped: Path, runs: 
 
 def test_the_other_commands_use_a_checkpoint(stopped: Path, runs: Runs) -> None:
     (row,) = rows_of(stopped)
-    newest = ("--ckpt_path", stopped / "checkpoints" / "last.ckpt")
+    """Whatever the options of the training were, but for the network's width."""
+    newest = ("--ckpt_path", stopped / "checkpoints" / "last.ckpt", "--width", 4, "--test-size", 301)
+
+    def use(command: str, ranks: int | None = None) -> str:
+        done = runs(SCRIPT, command, *newest, "--no-cuda", "--timeout", 60, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     for command, ranks in (("validate", 2), ("test", None)):
-        told = runs.train(SCRIPT, command, *newest, ranks=ranks)
+        told = use(command, ranks)
         (said,) = re.findall(r"301 images: accuracy ([\d.]+) %, loss ([\d.]+)", told)
         assert [float(text) for text in said] == pytest.approx(
             [row["test_accuracy"], row["test_loss"]], abs=0.0051
         )
-    one, two = (runs.train(SCRIPT, "predict", *newest, ranks=ranks) for ranks in (1, 2))
+    one, two = (use("predict", ranks) for ranks in (1, 2))
     assert one == two and one.startswith("predicted 301 digits, the first of them [")
 
 

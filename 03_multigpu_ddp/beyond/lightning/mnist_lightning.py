@@ -33,7 +33,7 @@ except ModuleNotFoundError as missing:
         f"Lightning is not installed here ({missing}): pip install -e '.[lightning]' in the top folder."
     )
 
-from record import RecordRun, checked
+from record import RecordRun, check_readable
 
 COMMANDS = tuple(LightningCLI.subcommands())  # fit, validate, test, predict
 # Options of Lightning that would be overruled, or make the record wrong, and their defaults.
@@ -54,7 +54,7 @@ class Classifier(LightningModule):
         choose_precision(self.net, self.opts, self.trainer.datamodule.train_set)
 
     def configure_optimizers(self) -> dict:
-        steps = len(self.trainer.datamodule.train_dataloader())
+        steps = len(self.trainer.datamodule.train_batches)
         optimizer, schedule = optimizer_and_schedule(self.opts, self.net, steps)
         # Without "step" Lightning would call it once per epoch.
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -102,9 +102,11 @@ class Images(LightningDataModule):
             raise UserError(
                 f"--test-size {self.opts.test_size} is less than the {ranks} processes: raise it."
             )
+        if stage == "fit":
+            self.train_batches = batches.training(self.train_set, self.opts, *self.place)
 
     def train_dataloader(self) -> batches.Batches:
-        return batches.training(self.train_set, self.opts, *self.place)
+        return self.train_batches
 
     def val_dataloader(self) -> batches.Batches:
         return batches.testing(self.test_set, self.opts, *self.place)
@@ -162,7 +164,7 @@ class CommandLine(LightningCLI):
                     "(--epochs, --precision, --no-cuda): leave it out."
                 )
         if self.asked.ckpt_path:
-            self.asked.ckpt_path = checked(Path(self.asked.ckpt_path))
+            check_readable(Path(self.asked.ckpt_path))  # here, as Lightning reads it next
 
     def before_instantiate_classes(self) -> None:
         opts = options.completed({one.name: self.asked[one.name] for one in fields(Options)})

@@ -33,12 +33,8 @@ ONE_VALIDATION = (
 )
 
 
-def checked(path: Path) -> Path:
-    """The `path` of a checkpoint of Lightning.
-
-    Raises:
-        UserError: if there is none, or it cannot be read.
-    """
+def check_readable(path: Path) -> None:
+    """Raise a UserError if there is no checkpoint of Lightning at `path`, or it cannot be read."""
     try:
         if "pytorch-lightning_version" not in read_whole(path):
             raise ValueError("Lightning has not made it")
@@ -46,7 +42,6 @@ def checked(path: Path) -> Path:
         raise UserError(
             f"the checkpoint {path} cannot be read ({first_line(error)}): give another."
         ) from None
-    return path
 
 
 class RecordRun(Callback):
@@ -59,7 +54,7 @@ class RecordRun(Callback):
         self._options, self._here, self._device = opts, here, here.device
         self._newest = opts.checkpoint_dir and opts.checkpoint_dir / "last.ckpt"
         self._kept: dict | None = None  # what the checkpoint that the run goes on from has kept
-        self._stop_asked = self._ended = False
+        self._stop_asked = False
         self._stopped_after = 0
         self._started, self._train_seconds, self._eval_seconds = 0.0, None, 0.0
 
@@ -80,9 +75,14 @@ class RecordRun(Callback):
                 f"{folder} holds the checkpoint of an earlier run: add --resume auto to go on with it, or "
                 "give another --checkpoint-dir."
             )
-        return checked(self._newest)
+        world.on_first(lambda: check_readable(self._newest))
+        return self._newest
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._kept:
+            was = self._kept["options"] | {"precision": self._kept["run"]["facts"]["precision"]}
+            asked = self._shaping() | {"precision": self._options.precision}
+            check_same(trainer.ckpt_path, was, asked)
         dataset = trainer.datamodule.train_set.name
         self._log = world.on_first(
             lambda: RunLog("lightning", self._options, self._here, self._here.size, dataset, module.net)
@@ -139,12 +139,12 @@ class RecordRun(Callback):
         tested = self._tested(trainer)
         of_ranks = rows_of_ranks(epoch, self._device, math.nan, math.nan)
         world.on_first(lambda: self._log.epoch(epoch, trained, tested, of_ranks))
-        self._ended = self._has_ended()
+        ended = self._has_ended()
         if self._newest:
             self._save(trainer)
             stop = world.largest(self._stop_asked, self._device) and epoch < self._options.epochs
-            self._stopped_after = epoch if stop and not self._ended else 0
-        if self._ended or self._stopped_after:  # another callback may have asked for it, too
+            self._stopped_after = epoch if stop and not ended else 0
+        if ended or self._stopped_after:  # another callback may have asked for it, too
             trainer.should_stop = True
 
     def state_dict(self) -> dict:
@@ -160,8 +160,6 @@ class RecordRun(Callback):
         return self._options.shaping() | {"dataset": self._options.dataset}
 
     def load_state_dict(self, state: dict) -> None:
-        was = state["options"] | {"precision": state["run"]["facts"]["precision"]}
-        check_same(self._newest, was, self._shaping() | {"precision": self._options.precision})
         self._kept = state
 
     def on_predict_end(self, trainer: Trainer, module: LightningModule) -> None:
