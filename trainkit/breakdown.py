@@ -14,7 +14,7 @@ from torch import nn
 from trainkit import clock, machine, world
 from trainkit.errors import UserError, tell
 from trainkit.files import replacing
-from trainkit.model import bare
+from trainkit.model import name_of
 from trainkit.options import Options
 from trainkit.precision import precision_of
 from trainkit.world import World
@@ -80,7 +80,7 @@ def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict
     return {
         "run_id": world.from_first(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"),
         "dataset": dataset,
-        "model": type(bare(model)).__name__,
+        "model": name_of(model),
         "width": options.width,
         "loader": options.loader,
         "workers_per_loader": options.num_workers,

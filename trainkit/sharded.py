@@ -36,8 +36,9 @@ class Sharded:
         self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def parameters(self) -> int:
-        """How many the network has, on all ranks together."""
-        return sum(world.gather(sum(local(weights).numel() for weights in self._model.parameters())))
+        """How many of the network are trained, on all ranks together."""
+        trained = (weights for weights in self._model.parameters() if weights.requires_grad)
+        return sum(world.gather(sum(local(weights).numel() for weights in trained)))
 
     def finite(self) -> bool:
         """Whether all weights are numbers, on every rank."""
