@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, rows_of
 
@@ -151,7 +150,3 @@ class Checkout:
     def checkpoints(self) -> Path:
         (folder,) = (self.folder / "results" / "jobs").glob("*/checkpoints")
         return folder
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        (path,) = (self.folder / "results" / "models").glob("*.pt")
-        return torch.load(path, weights_only=True)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,12 @@ class SharedFixtures(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if 'scope="module"' in (self.config.rootpath / file).read_text() else nodeid
+        return file if _shares_fixtures(self.config.rootpath / file) else nodeid
+
+
+@cache
+def _shares_fixtures(path: Path) -> bool:
+    return 'scope="module"' in path.read_text()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:

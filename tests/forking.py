@@ -93,8 +93,8 @@ def free_port() -> str:
 
 
 @contextmanager
-def forking(folder: Path, env: dict[str, str]) -> Iterator[Forking]:
-    """The process that imports PyTorch; outputs are written to `folder`."""
+def forking(folder: Path, env: dict[str, str], before: str = "") -> Iterator[Forking]:
+    """The process that imports PyTorch, after the lines `before`; outputs are written to `folder`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, **pipes) as parent:
+    with subprocess.Popen([sys.executable, "-c", f"{before}\n{PROGRAM}"], env=env, **pipes) as parent:
         yield Forking(parent, folder)

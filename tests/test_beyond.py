@@ -14,10 +14,12 @@ import torch
 from checkout import Checkout
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, furthest, rows_of, run_stage, weights_of
+from forking import Forking
 
 from trainkit import records
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson: a page quotes it. The others are trainings of their own.
 VARIANTS = sorted(
@@ -55,29 +57,31 @@ model.register_comm_hook(None, counted)"""
 OVERFLOW = """\
 if here.rank == 1 and schedule.last_epoch == 2:
     loss.register_hook(lambda gradient: gradient * torch.inf)"""
+SCALE = "print('scale', here.rank, scaler.get_scale(), model.module.fc2.weight.norm().item())"
 PLANTED = {
     "counted.py": ("accumulate.py", {"choose_precision(": COUNTING}),
     "overflow.py": (
         "mixed_precision.py",
         {
             "scaler.scale(": OVERFLOW,
-            "schedule.step()": "print('scale', scaler.get_scale(), model.module.fc2.weight.norm().item())",
+            "schedule.step()": SCALE,
         },
     ),
 }
+TOLD = "told.txt"
 
 
 class Trained:
-    """What a training has left in its folder: its rows, its weights, and what each rank has told."""
+    """What a training has left in its folder: its rows, its weights, and what its ranks have told."""
 
     def __init__(self, folder: Path) -> None:
         self.rows = rows_of(folder)
         self.weights = weights_of(folder)
-        self.told = [path.read_text().splitlines() for path in sorted(folder.glob("rank-*.txt"))]
+        self.told = (folder / TOLD).read_text().splitlines()  # one rank's after the other's
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Path:
+def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all trainings, each in NAME-1, NAME-2 or NAME-resumed."""
     results = tmp_path_factory.mktemp("beyond")
     for name, (script, lines) in PLANTED.items():
@@ -86,45 +90,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Path:
             (at,) = re.finditer(rf"^( *){re.escape(before)}", text, re.MULTILINE)
             text = text[: at.start()] + indent(planted, at[1]) + "\n" + text[at.start() :]
         (results / name).write_text(text)
-    one, two = (
-        [(results / f"{name}-{ranks}", *command) for name, command in commands.items()]
-        for ranks, commands in ((1, TRAININGS | OF_ONE_PROCESS), (2, TRAININGS))
-    )
-    one += _with_a_stop(results, OF_ONE_PROCESS)
-    two += _with_a_stop(results, TRAININGS)
-    for ranks, trainings in ((1, one), (2, two)):
-        _train(results, ranks, trainings)
-    return results
 
-
-def _with_a_stop(results: Path, commands: dict[str, tuple]) -> list[tuple]:
-    """Two trainings of each: the second goes on where the first one ended."""
-    trainings = []
-    for name, command in commands.items():
-        checkpoints = ("--checkpoint-dir", results / f"{name}-checkpoints", "--resume", "auto")
-        trainings += [
-            (results / f"{name}-resumed", *command, *checkpoints, "--epochs", epochs) for epochs in (1, 2)
-        ]
-    return trainings
-
-
-def _train(results: Path, ranks: int, trainings: list[tuple]) -> None:
-    """Each is the folder of its results, its script and the script's options."""
-    words = []
-    for folder, script, *options in trainings:
+    def train(name: str, ranks: int, script: Path | str, *options: object) -> None:
         precision = () if script == "overflow.py" else ("--precision", "fp32")
-        words.append([folder, results / script, *EXACT, *precision, *options])
-    plan = results / f"{ranks}.json"
-    plan.write_text(json.dumps(words, default=str))
-    shared = ENVIRONMENT | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
-    command = [sys.executable, REPOSITORY / "tests" / "trainings.py", plan]
-    processes = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    codes = [process.wait(timeout=300) for process in processes]
-    told = [path.read_text() for path in sorted(results.glob("*/rank-*.txt")) if any(codes)]
-    assert codes == [0] * ranks, "".join(told)
+        command = (WITHOUT_DROPOUT, results / script, *EXACT, *precision, *options)
+        done = forking.run(*command, "--results-dir", results / name, env=ENVIRONMENT, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        with (results / name / TOLD).open("a") as told:
+            told.write(done.stdout)
+
+    for name, command in (TRAININGS | OF_ONE_PROCESS).items():
+        most = 1 if name in OF_ONE_PROCESS else 2
+        for ranks in range(1, most + 1):
+            train(f"{name}-{ranks}", ranks, *command)
+        checkpoints = ("--checkpoint-dir", results / f"{name}-checkpoints", "--resume", "auto")
+        for epochs in (1, 2):  # the second goes on where the first one ended
+            train(f"{name}-resumed", most, *command, *checkpoints, "--epochs", epochs)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +120,7 @@ ROUNDING = 1e-4  # it came to a tenth of that here
 @pytest.mark.parametrize("name", sorted({*TRAININGS, *OF_ONE_PROCESS} - {"forget"}))
 def test_a_run_that_was_stopped_ends_as_one_in_one_go(name: str, trained: Callable) -> None:
     resumed, at_once = trained(name, "resumed"), trained(name, 1 if name in OF_ONE_PROCESS else 2)
-    assert any("resumed from" in line for line in resumed.told[0])
+    assert any("resumed from" in line for line in resumed.told)
     assert [row["epoch"] for row in resumed.rows] == [1, 2]
     assert furthest(resumed.weights, at_once.weights) < ROUNDING
 
@@ -167,7 +149,7 @@ def test_ranks_that_do_not_average_drift_apart(trained: Callable) -> None:
 
 def checksums(by_hand: Trained) -> list[list[float]]:
     """Of every epoch, those of the ranks."""
-    lines = [line for line in by_hand.told[0] if line.startswith("sum of the weights")]
+    lines = [line for line in by_hand.told if line.startswith("sum of the weights")]
     return [json.loads(line.partition(":")[2]) for line in lines]
 
 
@@ -181,16 +163,17 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
 
 
 def test_micro_batches_exchange_their_gradients_once(trained: Callable) -> None:
-    calls, of_the_whole = (trained(name, 2).told[0].count("exchange") for name in ("accumulate", "whole"))
-    assert calls == of_the_whole >= 8
+    calls, of_the_whole = (trained(name, 2).told.count("exchange") for name in ("accumulate", "whole"))
+    assert calls == of_the_whole >= 2 * 8
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:
     """Rank 1's gradients were inf in the third step; after a stop the factor is that of before."""
     for how in (2, "resumed"):
+        told = trained("fp16", how).told
         of_ranks = [
-            [tuple(map(float, line.split()[1:])) for line in told if line.startswith("scale")]
-            for told in trained("fp16", how).told
+            [tuple(map(float, line.split()[2:])) for line in told if line.startswith(f"scale {rank} ")]
+            for rank in (0, 1)
         ]
         assert of_ranks[0] == of_ranks[1] and len(of_ranks[0]) == 8
         scales, weights = zip(*of_ranks[0], strict=True)
@@ -239,7 +222,7 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
         ("dp-by-hand", 3, 20)
     }
     assert furthest(by_hand.weights, trained("ddp", 1).weights) < ROUNDING
-    phases = [line for line in by_hand.told[0] if line.startswith("seconds: ")]
+    phases = [line for line in by_hand.told if line.startswith("seconds: ")]
     names = ["replicate", "scatter", "forward", "gather", "backward", "sum"]
     assert [re.findall(r"(\w+) [\d.]+", line) for line in phases] == [names, names]
 

@@ -4,16 +4,15 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import forking
 import pandas as pd
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, weights_of
+from forking import Forking, forking
 
 FOLDER = REPOSITORY / "03_multigpu_ddp" / "beyond" / "lightning"
 SCRIPT = FOLDER / "mnist_lightning.py"
@@ -42,7 +41,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""
 class Runs:
     """Runs programs in a process that has loaded Lightning, on the CPU."""
 
-    def __init__(self, forks: forking.Forking) -> None:
+    def __init__(self, forks: Forking) -> None:
         self._forks = forks
 
     def __call__(
@@ -63,10 +62,9 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
     found = f"import sys; sys.path.append({str(FOLDER)!r})"  # by what runs the script, too
-    program = f"{found}\nimport lightning.pytorch.cli\n{forking.PROGRAM}"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, **pipes) as parent:
-        yield Runs(forking.Forking(parent, tmp_path_factory.mktemp("forks")))
+    loaded = f"{found}\nimport lightning.pytorch.cli"
+    with forking(tmp_path_factory.mktemp("forks"), ENVIRONMENT, loaded) as forks:
+        yield Runs(forks)
 
 
 @pytest.fixture(scope="module")

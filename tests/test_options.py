@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import STAGES, Script, rows_of, run_stage
+from conftest import STAGES, Script, rows_of, run_stage, weights_of
 
 from trainkit.options import parse
 from trainkit.recipes import optimizer_and_schedule
@@ -144,8 +144,7 @@ def test_a_wider_network_and_its_checkpoint(script: Script, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path)
     assert row["width"] == 8
-    (path,) = (tmp_path / "models").glob("*.pt")
-    weights = torch.load(path, weights_only=True)
+    weights = weights_of(tmp_path)
     shapes = [tuple(weights[f"{layer}.weight"].shape) for layer in ("conv1", "conv2", "fc1")]
     assert shapes == [(8, 1, 3, 3), (16, 8, 3, 3), (128, 16 * 12 * 12)]
     refused = script("single", *SMALL, *place, "--epochs", 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
-from conftest import Script, rows_of
+from conftest import Script, rows_of, weights_of
 from test_checkpoint import start
 
 from trainkit import clock, machine, world
@@ -161,8 +161,7 @@ def test_the_seed_decides_on_the_weights(script: Script, tmp_path: Path) -> None
         arguments = (*SMALL, "--epochs", 1, "--lr", 1e-30, "--seed", seed, "--save-model")
         done = script(stage, *arguments, "--results-dir", folder)
         assert done.returncode == 0, done.stderr
-        (path,) = folder.glob("models/*.pt")
-        weights[stage, seed] = torch.load(path, weights_only=True)["conv1.weight"]
+        weights[stage, seed] = weights_of(folder)["conv1.weight"]
     assert torch.equal(weights["single", 7], weights["dp", 7])
     assert torch.equal(weights["single", 7], weights["ddp", 7])
     assert not torch.equal(weights["single", 7], weights["single", 8])

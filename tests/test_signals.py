@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import rows_of, run_stage
+from conftest import rows_of, run_stage, weights_of
 
 SMALL = ("--test-size", 100, "--precision", "fp32")
 TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--save-model", "--lr", 0.1)
@@ -76,9 +76,8 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
     assert [row["train_loss"] for row in rows] == pytest.approx(
         [row["train_loss"] for row in expected], rel=1e-4
     )
-    (weights,) = (never_stopped / "models").glob("*.pt")
-    for name, values in torch.load(weights, weights_only=True).items():
-        torch.testing.assert_close(checkout.weights()[name], values, rtol=1e-4, atol=1e-5)
+    weights = (weights_of(folder) for folder in (checkout.folder / "results", never_stopped))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
     assert not list((checkout.folder / "results" / "jobs").glob("*/checkpoints/*"))  # nobody needs them now
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command, weights_of
 from forking import free_port
 
 from trainkit import batches, data, options, staging
@@ -73,8 +73,7 @@ def test_n_ranks_train_as_one(tmp_path: Path) -> None:
         folder = tmp_path / str(ranks)
         done = run_stage(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, processes=ranks)
         assert done.returncode == 0, done.stderr
-        (weights,) = (folder / "models").glob("*.pt")
-        runs[ranks] = rows_of(folder), torch.load(weights, weights_only=True)
+        runs[ranks] = rows_of(folder), weights_of(folder)
     one, one_weights = runs.pop(1)
     for many, many_weights in runs.values():
         for column in ("train_loss", "test_loss"):
@@ -90,9 +89,8 @@ def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
     done = run_stage("ddp", *arguments, processes=3)
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path)
-    (path,) = (tmp_path / "models").glob("*.pt")
     model = Net()
-    model.load_state_dict(torch.load(path, weights_only=True))
+    model.load_state_dict(weights_of(tmp_path))
     opts = options.parse("", [])
     _, test_set = data.load("mnist", staging.DEFAULT_DIR)
     tested = evaluate(model, batches.testing(test_set, opts, torch.device("cpu")), F.nll_loss)

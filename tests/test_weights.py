@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import weights_of
 from torch import nn
 
 from trainkit import data
@@ -50,8 +51,7 @@ def test_saved_weights_mean_the_same_in_the_classic_network(
 ) -> None:
     done = script("single", *SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    (path,) = (tmp_path / "models").glob("*.pt")
-    weights = torch.load(path, weights_only=True)
+    weights = weights_of(tmp_path)
     classic, ours = Classic(), Net()
     classic.load_state_dict(weights)
     ours.load_state_dict(weights)
@@ -85,7 +85,5 @@ def test_a_checkpoint_of_version_1_goes_on_the_same(script: Callable, tmp_path: 
             torch.save(state, path)
         done = script("single", *SMALL, "--epochs", 2, "--save-model", *folders)
         assert "resumed from" in done.stdout, done.stderr
-        (path,) = (folder / "models").glob("*.pt")
-        ends[version] = torch.load(path, weights_only=True)
-    for name, weights in ends[2].items():
-        torch.testing.assert_close(ends[1][name], weights)
+        ends[version] = weights_of(folder)
+    torch.testing.assert_close(ends[1], ends[2])
