@@ -194,6 +194,17 @@ def test_a_dry_run_is_one_step(runs: Runs, tmp_path: Path) -> None:
     assert told.count("epoch 1/1: ") == told.count("epoch ") == 1 and not [*tmp_path.iterdir()]
 
 
+def test_its_cost_is_measured_beside_stage_03(runs: Runs, tmp_path: Path) -> None:
+    """By the command of the page, with fewer and smaller trainings."""
+    (words,) = re.findall(r"^python (results/bench/\S+)", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    small = ("--workers", 1, "--pairs", 1, "--train-size", 128, "--test-size", 10, "--epochs", 2, "--no-cuda")
+    done = runs(REPOSITORY / words, *small, "--width", 4, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    seconds = [rows_of(path)[1]["train_seconds"] for path in sorted((tmp_path / "out").iterdir())]
+    told = re.search(r"^ +1  (\S+) \((\S+)\.\.(\S+)\)$", done.stdout, re.MULTILINE)
+    assert [float(text) for text in told.groups()] == pytest.approx(3 * [seconds[1] / seconds[0]], abs=0.001)
+
+
 def test_without_lightning_it_says_how_to_get_it(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "without.py").write_text(WITHOUT)
     done = runs(tmp_path / "without.py", SCRIPT)

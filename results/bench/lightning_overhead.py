@@ -7,13 +7,14 @@ The runs stay in the folder that --out names, where results/plot_results.py find
 
 import argparse
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 from trainkit import records
 from trainkit.command_line import Parser, at_least, list_of
 from trainkit.errors import UserError, run
+from trainkit.files import check_writable
+from trainkit.jobs import following, local
+from trainkit.staging import DEFAULT_DIR
 
 DDP = Path(__file__).resolve().parents[2] / "03_multigpu_ddp"
 OUT = Path(__file__).with_name("out") / "lightning"
@@ -29,6 +30,7 @@ def main() -> None:
         "--out", type=Path, default=OUT, metavar="DIR", help="where the runs go (%(default)s)"
     )
     args, options = parser.parse_known_args()
+    check_writable(args.out, "runs", "give another --out.")
     print("workers  Lightning's seconds per epoch over stage 03's: median (min..max)")
     for workers in args.workers:
         ratios = []
@@ -51,12 +53,12 @@ def seconds_per_epoch(script: Path, workers: int, options: list[str], out: Path)
     if out.exists():
         raise UserError(f"{out} is there already: give another --out.")
     defaults = ["--epochs", "4", "--batch-size", "64", "--precision", "fp32", "--test-size", "1000"]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command = [sys.executable, "-m", *launcher, script, *defaults, *options, "--results-dir", out]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{script.name} failed: {done.stderr.strip()}")
-    (path,) = (out / "runs").glob("*.csv")
+    gpus = min(workers, local.gpus_here())
+    how = {"ranks": workers, "gpus": gpus, "threads": 1, "checkpoints": False}
+    handle = local.start(script, (*defaults, *options), out / "job", DEFAULT_DIR, out, **how)
+    if following.follow(handle, quiet=True):
+        raise UserError(f"{script.name} failed; its error is above.")
+    (path,) = handle.results.glob("*.csv")
     rows = [row["train_seconds"] for row in records.read(path) if not row["warmup"]]
     if not rows:
         raise UserError("the first epoch does not count: give --epochs 2 or more.")
