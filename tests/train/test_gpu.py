@@ -1,6 +1,6 @@
 """The acceptance run of a machine with GPUs: what only they can show.
 
-    .venv/bin/python -m pytest -n0 tests/test_gpu.py
+    .venv/bin/python -m pytest -n0 tests/train/test_gpu.py
 
 One GPU is enough for most of it, two for all. No other test uses them, and of these one at a time.
 """
