@@ -72,8 +72,8 @@ class CapturedStep:
 
 def _eager_steps(model: nn.Module) -> int:
     """Real steps before the capture: DDP looks at the clock in its first ten."""
-    if next(model.parameters()).device.type != "cuda":
-        raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
     if isinstance(model, nn.DataParallel):
         raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
+    if next(model.parameters()).device.type != "cuda":
+        raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
     return 11 if isinstance(model, DistributedDataParallel) else 3
