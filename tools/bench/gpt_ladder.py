@@ -1,4 +1,4 @@
-"""What each step buys a GPT of 124 million weights on one GPU: from fp32 to bf16, compiled, recomputed, split.
+"""What each step buys a GPT of 124 million weights on one GPU: tf32, bf16, recomputing, splitting, compiling.
 
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
@@ -8,6 +8,7 @@ beside it for the page, FILE.md. A section that fails has its error in place of 
 """
 
 import csv
+import math
 import os
 import signal
 import subprocess
@@ -97,7 +98,8 @@ def in_table(row: dict[str, object], first: dict[str, object]) -> str:
     if "error" in row:
         return f"| {row['section']} | {row['error']} | | | |"
     gain = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if "error" not in first else "-"
-    cells = f"{row['tokens_per_s']:,}", gain, row["mfu_percent"], f"{row['peak_memory_mb'] / 1000:.1f}"
+    mfu = "-" if math.isnan(row["mfu_percent"]) else row["mfu_percent"]
+    cells = f"{row['tokens_per_s']:,}", gain, mfu, f"{row['peak_memory_mb'] / 1000:.1f}"
     return "| " + " | ".join(map(str, (row["section"], *cells))) + " |"
 
 
