@@ -61,7 +61,7 @@ def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
     row["process_seconds"] = round(time.monotonic() - started, 1)
     if error:
         return row | {"error": error}
-    (path,) = (path for path in (results / "runs").glob("*.csv") if ".ranks" not in path.name)
+    (path,) = (results / "runs").glob("*.csv")
     counted = records.read(path)[1:]
     of_epochs = [one for one in records.read_metrics(path) if one["epoch"] > 1]
     speeds = [one["value"] for one in of_epochs if one["metric"] == "tokens_per_s"]
