@@ -4,7 +4,8 @@ Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gp
 
 Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a process of its own, with a time limit of its
 own (6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table
-beside it for the page, FILE.md. A section that fails has its error in place of numbers.
+beside it for the page, FILE.md. A section that fails has its error in place of numbers. Name sections to run
+only these.
 """
 
 import csv
@@ -20,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from trainkit import errors, files, records
-from trainkit.command_line import Parser
+from trainkit.command_line import Parser, one_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
 LARGE = "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --batch-size 16 --test-size 32"
@@ -107,6 +108,8 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
     parser.add_argument("--smoke", action="store_true", help="a tiny network on the CPU: does it all work?")
+    names = [section.name for section in SECTIONS]
+    parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
     table = [
         "| what | tokens/s | times the first | MFU % | peak memory GB |",
@@ -116,6 +119,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:
+            if chosen.sections and section.name not in chosen.sections:
+                continue
             if chosen.smoke:
                 section = section._replace(steps=3, limit=300)
             rows.append(measure(section, TINY if chosen.smoke else LARGE, Path(folder)))
