@@ -83,7 +83,6 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "batch_per_device": _number(int, 1),
     "accumulate": _number(int, 1),
     "precision": _text(),
-    "compiled": _flag,
     "debug": _flag,
     "steps": _number(int, 1),
     "images": _number(int, 1),

@@ -53,7 +53,7 @@ def write_runs(folder: Path, configurations: int, repeats: int) -> None:
         facts |= {"images": images, "precision": precision, "width": width, "global_batch": batch}
         facts |= {"devices": devices, "world_size": devices, "nodes": 1, "threads_per_worker": 1}
         facts |= {"batch_per_device": batch // devices, "steps": images // batch, "accumulate": 1}
-        facts |= {"compiled": 0, "train_loss": 0.1, "test_loss": 0.1, "learning_rate": 1, "eval_seconds": 1}
+        facts |= {"train_loss": 0.1, "test_loss": 0.1, "learning_rate": 1, "eval_seconds": 1}
         facts |= {"schema_version": SCHEMA_VERSION}
         seconds = images / batch * (1e-3 + batch * width / devices / 1e6)
         for seed in range(repeats):
