@@ -1,6 +1,6 @@
 """What each technique adds: train a few steps with the first N rungs of the ladder, print images/s.
 
-python results/bench/ladder.py 3 --data-dir data
+python tools/bench/ladder.py 3 --data-dir data
 """
 
 import argparse

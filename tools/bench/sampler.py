@@ -35,7 +35,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--pairs", type=at_least(2), default=8, help="of each case (default: 8)")
     parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: results/bench/out")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
     args = parser.parse_args()
     staging.check("mnist", args.data_dir)
     check_writable(args.out, "the benchmark", "give another --out.")
