@@ -169,9 +169,6 @@ class Options:
     save_model: bool = _option(
         "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
     )
-    log_interval: int = _option(
-        "output", 10, at_least(1), "N", "steps between two updates of the progress bar, at most ten a second"
-    )
     dry_run: bool = _option(
         "output", False, None, None, "one training step, one test batch, nothing written"
     )
