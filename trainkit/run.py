@@ -113,7 +113,6 @@ class Run:
             desc=f"epoch {epoch}",
             unit="step",
             leave=False,
-            miniters=self._options.log_interval,
             # None: shown on a terminal, not in a log file. It may be closed.
             disable=None if world.is_first() and sys.stderr else True,
         )

@@ -316,7 +316,7 @@ def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:
 
 
 def test_the_bench_names_the_device_of_every_row(tmp_path: Path) -> None:
-    done = program("results/bench/bench.py", "ladder", "memory", "ddp", "--repeats", 1, "--out", tmp_path)
+    done = program("tools/bench/bench.py", "ladder", "memory", "ddp", "--repeats", 1, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     on_cpu = {part: pd.read_csv(tmp_path / f"{part}.csv").device_name.str.startswith("CPU") for part in
               ("ladder", "memory", "ddp")}  # fmt: skip
