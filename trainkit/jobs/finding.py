@@ -4,6 +4,7 @@ Only the standard library is needed.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -39,11 +40,9 @@ def fault_of(check: str, error: str, fix: str = "") -> Finding:
 
 def read_lines(log: str) -> Iterator[dict]:
     """What was told, from a job's log; lines that are no such lines, or cut short, are passed over."""
-    for line in log.splitlines():
-        _, mark, text = line.partition(MARK)
-        if mark:
-            with suppress(ValueError):
-                yield json.loads(text)
+    for text in re.findall(MARK + r'(\{"rank": .*)', log):
+        with suppress(ValueError):
+            yield json.loads(text)
 
 
 def findings(told: Iterable[dict]) -> list[Finding]:

@@ -105,7 +105,8 @@ class Handle:
         return next(found, None)
 
     def _all_lines(self) -> list[str]:
-        return [line for log in sorted(self.log.parent.glob("*_log.out")) for line in _lines(log)]
+        logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
+        return [line for log in logs for line in _lines(log)]
 
 
 class SlurmHandle(Handle):
