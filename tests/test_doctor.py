@@ -544,7 +544,6 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * 2**30, 140 * 2**30))
     monkeypatch.setattr(machine, "try_gpu", lambda device: None)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
 
 
 def test_what_a_rank_tells_of_its_gpu(a_gpu: None) -> None:

@@ -10,16 +10,17 @@ from trainkit import world
 def start(device: torch.device) -> float:
     """A clock that starts when every rank is here and every GPU idle; for `stop`."""
     world.barrier()
-    _wait_for(device)
+    wait_for(device)
     return time.perf_counter()
 
 
 def stop(device: torch.device, started: float) -> float:
     """Seconds since `started`, on the slowest rank."""
-    _wait_for(device)
+    wait_for(device)
     return world.largest(time.perf_counter() - started, device)
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done all that is queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit import clock, machine, world
+from trainkit import clock, machine, operations, world
 from trainkit.checkpoint import (
     check_same,
     ends_with_its_job,
@@ -83,9 +83,11 @@ class RecordRun(Callback):
             was = self._kept["options"] | {"precision": self._kept["run"]["facts"]["precision"]}
             asked = self._shaping() | {"precision": self._options.precision}
             check_same(trainer.ckpt_path, was, asked)
-        dataset = trainer.datamodule.train_set.name
+        train_set = trainer.datamodule.train_set
+        flops = operations.per_image(module.net, train_set)
+        what = {"devices": self._here.size, "dataset": train_set.name, "model": module.net}
         self._log = world.on_first(
-            lambda: RunLog("lightning", self._options, self._here, self._here.size, dataset, module.net)
+            lambda: RunLog("lightning", self._options, self._here, **what, flops_per_image=flops)
         )
         if self._kept:
             world.on_first(lambda: self._log.go_on(self._kept["run"]))
