@@ -75,6 +75,7 @@ COLUMNS: Columns = {
     "lr_warmup_images": _number(int, 0),
     "width": _number(int, 1),
     "parameters": _number(int, 0),
+    "flops_per_image": _or_nan(0, MOST),
     "world_size": _number(int, 1),
     "nodes": _number(int, 1),
     "devices": _number(int, 1),
@@ -144,7 +145,8 @@ NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own 
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "recorded_at": "", "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "flops_per_image": math.nan, "debug": 0}
+ADDED |= {"recorded_at": "", "ended": ""}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
