@@ -260,17 +260,19 @@ def _gpus_of_node(tasks: int) -> Iterator[Finding]:
             )
             fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
             yield Finding("gpus", WARNING, message, fix)
-        driver = "" if torch.version.hip else machine.driver()
-        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), driver, machine.build(), _nccl()])))
+        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), machine.build(), _nccl()])))
 
 
 def _cards() -> str:
-    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB"."""
+    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
     import torch
+
+    from trainkit import machine
 
     all_of_them = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in all_of_them)
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    cards = [f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(cards if torch.version.hip else [*cards, machine.driver()])
 
 
 def _nccl() -> str:
@@ -288,18 +290,17 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     Raises:
         UserError: if the data cannot be read.
     """
-    import numpy, tqdm, psutil, filelock  # noqa: E401, F401, I001  what a job needs
+    import psutil  # noqa: F401  the job's own measurements need it
     import torch
 
-    from trainkit import data, machine
+    from trainkit import data, machine, run  # noqa: F401  what a rank imports
 
     version = f"torch {torch.__version__.partition('+')[0]} for {machine.build()}"
     gpus, found = "no GPU here, as usual on a login node", []
     try:
         machine.check_usable()
         if torch.cuda.is_available():
-            driver = "" if torch.version.hip else machine.driver()
-            gpus = ", ".join(filter(None, [_cards(), driver]))
+            gpus = _cards()
     except (UserError, RuntimeError) as error:  # no job's GPU
         unusable = fault_of("gpus", first_line(error), "see `nvidia-smi` here, ask your admin")
         found = [unusable._replace(level=WARNING)]
