@@ -25,7 +25,7 @@ from trainkit import records
 from trainkit.errors import UserError, printable
 from trainkit.files import check_writable, replacing
 from trainkit.jobs import submission
-from trainkit.jobs.following import Handle, LocalHandle, Patience, State
+from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
 from trainkit.jobs.submission import Request
@@ -493,7 +493,7 @@ def _watch(queue: Queue) -> None:
     """Have every cell finished or failed, and print what changes."""
     if queue.waiting and queue.limit > 1 and queue.undecided():
         print("the first run goes alone, and its precision holds for all (or give --precision)", flush=True)
-    patience, shown = Patience(), {}
+    shown: dict[Cell, State] = {}
     while queue.waiting or queue.active:
         for news in (*queue.submit(), *queue.look()):
             print(news, flush=True)
@@ -501,8 +501,6 @@ def _watch(queue: Queue) -> None:
             if state != shown.get(cell):
                 print(f"{cell.name} {state.name}: {state.detail}", flush=True)
         shown = queue.states
-        later = "the jobs may well go on, so give the same command again later."
-        patience.look(shown.values(), later)
         if queue.active:
             time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
 
