@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -150,34 +150,10 @@ def _memory() -> dict:
     """Memory in GB: what the node has left, and the smallest limit that Slurm or a cgroup sets."""
     import psutil
 
-    limits = list(_cgroup_limits())
-    env = os.environ
-    if "SLURM_MEM_PER_NODE" in env:
-        limits.append(int(env["SLURM_MEM_PER_NODE"]) * 2**20)
-    elif "SLURM_MEM_PER_CPU" in env:
-        limits.append(int(env["SLURM_MEM_PER_CPU"]) * int(env["SLURM_CPUS_ON_NODE"]) * 2**20)
-    return {
-        "available_gb": psutil.virtual_memory().available / GB,
-        "limit_gb": min(limits) / GB if limits else None,
-    }
+    from trainkit.jobs import processes
 
-
-def _cgroup_limits() -> Iterator[int]:
-    """Bytes, of this process's memory cgroup and those above it; version 1 and 2, see cgroups(7)."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError):
-                text = (folder / file).read_text().strip()
-                if text != "max":
-                    yield int(text)
-            if folder == root:
-                break
+    limit = processes.memory_limit(processes.memory_cgroups())
+    return {"available_gb": psutil.virtual_memory().available / GB, "limit_gb": limit / GB}
 
 
 def _names() -> dict:

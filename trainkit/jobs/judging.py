@@ -257,7 +257,7 @@ def _judge_memory(ranks: Ranks, num_workers: int) -> list[Finding]:
     for node, memory in _of_each_node("memory", ranks).items():
         here = _finished("memory", _by_node(ranks)[node])
         tasks, gpus = len(here), len(_gpus(here))
-        room = min(memory["available_gb"], memory["limit_gb"] or float("inf"))
+        room = min(memory["available_gb"], memory["limit_gb"])
         rooms.append(room)
         least = gpus * GPU_RANK_GB + (tasks - gpus) * RANK_GB
         need = least + tasks * num_workers * LOADER_WORKER_GB
