@@ -13,12 +13,12 @@ class OwnTime:
     All ranks leave DistributedDataParallel's backward pass together, so a clock around the step shows the
     same on each of them, however slow one is. What differs is when a rank has computed its own gradients.
     Where ranks also meet in the forward pass (SyncBatchNorm; the buffers of BatchNorm, which rank 0 sends),
-    that waiting counts as their own.
+    that waiting counts as their own. Of a step that is captured in a CUDA graph nothing is known.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._device = device
-        self._seconds, self._steps = 0.0, 0
+        self._seconds, self._steps, self._captured = 0.0, 0, False
         self._measured: list[tuple] = []  # beginning and end of each step that is not in the sum yet
         self._hooks = [
             (weights, weights.register_post_accumulate_grad_hook(self._gradient))
@@ -46,7 +46,7 @@ class OwnTime:
         The GPU has to be idle.
         """
         self.begin()
-        mean = self._seconds / self._steps if self._steps else math.nan
+        mean = self._seconds / self._steps if self._steps and not self._captured else math.nan
         self._seconds, self._steps = 0.0, 0
         return mean
 
@@ -54,6 +54,9 @@ class OwnTime:
         self._last, self._began = None, self._now()
 
     def _gradient(self, weights: torch.Tensor) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+            return
         self._last, self._ended = weights, self._now()
 
     def _exchanged(self, *_: object) -> None:
