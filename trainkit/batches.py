@@ -68,15 +68,11 @@ def testing(
 class RankOrder(Sampler[list[int]]):
     """The indices that one rank takes, in steps of `step_size`, from step `first_step` on.
 
-    A DataLoader iterates over it.
+    A DataLoader iterates over it. `indices()`: all of an epoch, int64 (n,).
     """
 
     step_size: int
     first_step = 0
-
-    def indices(self) -> torch.Tensor:
-        """All indices of an epoch, int64 (n,)."""
-        raise NotImplementedError
 
     def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """The indices of each step, on `device`."""
@@ -168,9 +164,6 @@ class Batches:
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         self.order.epoch, self.order.first_step = epoch, first_step
-
-    def __iter__(self) -> Iterator[Batch]:
-        raise NotImplementedError
 
     def _offsets(self) -> list[tuple[int, int]]:
         """For every step the pixels, down and right, by which its images are shifted: at most one."""

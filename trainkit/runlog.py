@@ -71,7 +71,6 @@ class RunLog:
             "batch_per_device": options.batch_size // devices,
             "accumulate": accumulate,
             "precision": precision_of(model),
-            "compiled": False,
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": str(torch.__version__),

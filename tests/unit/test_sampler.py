@@ -1,0 +1,767 @@
+"""The sampler sees what a job does on its node, and goes on whatever it cannot see."""
+
+import errno
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_nvml
+import psutil
+import pynvml
+import pytest
+from conftest import ENVIRONMENT, stage_command
+
+from trainkit import samples
+from trainkit.errors import UserError
+from trainkit.jobs import gpus, processes
+
+Row = dict[str, object]
+StartRank = Callable[..., subprocess.Popen]
+PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+NODE = "node-1"
+# It samples until its input ends, or so many times.
+SAMPLER = """
+import itertools, os, resource, select, sys
+from pathlib import Path
+from trainkit.jobs import gpus, sampler
+gpus.OF_THE_HOST = os.environ.get("OF_THE_HOST", gpus.OF_THE_HOST)
+folder, period, most, *mine = sys.argv[1:]
+if "FILE_LIMIT" in os.environ:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]), resource.RLIM_INFINITY))
+taken = itertools.count(1)
+def stop(seconds):
+    return next(taken) >= float(most) or bool(select.select([sys.stdin], [], [], seconds)[0])
+sampler.sample(Path(folder), dict(word.split("=", 1) for word in mine), stop, float(period))
+print({"torch", "numpy", "pandas", "matplotlib"} & sys.modules.keys() or "light")
+print(*[line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")])
+"""
+# Looks like a rank to who reads /proc. It starts others of its kind, and does what its input says.
+RANK = """
+import mmap, os, subprocess, sys, time
+with open(os.environ["LIBTORCH"], "r+b") as file:
+    library = mmap.mmap(file.fileno(), 0)
+data = bytearray(b"1" * int(os.environ.pop("LARGE", "0")))
+for variables in filter(None, sys.argv[1].split(",")):
+    new = dict(word.split("=") for word in variables.split())
+    subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], ""], env=os.environ | new)
+os.write(1, b"ready\\n")
+for line in sys.stdin:
+    exec(line)
+    os.write(1, b"ready\\n")
+"""
+FORK = "os.fork() or time.sleep(600)"
+
+
+def start_sampler(
+    folder: Path, period: float = 0.1, most: float = math.inf, **env: str | None
+) -> subprocess.Popen:
+    """The sampler of the job whose folder is `folder`; a variable that is None is not set."""
+    command = [sys.executable, "-c", SAMPLER, folder / "monitor", period, most, f"TRAINKIT_JOB_DIR={folder}"]
+    variables = ENVIRONMENT | {"SLURMD_NODENAME": NODE} | env
+    variables = {name: value for name, value in variables.items() if value is not None}
+    return subprocess.Popen(list(map(str, command)), env=variables, text=True, **PIPES)
+
+
+@contextmanager
+def sampled(folder: Path, **how: object) -> Iterator[subprocess.Popen]:
+    """With a sampler that ends well, and was light."""
+    with start_sampler(folder, **how) as sampler:
+        try:
+            yield sampler
+        finally:
+            told, errors = sampler.communicate(timeout=60)
+    assert sampler.returncode == 0, errors
+    assert told.startswith("light\n")
+    assert float(told.split()[-1]) * 1024 < 50e6
+
+
+def seen(folder: Path, what: str = "") -> list[Row]:
+    """The rows so far, all or those of a kind."""
+    try:
+        return [row for row in samples.read(folder / "monitor") if what in row["what"]]
+    except UserError:  # there are none yet
+        return []
+
+
+def nvidia_smi(folder: Path) -> dict[str, str]:
+    """The environment in which that program is there."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.touch(0o755)
+    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+def notes(folder: Path) -> list[str]:
+    path = folder / "monitor" / samples.NOTES
+    lines = path.read_text().splitlines() if path.exists() else []
+    assert all(line.startswith(f"{NODE}: ") for line in lines)
+    return [line.removeprefix(f"{NODE}: ") for line in lines]
+
+
+def wait_until(condition: Callable[[], object], running: subprocess.Popen) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.05)
+    raise AssertionError("it has not come")
+
+
+@pytest.fixture
+def start_rank(tmp_path: Path) -> Iterator[StartRank]:
+    """Starts what looks like a rank, and its children, each with variables of its own."""
+    library, started = tmp_path / "libtorch_cpu.so", []
+    library.write_bytes(bytes(4096))
+
+    def start(*children: str, **variables: str) -> subprocess.Popen:
+        environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)} | variables
+        environment |= {"LIBTORCH": str(library), "PROGRAM": RANK}
+        command = [sys.executable, "-c", RANK, ",".join(children)]
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(command, env=environment, **how))
+        for _ in ("itself", *children):
+            assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def do(rank: subprocess.Popen, line: str) -> None:
+    rank.stdin.write(f"{line}\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "ready\n"
+
+
+def ranks(rows: list[Row]) -> dict[int, int]:
+    """Rank -> its loader workers."""
+    rows = [row for row in rows if row["what"] == samples.RANK]
+    assert len({row["number"] for row in rows}) == len(rows)
+    return {row["number"]: row["loaders"] for row in rows}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> processes.Processes:
+    """The processes of the job whose folder is tmp_path."""
+    return processes.Processes({"TRAINKIT_JOB_DIR": str(tmp_path)})
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+
+def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
+    """Under torchrun, which is no rank itself. One rank is stopped for a while."""
+    options = ("--no-cuda", "--epochs", 100, "--loader", "workers", "--num-workers", 1)
+    command = stage_command("ddp", *options, "--results-dir", tmp_path, processes=2)
+    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    job = psutil.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def until(condition: Callable[[Row], object], numbers: str = "01") -> list[Row]:
+        """The last rows of these ranks for which it holds; also from before."""
+        found = {}
+
+        def look() -> bool:
+            found.update({row["number"]: row for row in seen(tmp_path, samples.RANK) if condition(row)})
+            return found.keys() >= {*numbers}
+
+        wait_until(look, job)
+        return [found[number] for number in numbers]
+
+    try:
+        with sampled(tmp_path, period=0.25):
+            until(lambda row: row["loaders"] > 0 and row["loader_cores"] > 0)
+            both = until(lambda row: row["cores"] > 0)
+            node = seen(tmp_path, samples.NODE)[-1]
+            rank_1 = next(child for child in job.children() if child.environ().get("RANK") == "1")
+            rank_1.suspend()
+            (stopped,) = until(lambda row: row["name"] == "T", "1")
+            rank_1.resume()
+            until(lambda row: row["name"] != "T" and row["time"] > stopped["time"], "1")
+    finally:
+        for process in [*job.children(recursive=True), job]:
+            process.kill()
+        job.communicate()
+    for row in both:
+        assert 50 < row["memory_mb"] < node["memory_mb"] < node["memory_limit_mb"]
+        assert row["name"] in ("R", "S", "D")
+        assert row["core_list"][0].isdecimal()
+        assert math.isnan(row["waiting"]) or 0 <= row["waiting"] <= 1
+    assert node["cores"] > 0
+    assert node["network_mb_s"] >= 0 and node["disk_mb_s"] >= 0
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, 0),
+        ({"SLURM_PROCID": "3"}, 3),
+        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBALID": "2"}, 2),
+        ({"SLURM_PROCID": "0", "RANK": "1"}, 1),
+    ],
+)
+def test_whose_rank(
+    variables: dict[str, str], rank: int, start_rank: StartRank, job: processes.Processes, tmp_path: Path
+) -> None:
+    """And not that of another job, which has the same name to begin with."""
+    start_rank(**variables)
+    start_rank(**variables, TRAINKIT_JOB_DIR=f"{tmp_path}-2")
+    assert ranks(job.sample()) == {rank: 0}
+
+
+def test_loader_workers_are_copies_or_started_anew(start_rank: StartRank, job: processes.Processes) -> None:
+    """submitit tells a rank its number in one variable, and the rank its workers in another one."""
+    do(start_rank("RANK=1", SUBMITIT_LOCAL_GLOBALID="1"), FORK)
+    assert ranks(job.sample()) == {1: 2}
+
+
+def test_a_rank_that_has_started_another_one(start_rank: StartRank, job: processes.Processes) -> None:
+    start_rank("RANK=1", RANK="0")
+    assert ranks(job.sample()) == {0: 0, 1: 0}
+
+
+def test_torchrun_is_no_rank(start_rank: StartRank, job: processes.Processes) -> None:
+    """Nor are those that it has started its loader workers; and it is none when they have ended."""
+    torchrun = start_rank(*(f"RANK={rank} TORCHELASTIC_RUN_ID=none" for rank in "01"), SLURM_PROCID="0")
+    assert ranks(job.sample()) == {0: 0, 1: 0}
+    for rank in psutil.Process(torchrun.pid).children():
+        rank.kill()
+    wait_until(lambda: ranks(job.sample()) == {}, torchrun)
+
+
+def test_memory_that_is_shared_counts_once(
+    start_rank: StartRank, job: processes.Processes, tmp_path: Path
+) -> None:
+    """In the sample after a fork as in one that has walked through the pages."""
+    rank = start_rank(LARGE="100000000")
+    job.sample()
+    do(rank, FORK)
+    for looks in (job, processes.Processes({"TRAINKIT_JOB_DIR": str(tmp_path)})):
+        node, row = looks.sample()
+        assert row["loaders"] == 1
+        assert 100 < row["memory_mb"] <= node["memory_mb"] < 150
+
+
+@pytest.mark.parametrize("before", ["", "of-another-job"])
+def test_a_process_that_becomes_another_program(
+    before: str, start_rank: StartRank, job: processes.Processes, tmp_path: Path
+) -> None:
+    """As a task of Slurm does, which is a process of Slurm first."""
+    rank = start_rank(TRAINKIT_JOB_DIR=str(tmp_path / before))
+    assert ranks(job.sample()) == ({} if before else {0: 0})
+    new = {"RANK": "5", "TRAINKIT_JOB_DIR": str(tmp_path)}
+    program = "[sys.executable, '-c', os.environ['PROGRAM'], '']"
+    do(rank, f"os.execve(sys.executable, {program}, os.environ | {new})")
+    assert {5: 0} in [ranks(job.sample()) for _ in range(4)]
+
+
+class Machine:
+    """A /proc and a /sys to be looked at, on a clock of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.now = folder, 1000.0
+        clock = {"monotonic": lambda: self.now, "thread_time": lambda: 0.0, "CLOCK_BOOTTIME": 0}
+        monkeypatch.setattr(processes, "time", SimpleNamespace(**clock, clock_gettime=lambda _: self.now))
+        monkeypatch.setattr(processes, "PROC", folder / "proc")
+        monkeypatch.setattr(processes, "SYS", folder / "sys")
+        self.write({"proc/meminfo": "MemTotal: 8000000 kB", "proc/self/io": "rchar: 0"})
+        self.write({"proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0"})
+
+    def write(self, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+
+    def process(self, cpu_ticks: int, disk_bytes: int = 0, **threads: str) -> None:
+        """Number 7, which has loaded PyTorch; `threads`: their schedstat."""
+        cells = ["R", "1", *["0"] * 9, str(cpu_ticks), *["0"] * 7, "500", *["0"] * 30]
+        io = [0, 0, 0, 0, disk_bytes, 0, 0]
+        files = {"environ": "JOB=1\0", "stat": f"7 (a) b) {' '.join(cells)}", "statm": "9 5 2 0"}
+        files |= {"maps": "/lib/libtorch.so", "cmdline": "", "smaps_rollup": "Rss: 9 kB\nPss: 1000000 kB"}
+        files |= {"io": "".join(f"name: {number}\n" for number in io)}
+        files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
+        self.write({f"proc/7/{name}": text for name, text in files.items()})
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_what_a_rank_uses_of_cores_and_disks(machine: Machine) -> None:
+    """Since the sample before; what the kernel does not count, nobody knows."""
+    job = processes.Processes({"JOB": "1"})
+    second = os.sysconf("SC_CLK_TCK")
+    machine.process(50 * second, 10**9, one="7000 7000 1")
+    node, rank = job.sample()
+    assert not {"cores", "disk_mb_s", "waiting", "loader_cores"} & {**node, **rank}.keys()
+    assert rank["memory_mb"] == node["memory_mb"] == 1024
+    machine.wait(2)
+    machine.process(53 * second, 10**9 + 4 * 10**6, one="1007000 1007000 2", two="2000000 0 1")
+    node, rank = job.sample()
+    assert node["cores"] == rank["cores"] == 1.5
+    assert node["disk_mb_s"] == 2
+    assert rank["waiting"] == 0.25
+    shutil.rmtree(machine.folder / "proc/7/task")
+    machine.wait(1)
+    assert job.sample()[1]["waiting"] is None
+    (machine.folder / "proc/self/io").unlink()
+    without = processes.Processes({"JOB": "1"})
+    for _ in range(2):
+        machine.wait(1)
+        node, _ = without.sample()
+    assert node["disk_mb_s"] is None
+
+
+def test_a_rank_that_starts_between_two_samples_has_used_what_it_has(machine: Machine) -> None:
+    job = processes.Processes({"JOB": "1"})
+    machine.now = 1.0  # after the boot; the process starts at 500 ticks
+    job.sample()
+    machine.wait(9)
+    machine.process(90 * os.sysconf("SC_CLK_TCK") // 100)
+    assert job.sample()[1]["cores"] == 0.1
+
+
+V1, V2 = "3:cpu:/\n4:memory:/slurm/uid_0/job_7/step_0/task_0\n0::/", "0::/slurm/job_7/step_0/user/task_0"
+
+
+@pytest.mark.parametrize(
+    ("files", "used_mb", "limit_mb"),
+    [
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/cgroup.controllers": "memory",
+          "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "1000000",
+          "sys/fs/cgroup/slurm/job_7/memory.max": "max",
+          "sys/fs/cgroup/slurm/memory.max": "5000000000",
+          "sys/fs/cgroup/slurm/job_7/memory.current": "3000000000",
+          "sys/fs/cgroup/slurm/job_7/memory.stat": "active_file 400000000\ninactive_file 600000000"},
+         2000, 5000),
+        ({"proc/self/cgroup": V1,
+          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.limit_in_bytes": "4000000000",
+          "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.usage_in_bytes": "3000000000",
+          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.stat":
+              "active_file 1\ntotal_active_file 0\ntotal_inactive_file 500000000"}, 2500, 4000),
+        ({"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/cgroup.controllers": "memory",
+          "sys/fs/cgroup/user.slice/memory.max": "max",
+          "sys/fs/cgroup/user.slice/memory.current": "3000000000"}, 0, 8192),
+        ({}, 0, 8192),
+    ],
+    ids=["version 2", "version 1", "of no job", "none"],
+)  # fmt: skip
+def test_memory_by_cgroups(files: dict[str, str], used_mb: float, limit_mb: float, machine: Machine) -> None:
+    machine.write(files)
+    (node,) = processes.Processes({"JOB": "1"}).sample()
+    assert (node["memory_mb"], node["memory_limit_mb"]) == (used_mb, limit_mb)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit_mb"),
+    [
+        ({"SLURM_MEM_PER_NODE": "1000"}, 1048.576),
+        ({"SLURM_MEM_PER_CPU": "1000", "SLURM_CPUS_ON_NODE": "2"}, 2097.152),
+        ({"SLURM_MEM_PER_NODE": "0"}, 8192),
+    ],
+)
+def test_memory_that_was_asked_for(
+    asked: dict[str, str], limit_mb: float, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert processes.Processes({"JOB": "1"}).sample()[0]["memory_limit_mb"] == limit_mb
+
+
+@pytest.mark.parametrize(
+    ("others", "devices", "mb_s"),
+    [
+        ((), (), 10),
+        (("veth1",), (), 20),
+        (("eth0", "docker0"), ("eth0",), 20),
+        (("eth0", "ib0"), ("eth0", "ib0", "infiniband"), 100),
+    ],
+    ids=["lo only", "a namespace", "a device and a bridge", "InfiniBand, also as ib0"],
+)
+def test_what_counts_as_network(
+    others: tuple[str, ...], devices: tuple[str, ...], mb_s: float, machine: Machine
+) -> None:
+    """lo moves 10 MB/s, the next one 20 and the third 40; InfiniBand 20 million words, of four bytes each."""
+
+    def write(seconds: int) -> None:
+        rates = zip(("lo", *others), (5_000_000, 10_000_000, 20_000_000), strict=False)
+        lines = [f"{name}: {rate * seconds} 0 0 0 0 0 0 0 {rate * seconds} 0" for name, rate in rates]
+        machine.write({"proc/net/dev": "\n".join(["Inter-", "face", *lines])})
+        if "infiniband" in devices:
+            ports = "sys/class/infiniband/mlx5_0/ports/1/counters/port_{}_data"
+            machine.write({ports.format(way): str(10_000_000 * seconds) for way in ("rcv", "xmit")})
+
+    machine.write({f"sys/class/net/{name}/device": "" for name in devices if name != "infiniband"})
+    write(100)
+    looks = processes.Processes({"JOB": "1"})
+    looks.sample()
+    write(102)
+    machine.wait(2)
+    assert looks.sample()[0]["network_mb_s"] == mb_s
+
+
+def test_what_stays_the_same_is_read_once(
+    start_rank: StartRank, job: processes.Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the environment of a process that is not new, nor the memory of one that has loaded PyTorch."""
+    rank = start_rank()
+    for _ in range(2):
+        job.sample()
+    opened = []
+
+    def record(read: Callable[..., object]) -> Callable[..., object]:
+        return lambda path, *how, **options: opened.append(str(path)) or read(path, *how, **options)
+
+    monkeypatch.setattr(processes, "_read", record(processes._read))
+    for name in ("read_bytes", "read_text"):
+        monkeypatch.setattr(Path, name, record(getattr(Path, name)))
+    job.sample()
+    of_the_rank = [path.rpartition("/")[2] for path in opened if f"/{rank.pid}/" in path]
+    assert {*of_the_rank} == {"stat", "statm", "io", "schedstat"}
+    assert f"/proc/{os.getppid()}/environ" not in opened
+
+
+# --- the file ---------------------------------------------------------------------------------------
+
+
+def test_a_sampler_that_is_killed_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0"} | nvidia_smi(tmp_path)  # the GPU is not there
+    with start_sampler(tmp_path, **environment) as sampler:
+        wait_until(lambda: len(seen(tmp_path)) > 2, sampler)
+        sampler.kill()
+    before, told = seen(tmp_path), notes(tmp_path)
+    path = tmp_path / "monitor" / f"{NODE}.csv"
+    with path.open("a") as file:
+        file.write("1795338532.112,node,,,10")  # as if killed while it wrote
+    with sampled(tmp_path, most=2, **environment) as sampler:
+        sampler.wait(60)
+    assert seen(tmp_path)[: len(before)] == before
+    assert len(seen(tmp_path)) == len(before) + 2
+    assert path.read_text().count("time,what") == 1
+    assert len(told) == 1 and notes(tmp_path) == told
+
+
+def test_a_disk_that_was_full_gets_the_samples_after_that(tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for the disk: there is space for a part of the first line."""
+    with sampled(tmp_path, FILE_LIMIT="100") as sampler:
+        assert "samples are missing" in sampler.stderr.readline()
+        assert (tmp_path / "monitor" / f"{NODE}.csv").stat().st_size == 100
+        resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        wait_until(lambda: notes(tmp_path) and len(seen(tmp_path)) > 2, sampler)
+    (note,) = notes(tmp_path)
+    path = tmp_path / "monitor" / f"{NODE}.csv"
+    assert note == f"samples are missing: {path} could not be written (File too large)"
+
+
+@pytest.mark.parametrize(("code", "is_an_error"), [(errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_disk_may_be_full_only_when_it_is_written_through(
+    code: int, is_an_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file system that cannot be told to do so is none that is full."""
+    writer = samples.Writer(tmp_path, NODE)
+
+    def fsync(file: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if is_an_error else nullcontext():
+        writer.add([{"time": 1, "what": samples.NODE}])
+    writer.close()
+
+
+def test_a_folder_that_was_taken_away(tmp_path: Path) -> None:
+    """That of the samples is made anew, that of the job is not."""
+    job = tmp_path / "job"
+    job.mkdir()
+    with sampled(job) as sampler:
+        wait_until(lambda: seen(job), sampler)
+        shutil.rmtree(job / "monitor")
+        wait_until(lambda: seen(job), sampler)
+        job.rename(tmp_path / "removed")
+        assert "could not be written (No such file or directory)" in sampler.stderr.readline()
+        assert not job.exists()
+        job.mkdir()
+        wait_until(lambda: seen(job), sampler)
+    assert len(notes(job)) == 1
+
+
+# --- GPUs -------------------------------------------------------------------------------------------
+
+
+Sample = Callable[..., list[Row]]
+# In a container NVML may tell other numbers of processes, or none at all.
+NOBODY = "-" if Path("/proc/self/ns/pid").readlink() == Path(gpus.OF_THE_HOST) else "?"
+GIVEN = {"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": None}  # by Slurm, which shows only these
+CELLS = {name for name, kinds in samples.COLUMNS.items() if samples.GPU in kinds}
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Sample:
+    """The rows of the GPUs in some samples of a node that answers by a script."""
+
+    def run(most: int = 1, env: dict[str, str | None] | None = None, **script: object) -> list[Row]:
+        variables = GIVEN | fake_nvml.install(tmp_path / "fake", **script) | (env or {})
+        with sampled(tmp_path, period=0.01, most=most, **variables) as sampler:
+            sampler.wait(60)
+        assert len(seen(tmp_path, samples.NODE)) == most
+        return seen(tmp_path, samples.GPU)
+
+    return run
+
+
+def empty(row: Row) -> set[str]:
+    return {name for name in CELLS if row[name] == "" or row[name] != row[name]}
+
+
+def test_a_gpu_is_written_down_in_the_units_of_its_columns(
+    sample: Sample, start_rank: StartRank, tmp_path: Path
+) -> None:
+    pids = [start_rank(RANK=rank).pid for rank in ("0", "11")]
+    busy = {"memory_mb": 40_000, "utilisation": 97, "power_w": 612.5, "energy_j": 123456.789}
+    busy |= {
+        "clock_mhz": 1755,
+        "temperature_c": 66,
+        "throttled": "SwPowerCap",
+        "pids": f"{pids[1]} {pids[0]} {os.getpid()}",
+    }
+    first, second, third, fourth = sample(gpus=[{}, busy, {"pids": os.getpid()}, {"name": "NVIDIA A100"}])
+    assert [row["number"] for row in (first, second, third, fourth)] == list("0123")
+    expected = {name: busy[name] for name in busy.keys() & samples.COLUMNS}
+    expected |= {"throttled": "power", "ranks": "0+11", "name": fake_nvml.GPU["name"]}
+    expected |= {"memory_limit_mb": 85_000, "power_limit_w": 700, "clock_limit_mhz": 1980}
+    assert expected.items() <= second.items()
+    assert (first["throttled"], first["ranks"]) == ("-", NOBODY)
+    assert third["ranks"] == "?"
+    assert fourth["name"] == "NVIDIA A100"
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {},
+        {"without": ["nvmlDeviceGetCurrentClocksEventReasons"]},
+        {"binding": {name: None for name in dir(pynvml) if "ClocksEventReason" in name}},
+    ],
+    ids=["", "old driver", "old binding"],
+)
+def test_why_a_clock_is_low(old: dict[str, object], sample: Sample, tmp_path: Path) -> None:
+    reasons = {
+        "": "-",
+        "GpuIdle": "-",
+        "HwSlowdown HwThermalSlowdown": "heat",
+        "SwThermalSlowdown": "heat",
+        "SwPowerCap GpuIdle": "power",
+        "HwSlowdown HwPowerBrakeSlowdown": "power",
+        "SwPowerCap SwThermalSlowdown": "heat+power",
+        "HwSlowdown": "other",
+        "GpuIdle ApplicationsClocksSetting": "-",
+        "GpuIdle HwSlowdown": "-",
+        "GpuIdle ApplicationsClocksSetting SwPowerCap": "power+other",
+        "ApplicationsClocksSetting SwPowerCap": "power+other",
+    }
+    rows = sample(len(reasons), gpus=[{"throttled": list(reasons)}], **old)
+    assert [row["throttled"] for row in rows] == list(reasons.values())
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("reading", "columns", "told"),
+    [
+        ("utilisation", ("utilisation",), "utilisation"),
+        ("memory_mb", ("memory_mb", "memory_limit_mb"), "memory"),
+        ("power_w", ("power_w",), "power"),
+        ("power_limit_w", ("power_limit_w",), "its limit"),
+        ("energy_j", ("energy_j",), "energy"),
+        ("clock_mhz", ("clock_mhz",), "clock"),
+        ("clock_limit_mhz", ("clock_limit_mhz",), "its highest"),
+        ("throttled", ("throttled",), "throttling"),
+        ("temperature_c", ("temperature_c",), "temperature"),
+        ("pids", ("ranks",), "processes"),
+    ],
+)
+def test_a_reading_that_fails_is_an_empty_cell(
+    reading: str, columns: tuple[str, ...], told: str, sample: Sample, tmp_path: Path
+) -> None:
+    """And one note, on however many GPUs and in however many samples."""
+    failing = {reading: "NOT_SUPPORTED"}
+    rows = sample(3, gpus=[failing, failing])
+    assert len(rows) == 6
+    assert all(empty(row) == {*columns} for row in rows[2:])
+    assert notes(tmp_path) == [f"GPU 0: NVML does not tell {told} (Not Supported)"]
+
+
+def test_another_binding_is_as_good_as_it_can_be(sample: Sample, tmp_path: Path) -> None:
+    """It lacks names, and takes other arguments."""
+    binding = {"nvmlClocksThrottleReasonGpuIdle": None, "nvmlClocksEventReasonGpuIdle": None}
+    binding |= {"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": None, "nvmlDeviceGetTemperature": 1}
+    row, _ = sample(gpus=[{}, {}], binding=binding)
+    assert empty(row) == {"throttled", "temperature_c", "link_mb_s"}
+    first, second = notes(tmp_path)
+    assert first.startswith("GPU 0: NVML does not tell throttling (module 'pynvml' has no attribute")
+    assert second.startswith("GPU 0: NVML does not tell temperature ('int' object is not callable)")
+
+
+def test_permission_may_be_given_later(sample: Sample, tmp_path: Path) -> None:
+    rows = sample(3, gpus=[{"power_w": ["NO_PERMISSION", 300], "energy_j": ["NO_PERMISSION", 5]}])
+    assert [row["power_w"] for row in rows[1:]] == [300, 300]
+    assert empty(rows[0]) >= {"power_w", "energy_j"}
+    assert notes(tmp_path) == ["GPU 0: NVML does not tell power, energy (Insufficient Permissions)"]
+
+
+def test_gpus_that_are_lost(sample: Sample, tmp_path: Path) -> None:
+    """Each is news, and the others go on."""
+    lost = [fake_nvml.lost({"power_w": 300}, after=2), {"power_w": 310}, fake_nvml.lost({})]
+    rows = sample(4, gpus=lost)
+    by_gpu = [[row["power_w"] for row in rows if row["number"] == number] for number in "012"]
+    assert by_gpu[0][:2] == [300, 300] and all(map(math.isnan, by_gpu[0][2:] + by_gpu[2]))
+    assert by_gpu[1] == [310] * 4
+    told = "NVML tells nothing about it: tell your admin (GPU is lost)"
+    assert notes(tmp_path) == [f"GPU 2: {told}", f"GPU 0: {told}"]
+
+
+def test_traffic_is_what_the_counters_have_moved(sample: Sample, tmp_path: Path) -> None:
+    """Over PCIe and NVLink; a counter that begins anew, or is not there, makes an empty cell."""
+    plain, both = {"pcie_mb": [10, 20, 5, 6]}, {"pcie_mb": [0, 1, 2, 3], "nvlink_mb": [7, 1007, 2007, 3007]}
+    rows = sample(4, gpus=[plain, both, {"pcie_mb": "NOT_SUPPORTED"}])
+    first, second, third = ([row["link_mb_s"] for row in rows[number::3]] for number in range(3))
+    assert [math.isnan(rate) for rate in first] == [True, False, True, False]
+    assert math.isnan(second[0]) and second[1] > 50 * first[1]
+    assert all(map(math.isnan, third))
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [
+        ("2,0", "20"),
+        ("1,7,2", "1"),
+        ("-1", ""),
+        ("", ""),
+        ("GPU-00000003-0000-0000-0000-000000000000,GPU-00000001", "31"),
+        (None, "0123"),
+    ],
+)
+def test_which_gpus_are_the_jobs(visible: str | None, numbers: str, sample: Sample, tmp_path: Path) -> None:
+    rows = sample(gpus=[{}] * 4, env={"CUDA_VISIBLE_DEVICES": visible})
+    assert [row["number"] for row in rows] == list(numbers)
+    assert notes(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "readable", "numbers"),
+    [
+        ({}, True, "1 13"),
+        ({}, False, "0123 0123"),
+        ({"SLURM_JOB_ID": "1"}, True, "0123 0123"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, True, "01 01"),
+    ],
+    ids=["not given", "processes of the host", "by Slurm", "chosen"],
+)
+def test_gpus_that_nobody_has_given_are_those_with_a_rank(
+    env: dict[str, str], readable: bool, numbers: str, sample: Sample, start_rank: StartRank
+) -> None:
+    """From then on, or where one cannot see; there is another's, too."""
+    pid, here = str(start_rank().pid), str(Path("/proc/self/ns/pid").readlink())
+    used = [{}, {"pids": [pid, ""]}, {"pids": os.getpid()}, {"pids": ["", pid]}]
+    env = {"SLURM_JOB_ID": None, "OF_THE_HOST": here if readable else "another"} | env
+    rows = sample(2, gpus=used, env=env)
+    moments = sorted({row["time"] for row in rows})
+    found = ("".join(row["number"] for row in rows if row["time"] == moment) for moment in moments)
+    assert " ".join(found) == numbers
+
+
+def test_a_training_on_the_cpu_beside_gpus_is_told(
+    sample: Sample, start_rank: StartRank, tmp_path: Path
+) -> None:
+    start_rank()
+    env = {"SLURM_JOB_ID": None, "OF_THE_HOST": str(Path("/proc/self/ns/pid").readlink())}
+    assert sample(gpus=[{}, {"pids": os.getpid()}], env=env) == []
+    assert notes(tmp_path) == ["a rank on one of its 2 GPU(s): the training was on the CPU"]
+
+
+def test_slices_of_a_card(sample: Sample, start_rank: StartRank, tmp_path: Path) -> None:
+    """NVML tells their memory and processes, and the rest of whole cards only."""
+    slices = [
+        {"uuid": f"MIG-{letter}", "name": "NVIDIA A100 MIG 1g.5gb", "memory_limit_mb": 5_000}
+        for letter in "ab"
+    ]
+    slices[1]["pids"] = start_rank(RANK="3").pid
+    rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"})
+    assert [(row["number"], row["memory_limit_mb"]) for row in rows] == [("0", 5_000), ("1", 5_000)]
+    assert rows[1]["ranks"] == "3"
+    known = {"time", "what", "number", "name", "memory_mb", "memory_limit_mb", "ranks"}
+    assert all(empty(row) == CELLS - known for row in rows)
+    (note,) = notes(tmp_path)
+    assert note.startswith("GPU 0, a slice (MIG): NVML does not tell utilisation, power,")
+    assert note.endswith("which are the whole card's (Not Supported)")
+
+
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        ("no package", "there is no nvidia-ml-py in this environment"),
+        ("no library", "NVML Shared Library Not Found"),
+        ("DRIVER_NOT_LOADED", "Driver Not Loaded"),
+        ("LIB_RM_VERSION_MISMATCH", "RM has detected an NVML/RM version mismatch."),
+        (None, "it shows none"),
+    ],
+)
+def test_where_nvml_shows_no_gpu(init: str | None, told: str, sample: Sample, tmp_path: Path) -> None:
+    assert sample(init=init, env={"CUDA_VISIBLE_DEVICES": "0"} | nvidia_smi(tmp_path)) == []
+    (note,) = notes(tmp_path)
+    assert note.startswith(f"no GPU of this job can be seen through NVML ({told})")
+
+
+@pytest.mark.parametrize(
+    ("env", "there", "told"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, "nvidia-smi", "no GPU of this job"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "", ""),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, "file", ""),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "nvidia0", ""),
+        ({}, "nvidia0", "no GPU of this job"),
+        ({}, "nvidia-smi", ""),
+        ({}, "", ""),
+        ({}, "kfd", "AMD's GPUs are not sampled"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "kfd", ""),
+    ],
+)
+def test_gpus_are_missed_where_there_should_be_some(
+    env: dict[str, str], there: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of Slurm that are virtual: no driver is there, though a name may be."""
+
+    def fail() -> None:
+        raise RuntimeError("no library")
+
+    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=RuntimeError, nvmlInit=fail))
+    monkeypatch.setattr(gpus, "DEV", tmp_path)
+    monkeypatch.setattr(gpus, "MAJOR", 1)  # as of this one, which everybody has
+    place = {"nvidia0": "nvidia0", "file": "nvidia1", "kfd": "kfd"}.get(there)
+    if place:
+        (tmp_path / place).symlink_to("/dev/null" if there != "file" else __file__)
+    environment = nvidia_smi(tmp_path) if there == "nvidia-smi" else {"PATH": "/nonexistent"}
+    for name, value in (env | environment).items():
+        monkeypatch.setenv(name, value)
+    notes: list[str] = []
+    gpus.Gpus(notes.append)
+    assert [note[: len(told)] for note in notes] == [told] * bool(told)

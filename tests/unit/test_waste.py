@@ -1,0 +1,550 @@
+"""What a job wastes: recorded and written traces of every kind, and what may be odd about samples."""
+
+import csv
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import traces
+from conftest import REPOSITORY
+from traces import FROM_LOADERS, FULL, STARVED, TRACES, UNUSED, Gpu, Written
+
+from trainkit import records, samples
+from trainkit.analysis import comparison, waste, watched
+from trainkit.errors import UserError
+
+FIRST_LINES = {
+    "cpu_healthy": (None, "no waste found"),
+    "cpu_waiting_for_loader": ("waiting_for_loader", "of the training time of rank 0"),
+    "cpu_shared_cores": ("shared_cores", "2 ranks share 1 core of the job's"),
+    "cpu_host_memory": ("host_memory", "of the job's memory"),
+    "cpu_stalled_rank": ("stalled_rank", "SIGSTOP held rank 1"),
+    "cpu_network_bound": ("network_bound", "the exchange of gradients takes"),
+    "gpu_healthy": (None, "no waste found"),
+    "gpu_no_rank": ("no_rank", "no rank uses GPU 2 on n1: ask for 2 GPUs"),
+    "gpu_idle": ("idle_gpu", "no work reaches GPU 1 on n1, while others work (63 of 400 W"),
+    "gpu_waiting_for_loader": ("waiting_for_loader", "takes 71 % of the training time of ranks 0, 1 on n1"),
+    "gpu_launch_bound": ("launch_bound", "short kernels leave GPU 0 on n1 at 18 % of its power"),
+    "gpu_memory_full": ("memory_full", "98 % of the memory on GPUs 0, 1 on n1"),
+    "gpu_throttled_by_heat": ("throttled", "heat (91 C) slows down GPU 1 on n1"),
+    "gpu_throttled_by_cap": ("throttled", "a cap (power limit 150 W) slows down GPUs 0, 1 on n1"),
+    "gpu_network_bound": ("network_bound", "the exchange of gradients takes 62 %"),
+    "gpu_slow_rank": ("stalled_rank", "rank 2 on n1 takes 2.8 times as long as the others"),
+}
+# On one H100: what the first line begins with, its kind and its grade.
+H100 = {
+    "batch_1024_bf16": (
+        "could be faster: for 32 % of the time no kernel runs on GPU 0 on vm, at 35 % of its power above "
+        "idle (297 of 700 W, utilisation 68 %, 2.99 ms a step): a larger batch per GPU",
+        ("launch_bound", "could be faster"),
+    ),
+    "launch_bound_64_tf32": (
+        "gaps between kernels leave GPU 0 on vm at 8 % of its power above idle (143 of 700 W, utilisation 24",
+        ("launch_bound", "waste"),
+    ),
+    "input_bound": ("waiting for batches takes 93 %", ("waiting_for_loader", "waste")),
+    "healthy_4096_bf16_short": ("no waste found", None),
+    "cpu_only": ("too short to tell: 2 samples", None),
+}
+Row = dict[str, str]
+
+
+def kinds(folder: Path) -> list[str]:
+    return [finding.kind for finding in waste.judge(folder).findings]
+
+
+def change(folder: Path, how: Callable[[Row], Row | None]) -> None:
+    """Every sample as `how` returns it, or without those for which that is None."""
+    for path in folder.glob("*.csv"):
+        with path.open(newline="") as file:
+            rows = [row for row in map(how, csv.DictReader(file)) if row]
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, samples.COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Path]:
+    """The folder of a job of these GPUs; `record=False`: of a training that left none."""
+
+    def make(gpus: list[Gpu], record: bool = True, **how: object) -> Path:
+        folder = tmp_path / "monitor"
+        traces.write(folder, Written(gpus, **how))
+        if not record:
+            (folder / samples.RUNS).unlink()
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", FIRST_LINES)
+def test_each_trace_has_its_verdict(name: str) -> None:
+    kind, words = FIRST_LINES[name]
+    verdict = waste.judge(TRACES / name)
+    lines = verdict.lines("job 12")
+    assert words in lines[0]
+    assert [finding.kind for finding in verdict.findings[:1]] == ([kind] if kind else [])
+    assert len(lines) <= 5 and lines[-1].startswith("job 12 was watched for ")
+    if name.startswith("gpu"):  # nothing beside what is written into them
+        assert len(verdict.findings) == (kind is not None)
+        assert verdict.energy_from == "counter" and verdict.joules_per_1000_images > 0
+    else:
+        assert math.isnan(verdict.energy_kwh) and "kWh" not in lines[-1]
+
+
+@pytest.mark.parametrize("name", H100)
+def test_the_verdict_on_a_real_gpu(name: str) -> None:
+    words, kind_and_grade = H100[name]
+    verdict = waste.judge(REPOSITORY / "results/sample/h100/traces" / name)
+    assert verdict.lines("job 12")[0].startswith(words)
+    found = [(finding.kind, finding.grade) for finding in verdict.findings]
+    assert found == [kind_and_grade] * (kind_and_grade is not None)
+
+
+def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
+    there = {folder.name: folder for folder in TRACES.iterdir() if folder.is_dir()}
+    assert there.keys() == FIRST_LINES.keys() == traces.WRITTEN.keys() | traces.REAL.keys()
+    told = (TRACES / "README.md").read_text()
+    for name, folder in there.items():
+        assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 60_000
+        assert f"`{name}`" in told
+        if name in traces.WRITTEN:
+            gpus = {row["name"] for row in samples.read(folder) if row["what"] == samples.GPU}
+            assert gpus == {traces.NAME} and traces.NAME.startswith("imaginary")
+
+
+def test_a_written_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> None:
+    for name in ("gpu_healthy", "gpu_network_bound"):
+        traces.write(tmp_path / name, traces.WRITTEN[name])
+        for path in (tmp_path / name).rglob("*.csv"):
+            assert path.read_text() == (TRACES / path.relative_to(tmp_path)).read_text()
+
+
+def test_utilisation_alone_decides_nothing(made: Callable[..., Path]) -> None:
+    """Half of the time without a kernel, at a power that says it is busy; and then the other way round."""
+    assert kinds(made([Gpu(utilisation=50)] * 2)) == []
+    assert kinds(made([Gpu(utilisation=50, power=100)] * 2)) == ["launch_bound"]
+    assert kinds(made([Gpu(utilisation=100, power=100)] * 2)) == ["launch_bound"]
+    folder = made([Gpu(utilisation=3, power=60)])
+    change(folder, lambda row: row | {"power_w": ""})
+    assert kinds(folder) == []
+
+
+SOME = Gpu(power=175, utilisation=70)  # a third of its power, and of its time without a kernel
+
+
+def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]) -> None:
+    (finding,) = waste.judge(made([SOME] * 2)).findings
+    assert (finding.kind, finding.grade) == ("launch_bound", "could be faster")
+    assert finding.number == pytest.approx(30, abs=1) and finding.share == pytest.approx(0.3, abs=0.01)
+    assert "or a captured step (03_multigpu_ddp/beyond/captured.py; " in finding.sentence
+    waste_first = waste.judge(made([replace(SOME, utilisation=30), UNUSED, UNUSED], ranks=1)).findings
+    assert [finding.grade for finding in waste_first] == ["waste", "could be faster"]
+    assert "loader workers if there are none" in waste.judge(made([SOME], record=False)).lines("job 12")[0]
+    of_dp = waste.judge(made([SOME] * 2, ranks=1, facts={"stage": "dp"})).findings[-1].sentence
+    assert of_dp.endswith("or DDP (03_multigpu_ddp).")  # its step cannot be captured
+
+
+def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:
+    """Kernels all the time, or power; gaps that are for want of batches, or of an evaluation in between."""
+    assert kinds(made([replace(SOME, utilisation=97)] * 2)) == []
+    assert kinds(made([replace(SOME, power=290)] * 2)) == []
+    assert kinds(made([replace(SOME, data=0.15)] * 2, facts=FROM_LOADERS)) == []
+    assert kinds(made([SOME] * 2, epochs=8, train=2)) == []
+
+
+def test_the_worst_comes_first_and_what_is_urgent_is_told(made: Callable[..., Path]) -> None:
+    """Seven at once, in four lines."""
+    crowded = replace(STARVED, waiting=0.4)
+    hot = replace(crowded, memory=0.99, slowed=("heat", 0.2), clock=1_300)
+    folder = made([hot, crowded, UNUSED], ranks=2, host=0.93, facts=FROM_LOADERS)
+    verdict = waste.judge(folder)
+    shares = [finding.share for finding in verdict.findings]
+    assert shares == sorted(shares, reverse=True)
+    every = ["waiting_for_loader", "no_rank", "shared_cores", "throttled", "memory_full", "host_memory"]
+    assert [finding.kind for finding in verdict.findings] == every
+    lines = verdict.lines("job 12")
+    words = ("waiting for batches", "no rank uses GPU 2", "heat", "99 % of the memory on GPU 0", "job 12 was")
+    assert len(lines) == 5
+    assert all(word in line for word, line in zip(words, lines, strict=True))
+    assert lines[3].endswith("(2 more in verdict.json.)")
+
+
+def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
+    """GPUs at low power, and a rank that waits: what follows from the loader is not told again."""
+    assert kinds(made([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]
+    assert kinds(made([STARVED] * 2, facts=FROM_LOADERS)) == ["waiting_for_loader"]
+    assert kinds(made([replace(STARVED, data=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
+    own_work = [replace(STARVED, loaders=0, loader_cores=0, data=share) for share in (0.3, 0.5)]  # resident
+    assert kinds(made(own_work[:1])) == ["launch_bound"]
+    assert "or prepare less for each batch" in waste.judge(made(own_work[1:])).lines("job 12")[0]
+
+
+@pytest.mark.parametrize(
+    ("loaders", "cores", "words"),
+    [
+        (0, 0, "(no loader workers): take some (--loader workers --num-workers 4"),
+        (2, 1.98, "(2 loader workers each, at 99 % of a core): take more (--num-workers)"),
+        (2, 3.6, "(2 loader workers each, at 180 % of a core): all cores are in use"),
+        (2, 0.5, "(2 loader workers each, at 25 % of a core): these wait, too"),
+    ],
+)
+def test_the_remedy_of_a_waiting_loader(
+    made: Callable[..., Path], loaders: int, cores: float, words: str
+) -> None:
+    gpu = replace(STARVED, loaders=loaders, loader_cores=cores)
+    facts = FROM_LOADERS | {"workers_per_loader": loaders}
+    assert words in waste.judge(made([gpu] * 2, facts=facts)).lines("job 12")[0]
+
+
+def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
+    """What shows from outside."""
+    assert kinds(made([FULL] * 2, record=False)) == []
+    assert kinds(made([STARVED] * 2, record=False)) == ["waiting_for_loader"]
+    short = Gpu(power=110, utilisation=95)
+    assert kinds(made([short] * 2, record=False)) == ["launch_bound"]
+    assert kinds(made([short] * 2, record=False, nodes=2, network=200)) == ["network_bound"]
+    folder = made([Gpu(power=105, utilisation=100)] * 2 + [Gpu(power=120, utilisation=38)], record=False)
+    assert "rank 2 on n1 holds up the others" in waste.judge(folder).lines("job 12")[0]
+    assert math.isnan(waste.judge(folder).joules_per_1000_images)
+
+
+def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
+    first = waste.judge(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2)).lines("job 12")[0]
+    assert first.startswith("neither heat nor a power cap") and "to 690 of 1,400 MHz" in first
+    assert "a cap (" in waste.judge(made([Gpu(clock=690, slowed=("power+other", 1))])).lines("job 12")[0]
+
+
+def test_a_cap_that_costs_nothing(made: Callable[..., Path]) -> None:
+    """A GPU at its limit has a lower clock, and full power."""
+    assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"name": "T"}, "SIGSTOP held rank 1 on n1 for 2"),
+        ({"name": "D", "cores": "0"}, "a file system held rank 1 on n1 for 2"),
+        ({"name": "S", "cores": "0.01"}, "nothing was done by rank 1 on n1 for 2"),
+    ],
+)
+def test_a_rank_that_does_nothing(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, state: Row, words: str
+) -> None:
+    """While the GPU of the other one is full of kernels that wait for it."""
+    monkeypatch.setattr(waste, "STALL", 15)
+    folder = made([Gpu(power=110, utilisation=100), FULL], record=False)
+
+    def stall(row: Row) -> Row:
+        if float(row["time"]) < traces.BEGAN + 25 or row["number"] != "1":
+            return row
+        return row | ({"power_w": "70", "utilisation": "0"} if row["what"] == samples.GPU else state)
+
+    change(folder, stall)
+    assert words in waste.judge(folder).lines("job 12")[0]
+
+
+def test_no_rank_does_anything(made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waste, "STALL", 15)
+    folder = made([FULL] * 2, record=False)
+
+    def stall(row: Row) -> Row:
+        late = float(row["time"]) > traces.BEGAN + 25
+        return row | {"cores": "0", "name": "S", "utilisation": "0", "power_w": "60"} if late else row
+
+    change(folder, stall)
+    assert "nothing was done by any rank for 2" in waste.judge(folder).lines("job 12")[0]
+
+
+def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
+    folder = made([Gpu(power=120, waiting=0.4)] * 2)
+    assert "other programs work on its 8 cores, too" in waste.judge(folder).lines("job 12")[0]
+    assert kinds(made([Gpu(power=300, waiting=0.4)] * 2)) == []  # it hides behind the work of the GPU
+    assert kinds(made([Gpu(power=120, waiting=0.7, cores=0.03)] * 2)) == ["launch_bound"]  # hardly wants one
+
+
+def test_a_short_job(made: Callable[..., Path]) -> None:
+    """What holds at any moment is told; for the rest there is too little."""
+    folder = made([STARVED] * 2, epochs=2, train=4)
+    assert waste.judge(folder).lines("job 12")[0].startswith("too short to tell: ")
+    folder = made([Gpu(memory=0.99)], epochs=1, train=2)
+    assert kinds(folder) == ["memory_full"]
+
+
+@pytest.mark.parametrize(("epochs", "train"), [(1, 15), (2, 7.5), (3, 5), (5, 3), (15, 1)])
+def test_a_training_of_fifteen_seconds_has_a_verdict(
+    made: Callable[..., Path], epochs: int, train: float
+) -> None:
+    assert waste.judge(made([FULL] * 2, epochs=epochs, train=train)).lines("job 12")[0] == "no waste found"
+    assert kinds(made([Gpu(power=100)] * 2, epochs=epochs, train=train)) == ["launch_bound"]
+
+
+def test_one_sample(made: Callable[..., Path]) -> None:
+    folder = made([FULL])
+    first = next(folder.glob("*.csv")).read_text().splitlines()[:4]
+    (folder / "n1.csv").write_text("\n".join(first) + "\n")
+    first, last = waste.judge(folder).lines("job 12")
+    assert (
+        first.startswith("too short to tell: 0 samples")
+        and last == f"job 12 was watched for 0 s: 1 x {traces.NAME}"
+    )
+
+
+def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
+    folder = made([FULL], record=False)
+    change(folder, lambda row: row if row["what"] == samples.NODE else None)
+    assert waste.judge(folder).lines("job 12")[0].startswith("nothing to judge: ")
+    folder = made([FULL] * 2, record=False)
+    change(folder, lambda row: None if row["what"] == samples.RANK else row | {"ranks": "-"})
+    assert (
+        "no rank uses GPUs 0, 1 on n1: see why its log names the CPU"
+        in waste.judge(folder).lines("job 12")[0]
+    )
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    for text in ("", ",".join(samples.COLUMNS) + "\n", "a,b\n1,2\n"):
+        (tmp_path / "n1.csv").write_text(text)
+        with pytest.raises(UserError):
+            waste.judge(tmp_path)
+
+
+def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
+    folder = made([STARVED] * 2, facts=FROM_LOADERS)
+    before = waste.judge(folder)
+    with (folder / "n1.csv").open("a") as file:
+        blank = "," * (len(samples.COLUMNS) - 2)
+        for words in (
+            "",
+            "cut,sh",
+            "nan,gpu",
+            "inf,rank",
+            ",node",
+            f"{traces.BEGAN},pet",
+            "1e999,gpu",
+            "x,gpu",
+        ):
+            file.write(f"{words}{blank}\n")
+        file.write(f"{traces.BEGAN + 30},gpu,3.5{blank[1:]}\n{traces.BEGAN + 30},rank,-1{blank[1:]}\n")
+    assert waste.judge(folder).facts() == before.facts()
+
+
+def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made([FULL] * 2)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "a folder").mkdir()
+    paths = [tmp_path / "gone.csv", tmp_path / "other.csv", tmp_path / "a folder", "\x1b[31m\0.csv"]
+    (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
+    verdict = waste.judge(folder)
+    assert verdict.lines("job 12")[:1] == ["no waste found"]
+    assert len(verdict.notes) == 4 and "(3 more such)" in verdict.lines("job 12")[1]
+    waste.keep(folder, verdict)
+    assert not list(tmp_path.glob("*.monitor.json"))
+
+
+def test_numbers_that_are_too_large(made: Callable[..., Path], tmp_path: Path) -> None:
+    """Python refuses to read a number of 5,000 digits, and to round an infinite one."""
+    folder = made([Gpu(power=120, waiting=0.4)] * 2)
+    (run,) = samples.runs(folder)
+    long_name = shutil.copy(run, run.with_name("x" * 250 + ".csv"))  # too long for a file beside it
+    with (folder / samples.RUNS).open("a") as file:
+        file.write(f"{Path(long_name).absolute()}\n")
+    change(folder, lambda row: row | {"loaders": "inf", "memory_mb": "1e308"})
+    for what in (samples.GPU, samples.RANK):
+        change(folder, lambda row, what=what: row | {"ranks": "9" * 5_000} if row["what"] == what else row)
+    assert kinds(folder)[:1] == ["shared_cores"] and len(waste.judge(folder).notes) == 1
+    change(folder, lambda row: row | {"number": "9" * 5_000 if row["number"] == "1" else row["number"]})
+    assert list(watched.Job(folder).rows[samples.GPU]) == [("n1", 0)]
+
+
+def test_names_do_no_harm(made: Callable[..., Path]) -> None:
+    folder = made([UNUSED, FULL], ranks=1)
+    (folder / "n1.csv").rename(folder / "n1\x1b[2J\nn2.csv")
+    assert r"GPU 0 on n1\x1b[2J\nn2: ask" in waste.judge(folder).lines("job\t12")[0]
+    assert waste.judge(folder).lines("job\t12")[-1].startswith(r"job\t12 was watched")
+
+
+def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
+    folder = made([FULL, UNUSED], ranks=1, nodes=2)
+    assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
+    folder = made([FULL, *[UNUSED] * 5], ranks=1, nodes=3)
+    assert (
+        waste.judge(folder).lines("job 12")[0].startswith("no rank uses 15 GPUs on 3 nodes: ask for 3 GPUs")
+    )
+    assert "6 GPUs" not in waste.judge(folder).lines("job 12")[-1]
+
+
+@pytest.mark.parametrize("left", ["", "time,what,num", ",".join(samples.COLUMNS)])
+def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
+    made: Callable[..., Path], left: str
+) -> None:
+    folder = made([FULL, UNUSED], ranks=1, nodes=2)
+    (folder / "n2.csv").write_text(left)
+    assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1: ")
+
+
+def test_samples_are_in_the_order_of_time(made: Callable[..., Path]) -> None:
+    folder = made([FULL], nodes=2)
+    change(folder, lambda row: row | {"time": "nan" if row["what"] == samples.RANK else row["time"]})
+    times = [row["time"] for row in samples.read(folder)]
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_numbers_in_names_are_ordered_as_numbers() -> None:
+    assert sorted(["n10", "n2-b", "n2", "9" * 5_000], key=samples.natural)[1:] == ["n2", "n2-b", "n10"]
+
+
+def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:
+    """It had one node at a time, and is judged where it was trained past the warm-up."""
+
+    def moved(*gpus: Gpu, after: float = 17, **how: object) -> waste.Verdict:
+        folder = made(list(gpus), **how)
+        shutil.copy(folder / "n1.csv", folder.parent / "n2.csv")
+        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN + after - 1 else None)
+        shutil.move(folder / "n1.csv", folder.parent / "n1.csv")
+        shutil.move(folder.parent / "n2.csv", folder)
+        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN + after + 1 else None)
+        shutil.move(folder.parent / "n1.csv", folder)
+        return waste.judge(folder)
+
+    first, last = moved(STARVED, facts=FROM_LOADERS).lines("job 12")
+    assert "of rank 0 on n2 (2 loader workers, at 99 % of a core)" in first
+    assert f"s: 1 x {traces.NAME}, " in last
+    for after, node in ((30, "n2"), (45, "n1")):  # both are judged; the last one only evaluated
+        assert moved(STARVED, after=after, facts=FROM_LOADERS).findings[0].where == f"rank 0 on {node}"
+    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network=231).findings
+    assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
+    assert "network_bound" not in {
+        finding.kind for finding in moved(*[traces.SPREAD_OUT] * 2, network=231, record=False).findings
+    }
+
+
+def test_gpus_of_several_names_have_none(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2, nodes=2)
+    assert waste.judge(folder).devices == f"4 x {traces.NAME} on 2 nodes"
+    change(folder, lambda row: row | {"name": row["name"] + row["number"]})
+    assert waste.judge(folder).devices == "4 GPUs on 2 nodes"
+
+
+def test_the_energy_of_trainings_at_one_time_counts_once(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2)
+    alone = waste.judge(folder).joules_per_1000_images
+    (run,) = samples.runs(folder)
+    other = Path(shutil.copy(run, run.with_name("other.csv"))).absolute()
+    (folder / samples.RUNS).write_text(f"{run.absolute()}\n{other}\n")
+    verdict = waste.judge(folder)
+    assert verdict.joules_per_1000_images == pytest.approx(alone / 2)  # of twice the images
+    assert len(verdict.of_runs) == 2 and all(map(math.isnan, verdict.of_runs.values()))
+
+
+def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Path]) -> None:
+    """Not over the gap of a requeued job, nor past a counter that begins anew."""
+    folder = made([FULL] * 2)
+    whole = waste.judge(folder)
+    assert whole.energy_kwh == pytest.approx(2 * (36 * 290 + 4 * 150 + 6 * 58) / 3.6e6, rel=0.03)
+    assert whole.joules_per_1000_images == pytest.approx(2 * (36 * 290 + 3 * 150) / 180, rel=0.03)
+
+    def requeue(row: Row) -> Row:
+        late = float(row["time"]) >= traces.BEGAN + 20
+        row = row | {"time": str(float(row["time"]) + 500 * late)}
+        return row | {"energy_j": str(float(row["energy_j"]) - 7e6 * late)} if row["energy_j"] else row
+
+    change(folder, requeue)
+    requeued = waste.judge(folder)
+    assert requeued.seconds == whole.seconds - 1
+    assert requeued.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.03)
+
+
+def test_energy_without_a_counter_is_from_the_power_and_said(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2)
+    counted = waste.judge(folder)
+    change(folder, lambda row: row | {"energy_j": ""})
+    summed = waste.judge(folder)
+    assert summed.energy_kwh == pytest.approx(counted.energy_kwh, rel=0.02)
+    assert summed.energy_from == "power" and "summed up from the power" in summed.lines("job 12")[-1]
+    change(folder, lambda row: row | {"power_w": "" if row["number"] == "1" else row["power_w"]})
+    assert math.isnan(waste.judge(folder).energy_kwh) and "kWh" not in waste.judge(folder).lines("job 12")[-1]
+
+
+def test_a_day_is_judged_by_some_of_its_moments(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made([STARVED] * 2 + [UNUSED], ranks=2, epochs=20, facts=FROM_LOADERS)
+    whole = waste.judge(folder)
+    monkeypatch.setattr(watched, "MOST_ROWS", 300)
+    some = waste.judge(folder)
+    assert [finding.kind for finding in some.findings] == [finding.kind for finding in whole.findings]
+    assert some.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert some.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.03)
+    assert len(watched.Job(folder).rows[samples.NODE]["n1", 0]) < 70
+
+
+def test_gaps_of_a_day_are_those_of_all_of_its_moments(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between some moments there is as much time as a requeue takes; and others had the GPUs in that."""
+    folder = made([FULL] * 2, epochs=20)
+    monkeypatch.setattr(watched, "MOST_ROWS", 200)
+    whole = waste.judge(folder)
+
+    def requeue(row: Row) -> Row:
+        late = float(row["time"]) >= traces.BEGAN + 100
+        row = row | {"time": str(float(row["time"]) + 20 * late)}
+        return row | {"energy_j": str(float(row["energy_j"]) + 5e5 * late)} if row["energy_j"] else row
+
+    change(folder, requeue)
+    with (folder / "n1.csv").open() as file:  # as a sampler that goes on with a file begins
+        lines = file.readlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(str(traces.BEGAN + 120)))
+    (folder / "n1.csv").write_text("".join([*lines[:first], "17900\n", "\n", *lines[first:]]))
+    some = waste.judge(folder)
+    assert len(watched.Job(folder).rows[samples.NODE]["n1", 0]) < 70
+    assert some.seconds == whole.seconds - 1
+    assert some.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.01)
+
+
+def test_what_is_kept(made: Callable[..., Path]) -> None:
+    folder = made([STARVED, STARVED, UNUSED], ranks=2, facts=FROM_LOADERS)
+    verdict = waste.judge(folder)
+    waste.keep(folder, verdict)
+    kept = json.loads((folder / "verdict.json").read_text())
+    assert (
+        kept["schema_version"] == 1
+        and kept["energy_from"] == "counter"
+        and kept["devices"] == f"3 x {traces.NAME}"
+    )
+    assert kept["joules_per_1000_images"] == verdict.joules_per_1000_images
+    assert [finding["kind"] for finding in kept["findings"]] == ["waiting_for_loader", "no_rank"]
+    fields = {"kind", "where", "number", "sentence", "share", "grade", "urgent"}
+    assert all(finding.keys() == fields for finding in kept["findings"])
+    (run,) = samples.runs(folder)
+    assert json.loads(waste.beside(run).read_text()) == kept
+    rows, skipped = comparison.load([folder.parent / "monitor" / "training"])
+    assert not skipped and set(rows.joules_per_1000_images) == {verdict.joules_per_1000_images}
+
+
+def test_cpus_have_no_energy(tmp_path: Path) -> None:
+    shutil.copytree(TRACES / "cpu_healthy", tmp_path / "monitor")
+    waste.keep(tmp_path / "monitor", waste.judge(tmp_path / "monitor"))
+    kept = json.loads((tmp_path / "monitor" / "verdict.json").read_text())
+    assert kept["findings"] == [] and kept["energy_kwh"] is None and kept["joules_per_1000_images"] is None
+
+
+def test_the_verdict_needs_no_packages() -> None:
+    """It is made at the end of a job, in a process that is to be small and quick."""
+    program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import trainkit.analysis.waste"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_slow_rank_is_as_in_the_record() -> None:
+    """The same threshold as what a run says of itself."""
+    (run,) = samples.runs(TRACES / "gpu_slow_rank")
+    assert records.slow_rank(records.read_ranks(run)).startswith("rank 2 on n1 takes 2.8x")
