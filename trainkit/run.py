@@ -128,12 +128,12 @@ class Run:
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
             self._own_time.end_of_step()
-            if not self._started:
-                self._tell_of_start(bar)
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
             stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
+            if not self._started:  # the first meeting is after the first step, and waits for its end
+                self._tell_of_start(bar)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
@@ -193,10 +193,9 @@ class Run:
             yield batch
 
     def _tell_of_start(self, bar: tqdm) -> None:
-        """Have rank 0 wait for the run's first step, and for no other, and say how long the start took."""
+        """Have rank 0 say how long the start took."""
         self._started = True
         if self._log:
-            clock.wait_for(self._device)
             startup.mark("first step")
             bar.clear()
             tell(startup.told())
