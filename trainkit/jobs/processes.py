@@ -326,14 +326,6 @@ class _Node:
         return sum(sums[name] for name in counted) + sum(4 * (_number(path) or 0) for path in self._rdma)
 
 
-def memory_limit(cgroups: list[Path]) -> int:
-    """Bytes: the least of what these allow, the job has asked Slurm for on this node, and the node has."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    limits = [_number(cgroup / name) for cgroup in cgroups for name in names]
-    total = int((PROC / "meminfo").read_text().split()[1]) * 1024
-    return min(limit for limit in (*limits, _asked_for(), total) if limit)
-
-
 def memory_cgroups() -> list[Path]:
     """Those of this process, the innermost first: version 1, or 2."""
     with suppress(OSError):
@@ -347,6 +339,14 @@ def memory_cgroups() -> list[Path]:
             folder = root / path.lstrip("/")
             return [one for one in (folder, *folder.parents) if one.is_relative_to(root)]
     return []
+
+
+def memory_limit(cgroups: Iterable[Path]) -> int:
+    """Bytes that a job may take of this node, by `cgroups`, by what it asked for, and by what there is."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [_number(cgroup / name) for cgroup in cgroups for name in names]
+    total = int((PROC / "meminfo").read_text().split()[1]) * 1024
+    return min(limit for limit in (*limits, _asked_for(), total) if limit)
 
 
 def _asked_for() -> int:

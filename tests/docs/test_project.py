@@ -1,0 +1,207 @@
+"""The project as a whole: style, dependencies, and documents that tell what is true."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lessons
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY, STAGES
+
+# Commands that other tests run, or that are the test itself.
+RUN_ELSEWHERE = {
+    "make learn",  # test_learn.py
+    "make compare",  # test_compare.py
+    'make compare ARGS="--epochs 10 --batch-size 512"',
+    "make test",
+    "make bench",  # test_bench_measures_the_ladder, on one rung
+    "make lessons",  # test_quotes_are_up_to_date
+    "conda env create -f environment.yml",
+    "conda activate tutorial",
+}
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "."], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck() -> None:
+    scripts = lessons.files("*.sh", ".ci/run")
+    assert REPOSITORY / ".ci" / "run" in scripts
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([shellcheck, *scripts], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+PLANTED = {
+    "planted.py": "from trainkit.jobs import local\nlocal.GPU_DEVICES = ('null',)\n",
+    "torch.py": """
+import os
+class cuda:
+    is_available = lambda: True
+    device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) - 1
+""",
+    "test_gpus.py": """
+import os
+import conftest
+def test_gpus():
+    assert (conftest.GPUS, conftest.WITH_GPUS["CUDA_VISIBLE_DEVICES"]) == (2, "5,7")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == conftest.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] == "-1"
+""",
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_tests_of_gpus_see_them(workers: int, tmp_path: Path) -> None:
+    """On a machine with a device file and a PyTorch that takes it for two GPUs; with pytest-xdist, too."""
+    for name, text in PLANTED.items():
+        (tmp_path / name).write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != "GPUS_OF_THE_TESTS"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "5,7,none", "HIP_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY / 'tests'}"}
+    options = ["-c", REPOSITORY / "pyproject.toml", "--rootdir", tmp_path, "-p", "planted", "-p", "conftest"]
+    command = [sys.executable, "-m", "pytest", *options, f"--numprocesses={workers}", "test_gpus.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_conda_installs_what_make_installs() -> None:
+    """Both take the package list of pyproject.toml: neither has one of its own to drift."""
+    conda = (REPOSITORY / "environment.yml").read_text()
+    make = (REPOSITORY / "Makefile").read_text()
+    assert "name: tutorial" in conda
+    assert "--editable .[test]" in conda
+    assert "--editable '.[test]'" in make
+    lowest = re.search(r'requires-python = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())[1]
+    assert f"python>={lowest}" in conda
+    listed = [line.strip("- ") for line in conda.splitlines() if line.startswith("  - ")]
+    assert [name.split(">")[0] for name in listed] == ["conda-forge", "python", "pip", "pip:"]
+
+
+@pytest.mark.parametrize("readme", lessons.files("*.md"), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_quotes_are_up_to_date(readme: Path) -> None:
+    assert readme.read_text() == lessons.up_to_date(readme), "run `make lessons`"
+
+
+def test_the_lessons_stay_small() -> None:
+    def changed(before: str, after: str) -> int:
+        done = subprocess.run(["diff", before, after], cwd=REPOSITORY, capture_output=True, text=True)
+        return sum(line.startswith(">") for line in done.stdout.splitlines())
+
+    stages = [str(path) for path in sorted(REPOSITORY.glob("0*/mnist_*.py"))]
+    assert all(len(Path(stage).read_text().splitlines()) <= 60 for stage in stages)
+    assert changed(stages[0], stages[1]) <= 14
+    assert changed(stages[1], stages[2]) <= 14
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_the_training_step_stands_in_the_stage(stage: str) -> None:
+    """Forward, loss, backward and step, in this order, under the eyes of whoever opens the script."""
+    lines = [line.partition("#")[0].strip() for line in STAGES[stage].read_text().splitlines()]
+    first = lines.index("optimizer.zero_grad()")
+    assert lines[first : first + 6] == [
+        "optimizer.zero_grad()",
+        "loss = F.nll_loss(model(images), labels)",
+        "loss.backward()",
+        "optimizer.step()",
+        "schedule.step()",
+        "run.add(loss)",
+    ]
+
+
+def _commands() -> list[tuple[Path, str]]:
+    """One by one; those that need a Slurm are test_slurm_documents.py's, pictures test_monitoring.py's."""
+    blocks = lessons.commands(on_a_cluster=False)
+    lines = [(readme, line) for readme, block in blocks for line in block.splitlines()]
+    return [(readme, line) for readme, line in lines if line and line[0] != "#" and "/pictures/" not in line]
+
+
+@pytest.mark.parametrize(
+    ("readme", "command"),
+    [(readme, command) for readme, command in _commands() if command not in RUN_ELSEWHERE],
+    ids=lambda value: value if isinstance(value, str) else value.parent.name,
+)
+def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: Path) -> None:
+    """As it is written, from the folder of its reader, only on less data and into another folder."""
+    shorter = command
+    if "--epochs" in command and "mixed_precision" not in command:
+        shorter += " --precision fp32"
+    if "--epochs" in command:
+        shorter += f" --train-size 600 --test-size 200 --results-dir {shlex.quote(str(tmp_path))}"
+    if "--checkpoint-dir" in command:
+        shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
+    if "breakdown.py" in command:
+        shorter += f" --repeats 1 --train-size 600 --results-dir {shlex.quote(str(tmp_path))}"
+    if "plot_results" in command or "how_many_gpus" in command:
+        shorter += f" --out {shlex.quote(str(tmp_path))}"  # the later of two counts
+    if "looks_busy" in command:
+        shorter += " --seconds 0.5"
+    if "--tables-only" in command:
+        shutil.copytree(readme.parent / "cpu-2-cores" / "bench", tmp_path / "bench")
+        shorter += f" --out {shlex.quote(str(tmp_path / 'bench'))}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", shorter],
+        cwd=REPOSITORY / lessons.starts_in(readme),
+        env=ENVIRONMENT | {"PATH": path, "SITE_SCRATCH_DIR": str(tmp_path / "jobs")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_document_command_list_is_used() -> None:
+    """A command that no document has any more leaves the list above."""
+    assert set(RUN_ELSEWHERE) <= {command for _, command in _commands()}
+
+
+def test_bench_measures_the_ladder() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/bench/ladder.py", "7", "--steps", "2"],
+        cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+def test_bench_names_its_parts() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip() == "error: unknown part sped: the parts are speed, ladder, recipe, ddp, memory."
+    )
+
+
+def test_the_timetables_add_up_and_name_every_exercise() -> None:
+    text = (REPOSITORY / "INSTRUCTORS.md").read_text()
+    table = text.partition("| section |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
+    minutes = [[int(cell.strip() or 0) for cell in row[1:]] for row in rows]
+    assert [sum(column) for column in zip(*minutes[:-1], strict=True)] == minutes[-1]
+    sections = [row[0] for row in rows if row[0].startswith(" exercise")]
+    named = [name for section in sections for name in re.findall(r"`(\w+)`", section)]
+    folders = sorted(REPOSITORY.glob("0*/exercises/*/check.py"))
+    assert named == [path.parent.name.partition("_")[2] for path in folders]
+
+
+def test_every_do_and_dont_names_what_holds_it() -> None:
+    page = REPOSITORY / "03_multigpu_ddp" / "DOS_AND_DONTS.md"
+    lines = [
+        line for line in page.read_text().splitlines() if line.startswith("| ") and "held by" not in line
+    ]
+    assert len(lines) >= 25
+    for line in lines:
+        held_by = re.findall(r"\[(test_\w+)\]\((\.\./tests/\w+/\w+\.py)\)", line)
+        assert held_by, line
+        for name, file in held_by:
+            assert f"\ndef {name}(" in (page.parent / file).read_text(), name

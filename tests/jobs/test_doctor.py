@@ -1,0 +1,732 @@
+"""slurm/doctor.py names every planted fault: on the login node, in the facts of a job, and in real jobs."""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkout import copy_project
+from cluster import RunningCluster
+from conftest import ENVIRONMENT, REPOSITORY
+
+from trainkit import machine, world
+from trainkit.errors import UserError
+from trainkit.jobs import checkup, checkup_job, doctor, login_node, processes, site, slurm
+from trainkit.jobs.checkup import nccl_network
+from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, findings, read_lines
+from trainkit.records import read_all_reduce
+
+# For what does not come to the job's Python: it takes seconds to import torch.
+NO_PYTHON = "activate_environment() { false; }\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the project to plant faults in, with the environment and the data of this one."""
+    root = tmp_path / "a checkout"
+    copy_project(root)
+    (root / ".venv").symlink_to(sys.prefix)
+    return root
+
+
+@pytest.fixture
+def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The slurm/site.sh that the checks within this process read, in a folder of its own."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    shutil.copy(site.REPOSITORY / "slurm" / "site_env.sh", folder)
+    for module in (site, login_node):
+        monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    return folder / "site.sh"
+
+
+@pytest.fixture
+def without_slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment whose PATH has what the doctor needs of a Linux, and no Slurm."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "env", "df", "git", "timeout"):
+        (programs / name).symlink_to(shutil.which(name))
+    return {"PATH": str(programs)}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Makes a program of Slurm out of shell code; the others are not there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(name: str, code: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return make
+
+
+@pytest.fixture
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process rank 2 of four, the first one on the second of two nodes."""
+
+    def place(**variables: str) -> None:
+        usual = {"PROCID": "2", "LOCALID": "0", "NODEID": "1", "JOB_ID": "7", "CPUS_PER_TASK": "8"}
+        usual |= {"STEP_NUM_TASKS": "4", "STEP_NUM_NODES": "2"}
+        values = {f"SLURM_{name}": value for name, value in usual.items()}
+        values |= {"SLURMD_NODENAME": "n2", "MASTER_ADDR": "n1", "MASTER_PORT": "10007"}
+        for name, value in (values | variables).items():
+            monkeypatch.setenv(name, value)
+
+    place()
+    return place
+
+
+def here(command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env=ENVIRONMENT | (env or {}), capture_output=True, text=True, timeout=300)
+
+
+def command(checkout: Path, *arguments: object) -> list[str]:
+    return [sys.executable, str(checkout / "slurm" / "doctor.py"), *map(str, arguments)]
+
+
+def diagnose(done: subprocess.CompletedProcess) -> dict:
+    """What `doctor.py --json` told; its exit code has to fit the findings."""
+    told = json.loads(done.stdout)
+    levels = [finding["level"] for finding in told["findings"]]
+    assert done.returncode == (1 if FAULT in levels else 0), done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return told
+
+
+def found(told: dict | list[Finding], check: str, level: str) -> str:
+    """The messages and fixes of a check's findings of one level, on one line each."""
+    findings = told["findings"] if isinstance(told, dict) else [finding._asdict() for finding in told]
+    return "\n".join(
+        f"{finding['message']} -> {finding['fix']}"
+        for finding in findings
+        if (finding["check"], finding["level"]) == (check, level)
+    )
+
+
+# --- what Slurm answers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:2", 2),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:2(S:0),gpu:v100:2", 4),
+        ("shard:8,gpu:1", 1),
+        ("(null)", 0),
+    ],
+)
+def test_the_largest_nodes(gres: str, gpus: int, fake: Callable) -> None:
+    """Of each kind the most, which may be of different nodes."""
+    fake("sinfo", f"echo '{gres}|8|16000'; echo '(null)|128|2000'; echo \"$*\" >&2")
+    assert slurm.largest_nodes() == {"GPUs": gpus, "CPUs": 128, "GB": 15}
+
+
+def test_the_partition_that_jobs_go_to_by_default(fake: Callable) -> None:
+    fake("sinfo", "echo debug; echo 'gpu*'")
+    assert slurm.default_partition() == "gpu"
+    fake("sinfo", "echo debug; echo slurm is down >&2; exit 1")
+    assert slurm.default_partition() is None
+
+
+def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
+    assert slurm.ask("sinfo").returncode == 127
+    assert slurm.largest_nodes() == {"GPUs": 0, "CPUs": 0, "GB": 0}
+    assert slurm.job_facts("7") == {"JobState": "UNKNOWN", "Reason": "scontrol: No such file or directory"}
+    fake("sinfo", "while :; do :; done")
+    assert slurm.ask("sinfo", seconds=0.1).returncode == 124
+
+
+def test_a_job_that_slurm_has_forgotten(fake: Callable) -> None:
+    fake("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert slurm.job_facts("7") == {"JobState": "GONE"}
+    fake("sacct", "echo 'CANCELLED by 0'")
+    assert slurm.job_facts("7") == {"JobState": "CANCELLED"}
+
+
+def test_what_sbatch_says_is_told_once() -> None:
+    said = (
+        "sbatch: error: invalid partition specified: x\n"
+        "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+        "/usr/bin/sbatch: error: Invalid partition name specified\n"
+        "Try 'sbatch --help' for more information\n"
+    )
+    told = "invalid partition specified: x; Invalid partition name specified"
+    assert slurm.told_by_sbatch(said) == told
+
+
+@pytest.mark.parametrize(
+    ("told", "fix"),
+    [
+        ("Invalid partition name specified", "to one of: debug, gpu"),
+        ("Invalid account or account/partition combination specified", "SBATCH_ACCOUNT"),
+        ("Job violates accounting/QOS policy (job submit limit)", "wait for other jobs of yours"),
+        ("Requested node configuration is not available", "have 4 GPUs, 64 CPUs, 500 GB"),
+        ("PartitionTimeLimit", "ask for less --time"),
+        ("Memory specification can not be satisfied", "--mem"),
+        ("Unable to contact slurm controller (connect failure)", "see if `sinfo` answers"),
+        ("Something else", "man sbatch"),
+    ],
+)
+def test_what_to_do_about_a_refusal(told: str, fix: str, fake: Callable) -> None:
+    fake("sinfo", "[[ $* == *%R* ]] && echo 'gpu debug gpu' || echo 'gpu:4|64|512000'")
+    assert fix in slurm.advice(told)
+
+
+def test_advice_without_a_slurm_that_answers(fake: Callable) -> None:
+    assert slurm.advice("invalid partition specified: x").endswith("to one of: those that `sinfo` lists")
+    assert "`sinfo -o" in slurm.advice("Requested node configuration is not available")
+
+
+# --- the login node -------------------------------------------------------------------------------
+
+
+def test_without_slurm_the_rest_is_still_looked_at(checkout: Path, without_slurm: dict) -> None:
+    told = diagnose(here(command(checkout, "--json", "--job"), without_slurm))
+    assert "there is no Slurm here: sbatch is not on PATH" in found(told, "slurm", FAULT)
+    assert "not started" in found(told, "job", FAULT)
+    assert "make cluster-up" in found(told, "slurm", FAULT)
+    assert {f["check"] for f in told["findings"] if f["level"] == OK} == {
+        "site",
+        "environment",
+        "data",
+        "folders",
+    }
+    assert set(told["findings"][0]) == {"check", "level", "message", "fix", "node", "rank"}
+
+
+def test_the_report_for_people(checkout: Path, without_slurm: dict) -> None:
+    """One line for the finding, one for the fix, and no colours in a file; from a Python without packages."""
+    (checkout / "slurm" / "site.sh").write_text("export SBATCH_PARTITION=gpu\nif true; do\n")
+    bare_python = f"{sys.base_prefix}/bin/python3"
+    done = here([bare_python, *command(checkout)[1:]], without_slurm)
+    lines = done.stdout.splitlines()
+    assert re.match(r"fault    site         slurm/site.sh is not valid .*: line 2: syntax error", lines[0])
+    assert lines[1].strip().startswith("fix: slurm/site.example.sh")
+    assert lines[-1] == "2 fault(s), 0 warning(s), 0 OK"
+    assert "\033" not in done.stdout
+    assert done.returncode == 1
+
+
+def test_missing_data_and_gpus_and_unwritable_results(checkout: Path, without_slurm: dict) -> None:
+    """Below a file, where nobody can write, not even root; and GPUs that PyTorch does not see."""
+    (checkout / "slurm" / "site.sh").write_text(
+        "SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n"
+    )
+    told = diagnose(here(command(checkout, "--json"), without_slurm | {"SLURM_GPUS_ON_NODE": "2"}))
+    assert "Slurm gave this job 2 GPU(s)" in found(told, "gpus", WARNING)
+    assert "no usable MNIST in /nowhere" in found(told, "data", FAULT)
+    assert "-> get it once, on a machine with internet, with: python -m trainkit.data" in found(
+        told, "data", FAULT
+    )
+    folders = found(told, "folders", FAULT)
+    assert "results cannot be written to /etc/passwd/results (Not a directory) -> set SITE_RES" in folders
+    assert "checkpoints cannot be written to /etc/passwd/results/jobs (Not a directory)" in folders
+
+
+@pytest.mark.parametrize(("in_job_too", "level"), [(False, FAULT), (True, WARNING)])
+def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: Path) -> None:
+    """As the job will have it, whatever the doctor itself runs in; a job may still find it."""
+    site_file.write_text("activate_environment() { conda activate tutorial; }\n")
+    told = login_node.check_environment(site.read_site(), in_job_too)
+    assert "conda: command not found" in found(told, "environment", level)
+
+
+@pytest.mark.parametrize(
+    ("build", "most_gpus", "gpus", "check", "level", "words"),
+    [
+        ("CUDA 13.2", 4, 0, "environment", OK, r"torch \S+ for CUDA 13\.2.*; no GPU here, as usual"),
+        ("CUDA 13.2", 4, 2, "environment", OK, "; 2 x NVIDIA H200, 140 GiB, driver 580.65.06 -> $"),
+        ("CUDA 13.2", 4, None, "gpus", WARNING, r"cannot use the 1 GPU\(s\) of login \(old\) -> update\."),
+        (
+            "the CPU only",
+            4,
+            0,
+            "gpus",
+            FAULT,
+            "CPU only, but nodes of this cluster have up to 4 GPUs -> install",
+        ),
+        (
+            "the CPU only",
+            0,
+            0,
+            "environment",
+            OK,
+            "for the CPU only.*; no GPU here",
+        ),  # of the practice cluster
+    ],
+)
+def test_what_pytorch_can_do_on_the_login_node(
+    build: str, most_gpus: int, gpus: int | None, check: str, level: str, words: str,
+    monkeypatch: pytest.MonkeyPatch, give_gpus: Callable, capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """`gpus` is None where there is one that PyTorch cannot use."""
+
+    def unusable() -> None:
+        raise UserError("PyTorch cannot use the 1 GPU(s) of login (old): update.")
+
+    give_gpus(gpus or 0)
+    monkeypatch.setattr(machine, "build", lambda: build)
+    monkeypatch.setattr(machine, "driver", lambda: "driver 580.65.06")
+    if gpus is None:
+        monkeypatch.setattr(machine, "check_usable", unusable)
+    checkup.look_from_login_node(REPOSITORY / "data", most_gpus)
+    told = findings(read_lines(capfd.readouterr().out))
+    assert re.search(words, found(told, check, level)), told
+    assert [finding.level for finding in told].count(FAULT) == (level == FAULT)
+    assert found(told, "data", OK)
+
+
+def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
+    site_file.write_text("SITE_SRUN_ARGS=(--container-image=tutorial.sqsh)\n")
+    told = login_node.check_environment(site.read_site(), in_job_too=False)
+    assert "seen from inside srun's container only" in found(told, "environment", WARNING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nodes", "0"], "argument --nodes: 0 is too small, it must be 1"),
+        (["--gpus", "two"], "argument --gpus: 'two' is not a whole number"),
+        (["--nodes", "2", "--gpus", "3"], "3 GPUs do not divide among 2 nodes"),
+        (["--", "--mem", "8G"], "'8G' is not an option"),
+        (["--jobs"], "unrecognized arguments: --jobs"),
+    ],
+)
+def test_bad_options_get_one_sentence(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
+    with pytest.raises(UserError, match=sentence):
+        doctor.main()
+
+
+def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=r"^error: the doctor needs Python 3\.10 or newer"):
+        runpy.run_path(str(site.REPOSITORY / "slurm" / "doctor.py"), run_name="__main__")
+
+
+# --- what a rank finds ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def give_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """GPUs that PyTorch tells of, and that compute."""
+
+    def give(count: int, name: str = "NVIDIA H200", free: int = 140) -> None:
+        gpu = SimpleNamespace(
+            name=name, total_memory=140 * 2**30, pci_domain_id=0, pci_bus_id=27, pci_device_id=0
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 140 * 2**30))
+        monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
+
+    return give
+
+
+def told_by(check: Callable, *arguments: object) -> str:
+    """The level and the text of each finding of a rank, a line each."""
+    return "\n".join(f"{one.level}: {one.message} -> {one.fix}" for one in check(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "words"),
+    [
+        (8, 8, "ok: 8 per rank"),
+        (8, 1, "fault: asked for 8 cores and may run on 1 -> give --cpus-per-task to srun, too"),
+        (16, 8, "warning: asked for 16 cores and may run on 8"),
+        (1, 1, "fault: 1 CPU(s) per task for the training and 4 loader workers -> sbatch --cpus-per-task=5"),
+        (2, 4, "warning: 2 CPU(s) per task for the training and 4 loader workers"),
+    ],
+)
+def test_the_cores_of_a_rank(
+    asked: int, own: int, words: str, in_a_job: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_job(SLURM_CPUS_PER_TASK=str(asked))
+    monkeypatch.setattr(checkup.os, "sched_getaffinity", lambda _: set(range(own)))
+    assert words in told_by(checkup._cores, 4)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "variables", "words"),
+    [
+        (["10.0.0.1"], {}, "ok: every node resolves the master, n1"),
+        ([], {}, "fault: the master's name n1 cannot be resolved here -> an admin"),
+        (["127.0.1.1"], {}, "fault: the master's name n1 is 127.0.1.1 here, which is this node itself"),
+        (["127.0.1.1"], {"SLURM_NODEID": "0"}, "ok: "),
+        (["10.0.0.1"], {"GLOO_SOCKET_IFNAME": "ib7"}, "fault: there is no network interface ib7, only "),
+    ],
+)
+def test_the_names_of_a_node(
+    addresses: list[str], variables: dict, words: str, in_a_job: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object) -> list:
+        if not addresses:
+            raise OSError
+        return [(0, 0, 0, "", (address, 0)) for address in addresses]
+
+    in_a_job(**variables)
+    monkeypatch.setattr(checkup.socket, "getaddrinfo", resolve)
+    assert words in told_by(checkup._names)
+
+
+@pytest.mark.parametrize(
+    ("given", "seen", "name", "words"),
+    [
+        (2, 2, "NVIDIA H200", "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1, "),
+        (4, 4, "NVIDIA H200", "fault: 2 task(s) for 4 GPU(s): it has to be one task per GPU -> sbatch"),
+        (0, 0, "", "warning: the job has no GPU: it will train on the CPU"),
+        (2, 0, "", "ok: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
+        (
+            2,
+            1,
+            "NVIDIA H200",
+            "warning: a task sees 1 of 2 GPUs, which stops them from copying to each other",
+        ),
+        (2, 1, "NVIDIA H200 MIG 3g.71gb", "ok: 1 x NVIDIA H200 MIG 3g.71gb"),  # slices never copy directly
+    ],
+)
+def test_the_gpus_of_a_node(
+    given: int,
+    seen: int,
+    name: str,
+    words: str,
+    in_a_job: Callable,
+    give_gpus: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`seen` of the `given` GPUs are shown to each of two tasks."""
+    in_a_job(SLURM_GPUS_ON_NODE=str(given), SLURM_CLUSTER_NAME="practice")
+    give_gpus(seen, name)
+    monkeypatch.setattr(machine, "driver", lambda: "driver 535.104.05")
+    monkeypatch.setattr(machine, "build", lambda: "CUDA 12.1")
+    lines = told_by(checkup._gpus, 2)
+    assert words in lines
+    assert words.startswith("ok") == all(line.startswith("ok") for line in lines.splitlines())
+
+
+def test_a_gpu_that_others_use(in_a_job: Callable, give_gpus: Callable) -> None:
+    give_gpus(2, free=35)
+    told = told_by(checkup._gpus, None)
+    assert told.startswith("warning: 75% of its GPU's memory is taken before the training starts -> ")
+    assert told.endswith("sbatch --exclude=n2")
+
+
+@pytest.mark.parametrize(
+    ("gb", "gpus", "words"),
+    [
+        (3.0, 0, "warning: 3.0 GB for 2 rank(s), which take about 4.0 GB with 4 loader workers each"),
+        (3.0, 2, "fault: 3.0 GB for 2 rank(s), which take about 10.0 GB"),
+        (9.0, 2, "warning: 9.0 GB for 2 rank(s)"),
+        (0.5, 0, "-> sbatch --mem=5G"),
+    ],
+)
+def test_the_memory_of_a_node(
+    gb: float, gpus: int, words: str, give_gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(gpus)
+    monkeypatch.setattr(processes, "memory_limit", lambda _: gb * 1e9)
+    assert words in told_by(checkup._memory, 2, 4)
+
+
+def test_the_shared_memory_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SimpleNamespace(total=64e6, free=60e6)
+    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: space)
+    assert "warning: 0.06 of 0.06 GB free in /dev/shm" in told_by(checkup._shared_memory, 4)
+    assert told_by(checkup._shared_memory, 0).startswith("ok: ")
+
+
+def test_a_folder_that_is_not_shared(
+    in_a_job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "NOTES_SECONDS", 0)
+    folders = {name: tmp_path / name for name in ("results", "job")}
+    for node in ("n1", "n2"):
+        in_a_job(SLURMD_NODENAME=node)
+        checkup._leave_notes(folders)
+    assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: every node writes")
+    (tmp_path / "results" / ".doctor-7-n1").unlink()
+    told = told_by(checkup._look_for_notes, folders, 2).splitlines()[0]
+    assert told.startswith(
+        "fault: files of 1 of 2 nodes are seen in the results folder here: it is not shared"
+    )
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="the results folder's files cannot be written to"):
+        checkup._leave_notes({"results": tmp_path / "file" / "results"})
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("UserError('no usable MNIST in /data (x is missing): get it once')",
+         {"message": "no usable MNIST in /data (x is missing)", "fix": "get it once"}),
+        ("ImportError('no libnccl.so.2')", {"message": "no libnccl.so.2", "fix": checkup.FIXES["software"]}),
+        ("RuntimeError()", {"message": "RuntimeError()"}),
+    ],
+)  # fmt: skip
+def test_a_step_that_fails_is_told(
+    raised: str, told: dict, in_a_job: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    def fail() -> None:
+        raise eval(raised)
+
+    assert not checkup._step("software", fail)
+    _, line = read_lines(capfd.readouterr().out)
+    expected = {"check": "software", "level": FAULT, "node": "n2", "rank": 2} | told
+    assert line["finding"] == line["finding"] | expected
+
+
+def test_that_all_is_well_is_told_once_on_a_node(in_a_job: Callable, capfd: pytest.CaptureFixture) -> None:
+    for local_rank in ("0", "1"):
+        in_a_job(SLURM_LOCALID=local_rank)
+        assert checkup._step("shm", checkup._shared_memory, 0)
+    (fine,) = findings(read_lines(capfd.readouterr().out))
+    assert (fine.level, fine.node, fine.rank) == (OK, "n2", None)
+
+
+def test_sums_that_are_wrong(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(world, "sum_in_place", lambda values: values.index_fill(0, torch.arange(7), -1))
+    assert told_by(checkup._all_reduce, 1).startswith(
+        "fault: 7 of the sums over all ranks are wrong, at 1 KB -> do not train there"
+    )
+
+
+def rows(last_seconds: float = 1e-2) -> list[dict]:
+    """What four ranks on two nodes measured."""
+    facts = {"nodes": 2, "job": "7", "ranks": 4, "backend": "nccl", "device_name": "NVIDIA H200"}
+    return checkup.bandwidths(facts, [1e-5, 2e-5, 1e-4, 2e-4, 1e-3, 3e-3, last_seconds])
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    """64 MB in 10 ms: 6.7 GB/s; on 4 ranks times 2 * 3 / 4."""
+    row = rows()[-1]
+    assert row["bytes"] == 2**26
+    assert row["algorithm_gb_s"] == pytest.approx(6.7108864)
+    assert row["bus_gb_s"] == pytest.approx(6.7108864 * 1.5)
+
+
+def test_a_slow_network_is_a_warning() -> None:
+    assert checkup._judge_network(rows(), nodes=2).level == OK
+    slow = checkup._judge_network(rows(2.0), nodes=2)
+    assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")
+    assert checkup._judge_network(rows(2.0), nodes=1).level == OK
+
+
+def test_times_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    started = datetime(2025, 1, 31, 12, 0, 1, tzinfo=timezone.utc)
+    kept = checkup_job._keep(rows(), tmp_path / "file" / "all_reduce", started)
+    path = tmp_path / "file" / "all_reduce" / "20250131-120001-4x2.tsv"
+    assert (kept.level, kept.message) == (WARNING, f"its times cannot be written to {path} (Not a directory)")
+    assert kept.fix
+
+
+def test_what_ranks_cannot_tell_of_themselves() -> None:
+    """From a log that was torn, and labelled by srun: rank 1 was killed, and rank 2 never came."""
+
+    def software(rank: int, version: str) -> dict:
+        finding = {"check": "software", "level": OK, "message": f"torch {version}", "node": f"n{rank}"}
+        return {"rank": rank, "finding": finding}
+
+    lines = [{"rank": 0, "size": 3}, {"rank": 1, "begun": "shm"}, software(1, "2.5.0"), software(0, "2.4.0")]
+    log = "some program's words\n" + "".join(f"1: checkup {json.dumps(line)}\n" for line in lines)
+    log += 'checkup {"rank": 0, "ended": true}\ncheckup {"rank": 1, "end'
+    judged = checkup_job.judge(list(read_lines(log)), Path("x.log"))
+    assert found(judged, "ranks", FAULT).splitlines() == [
+        "rank 1 ended without a word in its check of shm: killed, or crashed -> see x.log; "
+        "more memory: sbatch --mem=32G",
+        "rank 2 never reported: its Python did not start -> see x.log; more memory: sbatch --mem=32G",
+    ]
+    assert "not the same on every node" in found(judged, "software", FAULT)
+    assert [finding.node for finding in judged if finding.level == OK] == ["n0", "n1"]
+
+
+def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end() -> None:
+    """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
+    assert min(checkup.LIMITS[step] for step in ("gpus", "group", "all-reduce")) > 60
+    assert checkup.LIMITS["group"] > checkup.LIMITS["gpus"]  # the ranks may come that far apart
+    (wait,) = re.findall(r"^srun .* --wait=(\d+)", checkup_job._script(0), re.MULTILINE)
+    told = here([sys.executable, str(site.REPOSITORY / "slurm" / "doctor.py"), "--help"]).stdout
+    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
+    assert sum(checkup.LIMITS.values()) <= int(wait) < int(minutes) * 60
+
+
+def test_more_ranks_than_gpus_are_told_with_their_numbers(in_a_job: Callable, give_gpus: Callable) -> None:
+    give_gpus(1)
+    in_a_job(SLURM_LOCALID="1", SLURM_GPUS_ON_NODE="1")
+    with pytest.raises(UserError, match=r"2 processes on .*, 1 visible GPU\(s\), .* 1 given by Slurm"):
+        list(checkup._gpus(None))
+
+
+def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
+    program = "from trainkit.jobs import checkup; import time; checkup.LIMITS['gpus'] = 0.1; "
+    program += "checkup._step('gpus', time.sleep, 200); print('went on')"
+    done = here([sys.executable, "-c", program], {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    begun, told, ended = read_lines(done.stdout)
+    assert (done.returncode, done.stderr, begun["begun"], ended["ended"]) == (0, "", "gpus", True)
+    assert (told["finding"]["message"], told["finding"]["rank"]) == ("not done after 0.1 s", 1)
+
+
+def test_a_build_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no version of CUDA, and NVIDIA's driver is no matter."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert machine.build().startswith("ROCm 6.4")
+    assert checkup._nccl().startswith("RCCL ") == torch.distributed.is_nccl_available()
+
+
+@pytest.mark.parametrize(
+    ("log", "network"),
+    [
+        (
+            "n1:7:7 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n"
+            "n1:7:7 [0] NCCL INFO Using network IB\n",
+            "IB: mlx5_0:1/IB, mlx5_1:1/RoCE",
+        ),
+        (
+            "n1:7:7 [0] NCCL INFO NET/IB : No device found.\n"
+            "n1:7:7 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\n"
+            "n1:7:7 [0] NCCL INFO Using network Socket\n",
+            "Socket: eth0",
+        ),
+        ("n1:7:7 [0] NCCL INFO Using network AWS Libfabric\n", "AWS"),
+        ("n1:7:7 [0] NCCL INFO comm 0x1 rank 0 nranks 1\n", None),
+    ],
+)
+def test_the_network_is_read_from_the_log_of_nccl(log: str, network: str | None) -> None:
+    assert nccl_network(log) == network
+
+
+# --- jobs on a practice cluster -------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cluster(checkout: Path, cluster: RunningCluster) -> Callable[..., dict]:
+    """Runs the doctor on the login host and returns what it told."""
+
+    def run(*arguments: object) -> dict:
+        return diagnose(cluster.run(command(checkout, "--json", *arguments)))
+
+    return run
+
+
+def left_in_queue(cluster: RunningCluster) -> str:
+    """The doctor's jobs, but for those that are ending."""
+    states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
+    queue = cluster.run(["squeue", "--noheader", "--format=%j %T", states]).stdout
+    return "".join(line for line in queue.splitlines() if line.startswith("doctor-"))
+
+
+def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) -> None:
+    told = on_cluster("--job", "--nodes", 2, "--gpus", 4)
+    assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
+    virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
+    assert found(told, "group", OK) == "all ranks meet at n1, by gloo -> \nall ranks meet at n1, by gloo -> "
+    readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
+    assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
+    asked = "Slurm would take the job (nothing was submitted): it would start at 20"
+    assert found(told, "submission", OK).startswith(asked)
+    assert "4 ranks reported" in found(told, "ranks", OK)
+    # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
+    sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)
+    assert "correct; bus bandwidth" in sums
+    sizes = [row["bytes"] for row in told["all_reduce"]]
+    assert 2**22 in sizes  # 4 MB; on a busy machine it may leave out larger ones
+    assert sizes == list(checkup.SIZES[: len(sizes)])
+    for row in told["all_reduce"]:
+        assert row["bus_gb_s"] == pytest.approx(1.5 * row["bytes"] / row["seconds"] / 1e9)
+    (kept,) = (checkout / "results" / "all_reduce").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-4x2\.tsv", kept.name)
+    assert str(kept) in found(told, "all-reduce", OK)
+    for row, shown in zip(read_all_reduce(kept), told["all_reduce"], strict=True):
+        assert row["seconds"] == pytest.approx(shown["seconds"], rel=1e-5)
+        assert (row["bytes"], row["ranks"], row["nodes"], row["backend"]) == (shown["bytes"], 4, 2, "gloo")
+        assert row["device_name"] == machine.device_name(torch.device("cpu"))
+    assert not list((checkout / "results" / "jobs").iterdir())
+
+
+def test_slurm_refuses(on_cluster: Callable, checkout: Path) -> None:
+    """What the site file and the options ask for, by Slurm's own word."""
+    (checkout / "slurm" / "site.sh").write_text(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
+    told = found(on_cluster("--job"), "submission", FAULT)
+    assert "Invalid partition name specified" in told
+    assert "to one of: debug, practice" in told
+    told = found(on_cluster("--gpus", 64, "--", "--partition=debug"), "submission", FAULT)
+    assert (
+        "not available -> ask for fewer --gpus, less memory or more --nodes; the largest nodes have 2 GPUs"
+        in told
+    )
+
+
+def test_a_controller_that_is_down(checkout: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """The cluster's configuration, with a port on which nobody answers."""
+    (checkout / "slurm" / "site.sh").write_text(NO_PYTHON)
+    edit = 'sed "s/^SlurmctldPort=.*/SlurmctldPort=9/" "$SLURM_CONF" > "$1"'
+    script = f'{edit}; export SLURM_CONF=$1; shift; exec "$@"'
+    in_the_shell = ["bash", "-c", script, "down", str(tmp_path / "slurm.conf")]
+    told = diagnose(cluster.run([*in_the_shell, *command(checkout, "--json")]))
+    assert "Slurm's controller does not answer (Slurmctld(primary) at" in found(told, "slurm", FAULT)
+
+
+def test_a_job_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """One node cannot resolve the master, PyTorch sees no GPU, and tasks have one CPU."""
+    names = cluster.run(["srun", "--nodes=2", "hostname"]).stdout.split()
+    if len(set(names)) == 1:
+        pytest.skip("the nodes of this cluster are one host, with one list of names")
+    # A cluster of another name has real GPUs.
+    (checkout / "slurm" / "site.sh").write_text("SITE_CONTAINER=(env SLURM_CLUSTER_NAME=alpine)\n")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    on_n2 = ["srun", "--nodes=1", "--nodelist=n2"]
+    shape = ("--nodes", 2, "--gpus", 2, "--", "--cpus-per-task=1")
+    assert cluster.run([*on_n2, "mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
+    try:
+        told = diagnose(cluster.run(command(checkout, "--json", "--job", *shape)))
+    finally:
+        cluster.run([*on_n2, "umount", "/etc/hosts"])
+    assert "the master's name n1 cannot be resolved here" in found(told, "names", FAULT)
+    assert {finding["node"] for finding in told["findings"] if finding["check"] == "names"} == {"n2"}
+    assert "1 CPU(s) per task for the training and 4 loader workers" in found(told, "cores", FAULT)
+    assert "sbatch --cpus-per-task=5" in found(told, "cores", FAULT)
+    assert "2 ranks reported" in found(told, "ranks", OK)
+    for node in ("n1", "n2"):
+        assert f"Slurm gave this job 1 GPU(s) on {node}, but PyTorch sees none" in found(told, "gpus", FAULT)
+    assert not told["all_reduce"]
+
+
+def test_a_job_that_does_not_start_is_cancelled(
+    on_cluster: Callable, checkout: Path, cluster: RunningCluster
+) -> None:
+    """It is sent although its Python does not work on the login node: it may on the others."""
+    (checkout / "slurm" / "site.sh").write_text(NO_PYTHON)
+    told = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
+    assert "the job's Python does not work here" in found(told, "environment", WARNING)
+    assert "did not start within 0 s, Slurm's reason: BeginTime" in found(told, "job", FAULT)
+    assert not left_in_queue(cluster)
+
+
+def test_ctrl_c_leaves_no_job(checkout: Path, cluster: RunningCluster) -> None:
+    (checkout / "slurm" / "site.sh").write_text(NO_PYTHON)
+    # With `set -m` the shell lets a process in the background have Ctrl-C.
+    queued = "until squeue --noheader --format=%j | grep -q ^doctor-; do sleep 0.1; done"
+    script = f'set -m; "$@" & {queued}; kill -INT $!; wait $!'
+    waits = command(checkout, "--job", "--", "--begin=now+1hour")
+    done = cluster.run(["bash", "-c", script, "interrupt", *waits])
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not left_in_queue(cluster)

@@ -1,0 +1,118 @@
+"""slurm/site.sh, whatever is in it: one sentence on the login node and in a job, or it works."""
+
+import os
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from cluster import RunningCluster
+
+from trainkit.jobs import login_node, site
+from trainkit.jobs.finding import FAULT, WARNING
+
+FAILS = "slurm/site.sh fails, correct it: "
+ENDS = f"{FAILS}it ends the shell that reads it (exit, exec, or a command that fails), with exit code "
+BAD = {
+    b"export SBATCH_PARTITION=practice\r\n": "slurm/site.sh has the line ends of Windows",
+    b"if true; do\n": "slurm/site.sh is not valid shell code, correct it: ",
+    b"\x7fELF\x00\x01": "slurm/site.sh is not valid shell code, correct it: ",
+    b"echo $NOT_SET_ANYWHERE\n": f"{FAILS}{{}}/slurm/site.sh: line 1: NOT_SET_ANYWHERE: unbound variable",
+    b"module load cuda\n": f"{FAILS}{{}}/slurm/site.sh: line 1: module: command not found",
+    b"false\n": f"{ENDS}1",
+    b"exit 3\n": f"{ENDS}3",
+    b"exit 0\n": f"{ENDS}0",
+    b"exec true\n": f"{ENDS}0",
+    b"trap 'echo bye' EXIT\n": f"{FAILS}it sets a trap",
+    b"trap 'exit 0' EXIT\n": f"{FAILS}it sets a trap",
+    b"trap '' USR2\n": f"{FAILS}it sets a trap",
+    b"sleep 600 &\n": f"{FAILS}it leaves a process behind",
+    b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """The site file of this checkout is read by the checks within this process."""
+    place = Checkout(tmp_path / "a checkout")
+    for module in (site, login_node):
+        monkeypatch.setattr(module, "REPOSITORY", place.folder)
+    reader = place.folder / "slurm" / "site_env.sh"
+    assert "--signal=KILL 60 " in reader.read_text()
+    reader.write_text(reader.read_text().replace("--signal=KILL 60 ", "--signal=KILL 2 "))
+    return place
+
+
+def told(level: str) -> str:
+    """What the doctor finds in the site file, and the fixes."""
+    return "\n".join(f"{f.message} -> {f.fix}" for f in login_node.check_site()[1] if f.level == level)
+
+
+def test_a_site_file_that_would_end_a_job(checkout: Checkout) -> None:
+    file = checkout.folder / "slurm" / "site.sh"
+    for text, sentence in BAD.items():
+        file.write_bytes(text)
+        assert told(FAULT).startswith(sentence.format(checkout.folder)), text
+    unreadable = "slurm/site.sh cannot be read"
+    file.unlink()
+    file.mkdir()
+    assert unreadable in told(FAULT)
+    file.rmdir()
+    os.mkfifo(file)
+    assert unreadable in told(FAULT)
+    file.unlink()
+    file.symlink_to("/nowhere")
+    done = checkout.submit_py("single", "--dry-run")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {unreadable}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_text_that_is_not_utf8(checkout: Checkout) -> None:
+    """Linux does not mind, in variables and in the names of folders; for Slurm's files it has to be."""
+    results = os.fsdecode(os.fsencode(checkout.folder) + b"/r\xe9sultats")
+    text = f"# caf\udce9\nexport SBATCH_COMMENT='\udcff'\nSITE_RESULTS_DIR='{results}'\n"
+    (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text))
+    checkout.script("single").write_text("import os; print('here', os.environ['RESULTS_DIR'])")
+    done = checkout.submit_py("single", "--wait", WEIRD="\udcff")
+    assert "Traceback" not in done.stderr, done.stderr
+    (log,) = Path(results).rglob("*_log.out")
+    assert os.fsencode(f"here {results}\n") in log.read_bytes()
+    checkout.fake("sbatch", "echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    done = checkout.submit_py("single", WEIRD="\udcff")
+    refused = "error: Slurm cannot write logs to "
+    assert done.stderr.startswith(refused), done.stderr
+    (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text.replace("sultats", "s\nultats")))
+    assert checkout.submit_py("single", "--dry-run").stderr.startswith(refused)
+    found = login_node.check_folders(site.read_site())
+    assert any(f.message.startswith(refused.removeprefix("error: ")) for f in found if f.level == FAULT)
+
+
+def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
+    file, folder = checkout.folder / "slurm" / "site.sh", checkout.folder / "slurm"
+    file.touch()
+    assert not told(FAULT)
+    file.chmod(0o646)
+    assert f"everybody can write to {file}, and so change it -> chmod o-w '{file}'" in told(FAULT)
+    file.chmod(0o644)
+    folder.chmod(0o1777)
+    assert f"everybody can write to {folder}" in told(FAULT)
+    folder.chmod(0o755)
+    jobs = checkout.folder / "results" / "jobs"
+    jobs.mkdir()
+    jobs.chmod(0o777)
+    found = login_node.check_folders(site.read_site())
+    assert [f"everybody can write to {jobs}" in f.message for f in found if f.level == FAULT] == [True]
+    if os.getuid() == 0:
+        os.chown(file, 0, 12345)
+        file.chmod(0o664)
+        assert f"group 12345 can write to {file}" in told(WARNING)
+        os.chown(file, 12345, 12345)
+        assert f"{file} belongs to user 12345" in told(FAULT)
+
+
+def test_a_job_tells_it_too(tmp_path: Path, cluster: RunningCluster) -> None:
+    """Plain sbatch reads no site file, but the job does: without this it would be COMPLETED at once."""
+    checkout = Checkout(tmp_path / "a checkout", cluster)
+    checkout.site("exit 0\n")
+    assert checkout.fail("single") == f"error: {ENDS}0\n"

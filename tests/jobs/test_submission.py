@@ -1,0 +1,681 @@
+"""submit.py: jobs by submitit, as local processes and on a real Slurm, the practice cluster.
+
+Every test works on a copy of the checkout, so that it can have a site file of its own, and another
+stage script. There is a space in its path.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from checkout import Checkout, wait_until
+from cluster import RunningCluster
+from conftest import rows_of
+
+from trainkit import world
+from trainkit.errors import UserError
+from trainkit.jobs import following, local, site, slurm, submission
+from trainkit.jobs.following import SlurmHandle, State
+
+SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--precision", "fp32", "--no-cuda")
+# A stage that only tells how it was started.
+FACTS = """
+import json, os, signal, sys
+from pathlib import Path
+from trainkit import errors
+
+def main():
+    facts = {
+        "arguments": sys.argv[1:],
+        "environment": dict(os.environ),
+        "signals": {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGUSR2)},
+    }
+    Path(os.environ["TRAINKIT_JOB_DIR"], f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    # here
+
+if __name__ == "__main__":
+    errors.run(main)
+"""
+
+
+def job_folders(checkout: Checkout) -> list[Path]:
+    return sorted((checkout.folder / "results" / "jobs" / "submitit").glob("*"))
+
+
+def facts_in(folder: Path) -> list[dict]:
+    """What the ranks of the stage `FACTS` told, in the order of their ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "a checkout")
+
+
+# --- local processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "arguments", "world_size"), [("single", (), 1), ("ddp", ("--gpus", 2), 2)])
+def test_a_stage_without_slurm(stage: str, arguments: tuple, world_size: int, checkout: Checkout) -> None:
+    done = checkout.submit_py(stage, *arguments, "--wait", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert f"no Slurm here: running as {world_size} local process(es)" in done.stdout
+    (row,) = rows_of(checkout.folder / "results")
+    assert (row["stage"], row["launcher"], row["world_size"]) == (stage, "submitit", world_size)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("done: results: ")
+    assert last.endswith(f"{row['run_id']}.csv")
+
+
+def test_a_script_of_ones_own(checkout: Checkout) -> None:
+    """Its data is its own matter, and so are options that we do not know; it imports what is beside it."""
+    folder = checkout.folder / "my work"
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    (folder / "my training.py").write_text(f"import beside\n{FACTS}")
+    (checkout.folder / "data").unlink()
+    arguments = ("--width", "64", "--train-size", "70000")
+    done = checkout.submit_py("ddp", "--script", "my work/my training.py", "--wait", *arguments)
+    assert done.returncode == 0, done.stderr
+    (folder,) = job_folders(checkout)
+    assert folder.name.startswith("my training-")
+    assert [facts["arguments"][-4:] for facts in facts_in(folder)] == [list(arguments)] * 2
+
+
+def test_the_environment_of_local_processes(checkout: Checkout) -> None:
+    """What the user's shell has set for something else does not count, except the choice of GPUs."""
+    checkout.script("ddp").write_text(FACTS)
+    done = checkout.submit_py(
+        "ddp", "--gpus", 2, "--wait", "--seed", 5,
+        RANK="7", WORLD_SIZE="9", LOCAL_RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1",
+        CUDA_VISIBLE_DEVICES="4,6,7",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = job_folders(checkout)
+    for rank, facts in enumerate(facts_in(folder)):
+        environment = facts["environment"]
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "CUDA_VISIBLE_DEVICES",
+        )
+        assert [environment[name] for name in names] == [str(rank), str(rank), "2", "2", "localhost", "4,6"]
+        assert 1024 < int(environment["MASTER_PORT"]) < 32768
+        assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
+        given = {"data": checkout.folder / "data", "results": checkout.folder / "results"}
+        given["checkpoint"] = folder / "checkpoints"
+        before = [word for name, place in given.items() for word in (f"--{name}-dir", str(place))]
+        assert facts["arguments"] == [*before, "--resume", "auto", "--seed", "5"]
+
+
+def test_without_gpus_none_is_shown(checkout: Checkout) -> None:
+    checkout.script("single").write_text(FACTS)
+    assert checkout.submit_py("single", "--gpus", 0, "--wait", CUDA_VISIBLE_DEVICES="3").returncode == 0
+    (facts,) = facts_in(*job_folders(checkout))
+    assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
+    """Without Slurm all of them are used, but for one process one; and no more than there are."""
+    checkout.insert("trainkit/jobs/local.py", "return 3", before="if not any(next(Path")
+    checkout.script("ddp").write_text(FACTS)
+    sizes = ("--batch-size", 66)
+    # What the shell has chosen; AMD's variable is the one that counts, where there are both.
+    chosen = {"CUDA_VISIBLE_DEVICES": "8,9", "HIP_VISIBLE_DEVICES": "1,5,6,7"}
+    done = checkout.submit_py("ddp", *sizes, "--wait", **chosen)
+    assert done.returncode == 0, done.stderr
+    for facts in facts_in(*job_folders(checkout)):
+        assert facts["environment"]["HIP_VISIBLE_DEVICES"] == "1,5,6"
+        assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "1,5,6"
+        assert facts["environment"]["WORLD_SIZE"] == "3"
+    for stage, arguments, told in (
+        ("single", (), "would run as 1 local"),
+        ("ddp", ("--gpus", 2), "would run as 2 local"),
+        ("ddp", ("--gpus", 4), "error: --gpus 4 is more than the 3 GPU(s) of this machine: lower it"),
+        ("ddp", ("--gpus", 4, "--no-cuda"), "would run as 4 local"),
+        ("ddp", ("--no-cuda",), "would run as 2 local"),
+        ("dp", (), "does not divide among 3 GPUs: the nearest is 63 or 66"),
+    ):
+        done = checkout.submit_py(stage, *arguments, "--dry-run")
+        assert told in done.stdout + done.stderr, arguments
+        assert "Traceback" not in done.stderr
+
+
+def test_gpus_are_those_that_pytorch_sees_and_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GPU_DEVICES", ("null",))  # as good as an AMD GPU's: there is one
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert local.gpus_here() == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an old driver
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match=r"PyTorch cannot use the \d+ GPU\(s\)"):
+        local.gpus_here()
+
+
+@pytest.mark.parametrize(("executor", "gpu"), [("slurm", 0), ("local", None)])
+def test_a_rank_that_sees_one_gpu(executor: str, gpu: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job it is the rank's own (srun --gpus-per-task); two local ranks would share it."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": "submitit"}
+    if gpu is not None:
+        assert world._index(place) == gpu
+    else:
+        with pytest.raises(UserError, match="has no GPU of its own"):
+            world._index(place)
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        # Rank 0 waits for the other: for minutes, were it not ended.
+        (("time.sleep(600)", "raise errors.UserError('planted')"), "error on rank 1: planted"),
+        # They have met, so rank 0 fails too, and must not be taken for the reason.
+        (
+            ("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
+            "rank 1 ended without a word: killed",
+        ),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, checkout: Checkout) -> None:
+    planted = f"import time; exec({faults!r}[int(os.environ['RANK'])])"
+    checkout.script("ddp").write_text(FACTS.replace("# here", planted))
+    done = checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"job \d+ failed: {re.escape(error)}.*\n", done.stderr), done.stderr
+
+
+def test_a_stage_that_cannot_even_start_tells_why(checkout: Checkout) -> None:
+    checkout.script("single").write_text("import nothing_of_that_name")
+    done = checkout.submit_py("single", "--wait")
+    assert done.returncode == 1
+    assert "failed: ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
+
+
+def test_a_local_rank_that_hangs_ends_with_the_one_that_fails(checkout: Checkout) -> None:
+    """By force: SIGTERM asks it to save and stop, which it never comes to."""
+    checkout.insert("ddp", "if here.rank == 0: time.sleep(600)", before="for epoch in run.epochs()")
+    checkout.insert("ddp", "raise errors.UserError('planted')", before="for epoch in run.epochs()")
+    done = checkout.submit_py("ddp", "--gpus", 2, "--no-cuda", "--precision", "fp32", "--wait")
+    assert done.returncode == 1
+    assert "failed: error on rank 1: planted" in done.stderr
+
+
+def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
+    """By SIGTERM, which submitit's processes would survive."""
+    checkout.script("ddp").write_text(FACTS.replace("# here", "import time; time.sleep(600)"))
+    process = subprocess.Popen(
+        [sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py", "--gpus", "2", "--wait"],
+        env=checkout.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    next(line for line in process.stdout if line.startswith("running: "))
+    wait_until(lambda: len(list(checkout.folder.rglob("facts-*.json"))) == 2)
+    ours = psutil.Process(process.pid).children(recursive=True)
+    assert len(ours) == 3  # submitit's controller and two ranks
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaint == ""
+    assert psutil.wait_procs(ours, timeout=60)[1] == []
+
+
+# --- a real Slurm -----------------------------------------------------------------------------------
+
+
+def job_of(checkout: Checkout) -> str:
+    """The number of the only job of submit.py, once it is submitted."""
+    (script,) = checkout.folder.rglob("*_submission.sh")
+    return script.name.partition("_")[0]
+
+
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
+ODD = [
+    *("-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"),
+    *(
+        "$HOME",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "; touch pwned",
+        "| cat",
+        "> pwned",
+        "&& ls",
+        "${x}",
+        "\\",
+        "\\n",
+    ),
+    *(
+        "'",
+        '"',
+        "''",
+        '"$(id)"',
+        "'$(id)'",
+        "new\nline",
+        "\n",
+        "\t",
+        "\r",
+        "\x1b[31mred",
+        "\u202e",
+        "#SBATCH --hold",
+    ),
+]
+ODD += [before + odd + after for odd in ODD for before, after in (("--x=", ""), ("a", "'b"))]
+
+
+def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
+    """More than a hundred arguments, the checkout's path, a script's name and the job's name: in two jobs."""
+    assert len(ODD) > 100
+    checkout = Checkout(tmp_path / "-a \"b\" $(touch pwned) `id` 'c';&|*[x]{y}<z>!~#=é", cluster)
+    own = FACTS.replace("# here", "print('results: \\033[31mred')")
+    own = own.replace("os.environ['RANK']", "os.environ.get('RANK', os.environ['SLURM_PROCID'])")
+    script = checkout.folder / "03_multigpu_ddp" / "-my\n$(id) '%j.py"
+    for path in (script, script.with_name("mine.py")):
+        path.write_text(own)
+    name = "-x $(touch pwned) '\"\n#SBATCH --hold \033[31m"
+    job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
+    done = checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert r"done: results: \x1b[31mred" in done.stdout
+    assert "\033" not in done.stdout
+    assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
+    assert f"job     {job} -x $(touch pwned) '\"?#SBATCH --hold ?[31m, restart 0" in checkout.log(job)
+    ranks = [
+        facts for folder in (checkout.folder / "results" / "jobs").iterdir() for facts in facts_in(folder)
+    ]
+    assert [facts["arguments"][-len(ODD) :] for facts in ranks] == [ODD] * 4
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
+    scratch = on_cluster.folder / "scratch space"
+    on_cluster.site(
+        f"SITE_SCRATCH_DIR='{scratch}'\n"
+        "SITE_SRUN_ARGS=(--comment='two words')\n"
+        "SITE_CONTAINER=(env 'INSIDE=a container')  # as good as one\n"
+    )
+    on_cluster.script("ddp").write_text(FACTS)
+    done = on_cluster.submit_py(
+        "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = job_of(on_cluster)
+    ranks = facts_in(scratch / job)
+    assert len(ranks) == 4
+    for rank, facts in enumerate(ranks):
+        environment = facts["environment"]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK")
+        assert [environment[name] for name in names] == [str(rank), str(rank % 2), "4", "2", "2"]
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"  # both: each process picks its own
+        assert environment["INSIDE"] == "a container"
+        assert environment["MASTER_PORT"] == str(10_000 + int(job) % 20_000)
+        assert environment["MASTER_ADDR"] not in ("elsewhere", "localhost")
+        assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--partition nowhere", r"did not take the job \(.*invalid partition specified: nowhere"),
+        # One of the two, by what is lacking: Slurm accepts much that it can never start.
+        ("--gpus 64", r"(did not take the job .*node configuration|would never start the job \(Part)"),
+    ],
+)
+def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout) -> None:
+    done = on_cluster.submit_py("ddp", *arguments.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(rf"error: Slurm {sentence}.*\n", done.stderr), done.stderr
+    assert not job_folders(on_cluster)
+    assert str(on_cluster.folder) not in on_cluster.cluster.run(["squeue", "--format=%Z"]).stdout
+
+
+def test_a_slurm_whose_daemon_is_down(on_cluster: Checkout) -> None:
+    """The same configuration, but nobody answers at the port."""
+    other = on_cluster.folder / "slurm.conf"
+    script = f"sed 's/^SlurmctldPort=.*/SlurmctldPort=9/' \"$SLURM_CONF\" >'{other}'"
+    assert on_cluster.cluster.run(["bash", "-c", script], cwd=on_cluster.folder).returncode == 0
+    done = on_cluster.submit_py("single", SLURM_CONF=str(other))
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: Slurm did not take the job \(.*ontact.*\): see if `sinfo` answers.*\n", done.stderr
+    )
+
+
+# --- what sbatch gets -------------------------------------------------------------------------------
+
+
+def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "touch sent")
+    checkout.fake("srun", "")
+    checkout.site("export SBATCH_ACCOUNT=physics")
+    arguments = "--gpus 4 --nodes 2 --partition gpu --time 1:30:00 --dry-run --epochs 3"
+    done = checkout.submit_py("ddp", *arguments.split())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16GB", "time=90")
+    for option in (*asked, "partition=gpu", "job-name=mnist-ddp", "signal=USR2@60", "requeue"):
+        assert f"#SBATCH --{option}" in lines
+    assert f"source '{checkout.folder}/slurm/job_env.sh'" in lines
+    (srun,) = [line for line in lines if line.startswith("srun ")]
+    # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
+    for option in ("--cpus-per-task=2", "--kill-on-bad-exit=1", "--wait=60"):
+        assert option in shlex.split(srun)
+    assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -u -m submitit' in srun
+    overruling = "SBATCH_ACCOUNT=physics SBATCH_PARTITION=gpu SBATCH_TIMELIMIT=90"
+    assert lines[-1].endswith(f"overrules the lines above: {overruling}")
+    assert not (checkout.folder / "results" / "jobs").exists()
+    assert not list(checkout.folder.rglob("sent"))
+
+
+def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -> None:
+    scripts = list(checkout.folder.glob("0*/slurm_submit*.sh"))
+    assert len(scripts) == 4
+    for script in scripts:
+        text = script.read_text()
+        gpus, memory = re.search(r"#SBATCH --gpus-per-node=(\d)[^$]*#SBATCH --mem=(\d+)G", text).groups()
+        assert int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus), script
+        advice = re.findall(r"--gpus-per-node=(\d) --mem=(\d+)G slurm_submit.sh", text)
+        assert all(int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
+
+
+def test_a_job_of_an_own_script_is_called_after_it(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "")
+    checkout.fake("srun", "")
+    (checkout.folder / "03_multigpu_ddp" / "mine.py").touch()
+    done = checkout.submit_py("ddp", "--script", "mine.py", "--dry-run")  # beside the stage's
+    assert "#SBATCH --job-name=mine" in done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("command", ["sbatch", "other"], ids=["Slurm", "no Slurm"])
+@pytest.mark.parametrize("program", ["03_multigpu_ddp/submit.py", "slurm/sweep.py"])
+def test_the_login_node_stays_light(program: str, command: str, checkout: Checkout) -> None:
+    """A dry run loads none of the large packages."""
+    checkout.fake(command, "")
+    checkout.fake("srun", "")
+    heavy = checkout.folder / "heavy"
+    heavy.mkdir()
+    for name in ("torch", "numpy", "pandas", "matplotlib"):
+        (heavy / f"{name}.py").write_text("raise RuntimeError(f'{__name__} is loaded')\n")
+    done = checkout.python(program, "--dry-run", "--no-cuda", PYTHONPATH=f"{heavy}:{checkout.folder}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sent"),
+    [
+        ((), {}, "site,,,"),
+        (("--partition", "mine", "--time", "0:59:01"), {}, "mine,60,,"),
+        ((), {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_CONF": "/a.conf"}, "site,,,/a.conf"),
+    ],
+    ids=["site file", "options", "inside a job"],
+)
+def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, checkout: Checkout) -> None:
+    told = checkout.folder / "told"
+    variables = "$SBATCH_PARTITION,$SBATCH_TIMELIMIT,$SLURM_NTASKS,$SLURM_CONF"
+    checkout.fake("sbatch", f"echo {variables} >{shlex.quote(str(told))}; echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    checkout.site("export SBATCH_PARTITION=site")
+    done = checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment)
+    assert done.returncode == 0, done.stderr
+    assert told.read_text().strip() == sent
+    (folder,) = job_folders(checkout)
+    for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
+        assert line in done.stdout
+
+
+def test_an_array_of_jobs_is_refused(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "touch sent; echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    checkout.site("export SBATCH_ARRAY_INX=0-3")
+    sweep = ("--stages", "single", "--gpus", 1)
+    for program, arguments in (("01_singlegpu/submit.py", ()), ("slurm/sweep.py", sweep)):
+        done = checkout.python(program, *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: SBATCH_ARRAY_INX asks for an array of jobs"), done.stderr
+    assert not list(checkout.folder.rglob("sent"))
+    assert not job_folders(checkout)
+
+
+# --- how a job is doing -----------------------------------------------------------------------------
+
+FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+
+
+def _show(state: str) -> str:
+    return f"echo JobId=7 JobName=x JobState={state}"
+
+
+def job_seven(checkout: Checkout) -> SlurmHandle:
+    """A job of two ranks that was submitted just now."""
+    return SlurmHandle("7", 2, checkout.folder / "7_0_log.out", checkout.folder, checkout.folder)
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "sacct", "end", "state"),
+    [
+        (_show("PENDING Reason=Priority"), None, "", "queued: Priority"),
+        (_show("PENDING Reason=None"), None, "", "queued: no reason yet"),
+        (_show("PENDING Reason=BeginTime Restarts=2"), None, "", "queued: BeginTime, restart 2"),
+        (_show("RUNNING"), None, "", "running: epoch 2/3: so far"),
+        (_show("COMPLETING"), None, "", "running: epoch 2/3: so far"),
+        (_show("COMPLETED"), None, "", "done: results: somewhere"),
+        (_show("TIMEOUT"), None, "ended from outside", "failed: it reached its time limit"),
+        (_show("FAILED"), None, "why     error on rank 1: x", "failed: error on rank 1: x"),
+        (
+            _show("OUT_OF_MEMORY"),
+            None,
+            "why     rank 1 was killed",
+            "failed: rank 1 was killed; it needed more",
+        ),
+        (_show("FAILED"), None, "", "failed: srun: error: cannot start"),
+        ("echo cannot reach it >&2; exit 1", None, "", "unknown: cannot reach it"),
+        (FORGOTTEN, "echo FAILED", "why     error on rank 1: x", "failed: error on rank 1: x"),
+        (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),
+        (FORGOTTEN, "echo COMPLETED", "", "done: results: somewhere"),
+        (FORGOTTEN, "echo disabled >&2; exit 1", "", "failed: Slurm does not know this job"),
+        (FORGOTTEN, None, "ended   today with exit code 0; results", "done: results: somewhere"),
+        (FORGOTTEN, None, "why     x\nended   today with exit code 1; results", "failed: x"),
+    ],
+)
+def test_the_state_of_a_job(
+    scontrol: str,
+    sacct: str | None,
+    end: str,
+    state: str,
+    checkout: Checkout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what Slurm says, with accounting and without it, and by the end of the job's log."""
+    checkout.fake("scontrol", scontrol)
+    if sacct:
+        checkout.fake("sacct", sacct)
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    job = job_seven(checkout)
+    # A result of submitit, as a rank may leave it before its job goes back to the queue.
+    (checkout.folder / "7_0_result.pkl").touch()
+    job.log.write_text(f"epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n{end}\n")
+    (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
+    now = job.state()
+    assert f"{now.name}: {now.detail}".startswith(state)
+
+
+def test_a_run_that_only_stopped_is_not_done(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout.fake("scontrol", FORGOTTEN)
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    job = job_seven(checkout)
+    (checkout.folder / "stopped").touch()
+    job.log.write_text("ended   today with exit code 0; results")
+    assert job.state().name == "failed"
+
+
+def test_an_older_job_of_the_same_number_does_not_count(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers begin again at 1 with every new cluster, and a job that never ran has cleared nothing away."""
+    checkout.fake("scontrol", FORGOTTEN)
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    job = job_seven(checkout)
+    for name in ("first-failed", "rank-0.failed", "rank-1.finished", "rank-2.finished"):
+        (checkout.folder / name).touch()
+    assert job.state() == State("failed", slurm.FAILED["GONE"])
+
+
+class Script(SlurmHandle):
+    """A job whose states are known beforehand."""
+
+    poll_seconds = 0
+
+    def __init__(self, *states: State | type[BaseException]) -> None:
+        super().__init__("7", 1, *[Path("/nowhere")] * 3)
+        self._states = list(states)
+
+    def state(self) -> State:
+        state = self._states.pop(0)
+        if isinstance(state, State):
+            return state
+        raise state
+
+
+WAITING, RUNNING, DONE = (
+    State("queued", "Priority"),
+    State("running", "epoch 1/2"),
+    State("done", "results: x"),
+)
+
+
+def test_following_prints_every_change(capsys: pytest.CaptureFixture) -> None:
+    assert following.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
+    seen = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in seen] == ["queued", "running", "queued", "running", "done"]
+
+
+def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        following.follow(Script(WAITING, KeyboardInterrupt))
+    told = capsys.readouterr().err
+    assert "job 7 goes on" in told
+    assert "scancel 7" in told
+
+
+def test_patience_with_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = State("unknown", "connect failure")
+    assert following.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
+    monkeypatch.setattr(following, "PATIENCE_SECONDS", 0)
+    with pytest.raises(UserError, match=r"Slurm does not answer \(connect failure\).*squeue --jobs=7"):
+        following.follow(Script(silent, silent))
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "arguments", "sentence"),
+    [
+        ("ddp", "--gpus 3 --nodes 2", "--gpus 3 does not divide among 2 nodes: the nearest is 2 or 4"),
+        ("ddp", "--gpus 1 --nodes 2", "--gpus 1 does not divide among 2 nodes: the nearest is 2"),
+        ("ddp", "--gpus 2 --nodes 2", "no Slurm here .* one node, not 2"),
+        ("dp", "--nodes 2", "cannot leave its node: leave out --nodes 2, or use stage 03"),
+        ("single", "--gpus 2", "stage single uses 1 GPU, not 2"),
+        ("ddp", "--gpus -1", "argument --gpus: -1 is too small"),
+        ("ddp", "--time soon", "argument --time: 'soon' is neither HH:MM:SS nor a number of minutes"),
+        ("ddp", "--time 0", "argument --time: it must be at least a minute"),
+        ("ddp", "--partition", "argument --partition: expected one argument"),
+        ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
+        ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
+        ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
+        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.data"),
+        ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
+        ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
+        ("ddp", "--script README.md", "--script README.md does not end in .py"),
+        ("ddp", "--gpus 3 --script mnist_ddp.py", "--batch-size 64 does not divide among 3 processes"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_sent(
+    stage: str, arguments: str, sentence: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        _main(stage, arguments, checkout, monkeypatch)
+    assert not job_folders(checkout)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ("invalid partition specified: x", r"specified: x\): set SBATCH_PARTITION in slurm/site.sh"),
+        ("Requested node configuration is not available", "not available.*: ask for fewer --gpus"),
+        ("Unable to contact slurm controller", "slurm controller.*: see if `sinfo` answers"),
+        ("Invalid account or account/partition combination specified", "set SBATCH_ACCOUNT in"),
+        ("Something else", r"Slurm did not take the job \(Something else\): see man sbatch"),
+    ],
+)
+def test_what_sbatch_refuses(
+    said: str,
+    sentence: str,
+    checkout: Checkout,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    checkout.fake("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")
+    checkout.fake("srun", "")
+    with pytest.raises(UserError, match=sentence):
+        _main("ddp", "", checkout, monkeypatch)
+    assert capfd.readouterr().err == ""
+    assert not job_folders(checkout)
+
+
+def test_a_job_that_could_never_start_is_cancelled(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = checkout.folder / "told"
+    checkout.fake("sbatch", "echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    checkout.fake("scontrol", _show("PENDING Reason=PartitionTimeLimit"))
+    checkout.fake("scancel", f"echo $1 >{shlex.quote(str(told))}")
+    with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\), so it was cancelled"):
+        _main("ddp", "", checkout, monkeypatch)
+    assert told.read_text() == "7\n"
+    assert not job_folders(checkout)
+
+
+def test_a_mistake_is_one_sentence(checkout: Checkout) -> None:
+    done = checkout.submit_py("ddp", "--gpus", "many")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: argument --gpus: 'many' is not a whole number. See --help.\n"
+
+
+def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert _main("ddp", "--dry-run --epochs 2 -- --dry-run", checkout, monkeypatch) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("no Slurm here: would run as 2 local process(es)")
+    assert "mnist_ddp.py" in told
+    assert told.endswith(" --epochs 2 --dry-run\n")
+
+
+def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> int:
+    """submit.py within this process."""
+    monkeypatch.setattr(sys, "argv", ["submit.py", *arguments.split()])
+    for module in (submission, site):
+        monkeypatch.setattr(module, "REPOSITORY", checkout.folder)
+    for name, value in checkout.environment.items():
+        monkeypatch.setenv(name, value)
+    return submission.main(stage, "")

@@ -1,0 +1,491 @@
+"""slurm/sweep.py, and `make compare` where there is a Slurm, through the scripts.
+
+Every test works on a copy of the checkout, so that it can have a site file of its own, and a fault
+planted in a stage script. There is a space in its path.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+from checkout import Checkout, wait_until
+from cluster import RunningCluster
+from conftest import REPOSITORY
+
+from trainkit import records
+from trainkit.analysis import packed
+
+SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200)
+RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
+
+
+class SweepCheckout(Checkout):
+    """A copy of the checkout. `sweep` is the folder that its sweeps go to."""
+
+    def __init__(self, folder: Path, cluster: RunningCluster | None = None) -> None:
+        super().__init__(folder, cluster)
+        self.sweep = folder / "a sweep"
+
+    def start_sweep(self, *arguments: object) -> subprocess.CompletedProcess:
+        return self.python("slurm/sweep.py", *arguments, "--out", self.sweep)
+
+    def kill_sweep(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if {str(self.folder / "slurm/sweep.py"), str(self.sweep)} <= set(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+
+    def job(self, run: str) -> str | None:
+        """The number of the latest job of a run."""
+        note = self.sweep / run / "job.json"
+        submitted = (
+            Path(json.loads(note.read_text())["folder"]).glob("*_submitted.pkl") if note.exists() else ()
+        )
+        return next((path.name.partition("_")[0] for path in submitted), None)
+
+    def rows(self, run: str) -> list[dict]:
+        """The rows of the only CSV of a run; none if there is none yet."""
+        csvs = list((self.sweep / run / "runs").glob("*.csv"))
+        assert len(csvs) < 2
+        return records.read(csvs[0]) if csvs else []
+
+    def compared(self) -> list[tuple[str, int]]:
+        """Stage and devices of the rows of the comparison."""
+        table = pd.read_csv(self.sweep / "comparison.csv")
+        return sorted(zip(table.stage, table.devices, strict=True))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> SweepCheckout:
+    return SweepCheckout(tmp_path / "a checkout")
+
+
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
+    return SweepCheckout(tmp_path / "a checkout", cluster)
+
+
+# A run that trains nothing, and leaves the CSV of another; its results folder tells how often it ran.
+OWN = """
+import os, sys, time
+from pathlib import Path
+from trainkit import errors
+
+def main():
+    results = Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--results-dir")])
+    (results / f"ran-{os.getpid()}").touch()
+    time.sleep(1)
+    sample = Path(__file__).with_name("sample.csv").read_text().replace(SAMPLE, f"run-{os.getpid()}")
+    Path(results, "runs", "writing").write_text(sample)
+    Path(results, "runs", "writing").rename(results / "runs" / f"{os.getpid()}.csv")
+
+errors.run(main)
+"""
+CELLS = [f"mine-1gpu-batch100-r{number}" for number in range(1, 7)]
+
+
+def own_sweep(checkout: SweepCheckout, runs: int) -> tuple:
+    """The arguments of a sweep of so many runs of a script of one's own."""
+    sample, folder = "ddp-20261121-041110-f2fc72", checkout.folder / "03_multigpu_ddp"
+    packed.unpack(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv", folder, [sample])
+    (folder / "mine.py").write_text(f"SAMPLE = {sample!r}\n{OWN}")
+    (folder / f"{sample}.csv").rename(folder / "sample.csv")
+    options = ("--precision", "fp32", "--batch-size", 100, "--gpus", 1, "--repeats", runs)
+    return ("--script", "mine.py", *options)
+
+
+# A stage that trains nothing, and records what a GPU might have done.
+PRETENDED = """
+import os, sys
+from pathlib import Path
+from trainkit import errors, options, records
+
+SPEEDS = {256: 70_000, 1024: 300_000, 2048: 310_000}
+
+def main():
+    opts = options.parse("", sys.argv[1:])
+    ranks = int(os.environ["WORLD_SIZE"])
+    devices = ranks if STAGE == "ddp" else len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    if opts.batch_size == 4096:
+        raise errors.UserError("out of memory")
+    if os.environ["RANK"] != "0":
+        return
+    steps = (opts.train_size or 60_000) // opts.batch_size
+    facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(NUMBERS, 1)
+    facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
+    facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
+    facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0}
+    facts |= {"steps": steps, "images": steps * opts.batch_size}
+    facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
+    recorder = records.Recorder(opts.results_dir, facts)
+    for epoch in range(1, opts.epochs + 1):
+        speed = SPEEDS[opts.batch_size] * devices
+        seconds = facts["images"] / speed
+        row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
+        recorder.add(**row, eval_seconds=1.0, elapsed_s=8 + epoch * (seconds + 1))
+    errors.tell("results: none")
+
+if __name__ == "__main__":
+    errors.run(main)
+"""
+NUMBERS = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss")
+NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
+
+
+def pretend(checkout: SweepCheckout) -> None:
+    for stage in ("single", "dp", "ddp"):
+        checkout.script(stage).write_text(f"NUMBERS = {NUMBERS!r}\nSTAGE = {stage!r}\n{PRETENDED}")
+
+
+# --- a real Slurm -----------------------------------------------------------------------------------
+
+
+def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: SweepCheckout) -> None:
+    on_cluster.plant("ddp", "if os.environ['WORLD_SIZE'] == '1': raise ValueError('planted')")
+    arguments = (*SMALL, "--epochs", 2, "--stages", "single,ddp", "--precision", "fp32", "--max-jobs", 2)
+    single, ddp1, ddp2 = RUNS
+    with ThreadPoolExecutor() as background:
+        killed = background.submit(on_cluster.start_sweep, *arguments)
+        wait_until(lambda: on_cluster.job(ddp2) and len(on_cluster.rows(single)) == 2)
+        on_cluster.kill_sweep()
+        assert killed.result().returncode == -signal.SIGKILL
+    before = {run: on_cluster.job(run) for run in RUNS}
+    on_cluster.cluster.wait(int(before[single]))  # its results are there a moment before its end
+    unfinished = on_cluster.cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
+
+    done = on_cluster.start_sweep(*arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert on_cluster.job(single) == before[single]
+    assert on_cluster.job(ddp2) == before[ddp2] or before[ddp2] not in unfinished
+    assert on_cluster.job(ddp1) != before[ddp1]
+    assert f"{ddp1} failed: error on rank 0: ValueError: planted" in done.stdout
+    assert f"failed: {ddp1}." in done.stderr
+    assert "left out (1): stage single uses 1 GPU, not 2" in done.stdout
+    assert on_cluster.compared() == [("ddp", 2), ("single", 1)]
+    assert [row["job_id"] for row in on_cluster.rows(single)] == [before[single]] * 2
+    assert "epoch 2/2" in (on_cluster.sweep / single / "log").read_text()
+    assert most_at_a_time(on_cluster) == 2
+
+
+def most_at_a_time(checkout: SweepCheckout) -> int:
+    """How many jobs of the checkout were in Slurm at a time, waiting or running."""
+    events = []
+    for line in checkout.cluster.run(["scontrol", "--oneliner", "show", "jobs"]).stdout.splitlines():
+        if f"WorkDir={checkout.folder}" in line:
+            times = dict(re.findall(r"(SubmitTime|EndTime)=(\S+)", line))
+            events += [(times["SubmitTime"], 1), (times["EndTime"], -1)]
+    now, most = 0, 0
+    for _, change in sorted(events):  # within a second the ends come first
+        now += change
+        most = max(most, now)
+    return most
+
+
+def test_a_sweep_killed_at_any_moment_runs_every_cell_once(on_cluster: SweepCheckout) -> None:
+    """First at the three worst: before sbatch, while it goes on alone, when Slurm has just taken the job."""
+    on_cluster.fake(
+        "sbatch",
+        f"""
+PATH=${{PATH#*:}}  # the real one
+call=$(find '{on_cluster.folder}' -maxdepth 1 -name 'call-*' | wc -l)
+touch '{on_cluster.folder}'/call-$call
+case $call in
+    0) kill -9 $PPID; exit 1 ;;
+    1) kill -9 $PPID; sleep 2; exec sbatch "$@" ;;
+    2) sbatch "$@"; kill -9 $PPID ;;
+    *) exec sbatch "$@" ;;
+esac""",
+    )
+    arguments = own_sweep(on_cluster, runs=len(CELLS))
+    for _ in range(3):
+        done = on_cluster.start_sweep(*arguments)
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    program = (sys.executable, on_cluster.folder / "slurm/sweep.py", *arguments, "--out", on_cluster.sweep)
+    for _ in range(3):
+        on_cluster.run("timeout", "--signal=KILL", random.uniform(0.2, 3), *program)
+    done = on_cluster.start_sweep(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = [path.parent.name for path in on_cluster.sweep.rglob("ran-*")]
+    assert sorted(ran) == CELLS
+    lost = ("squeue", "--noheader", "--states=PENDING,RUNNING", "--name=mine")  # jobs that no sweep found
+    assert not on_cluster.cluster.run(lost).stdout
+    assert [len(on_cluster.rows(cell)) for cell in CELLS] == [3] * len(CELLS)
+
+
+def test_compare_sends_its_runs_to_slurm(on_cluster: SweepCheckout) -> None:
+    arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1, "--repeats", 1)
+    done = on_cluster.python("results/compare.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Slurm found" in done.stdout
+    (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
+    assert on_cluster.compared() == [("ddp", 1), ("dp", 1), ("single", 1)]
+    for stage in ("single", "dp", "ddp"):
+        assert on_cluster.rows(f"{stage}-1gpu-batch100-train600-r1")[0]["job_id"]
+    assert most_at_a_time(on_cluster) == 1
+    done = on_cluster.python("results/compare.py", "--workers", 3)
+    assert "--workers 3 is more than the 2 found here" in done.stderr
+
+
+def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
+    """On two GPUs in Slurm, which are slow at batch 256, and too small for batch 4096."""
+    pretend(on_cluster)
+    done = on_cluster.python("results/compare.py", "--repeats", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
+    assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
+    # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, 8 to start, and 5 around each.
+    assert "7 runs, 0 of them finished; the others take at least about 4 minute(s)" in done.stdout
+    (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
+    table = pd.read_csv(on_cluster.sweep / "comparison.csv")
+    rows = sorted(zip(table.global_batch, table.devices, table.stage, strict=True))
+    strong = [(1024, 1, "ddp"), (1024, 1, "single"), (1024, 2, "ddp"), (1024, 2, "dp")]
+    assert rows == [*strong, (2048, 1, "single"), (2048, 2, "ddp"), (2048, 2, "dp")]
+    assert table.speedup.notna().all()
+    assert set(table.images) == {899_072}  # whole batches
+
+    before = sorted(on_cluster.sweep.rglob("runs/*.csv"))
+    assert len(before) == 2 + 7
+    go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
+    on_cluster.plant("single", "raise errors.UserError('not again')")
+    again = on_cluster.run(*shlex.split(go_on))
+    assert "7 runs, 7 of them finished" in again.stdout, again.stdout + again.stderr
+    assert "batch 1024 on each GPU, epochs of 900,000 images" in again.stdout
+    assert "to choose the sizes" not in again.stdout
+    assert sorted(on_cluster.sweep.rglob("runs/*.csv")) == before
+
+
+def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -> None:
+    done = on_cluster.start_sweep(*SMALL, "--partition", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Slurm did not take the job")
+    assert done.stderr.count("nowhere") == 1
+    assert not list(on_cluster.sweep.rglob("job.json"))
+
+
+# --- without Slurm ----------------------------------------------------------------------------------
+
+
+def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
+    """It says what can be seen there. Sizes that are given are not measured."""
+    pretend(checkout)
+    checkout.insert("trainkit/jobs/local.py", "return 1", before="if not any(next(Path")
+    arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
+    done = checkout.python("results/compare.py", *arguments, "--train-size", 120_000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "measured" not in done.stdout
+    assert "batch 256 on each GPU, epochs of 120,000 images (2 passes over MNIST)" in done.stdout
+    assert "One GPU shows what DDP itself costs, not how DDP and DataParallel scale" in done.stdout
+    assert checkout.compared() == [("ddp", 1), ("dp", 1), ("single", 1)]
+    assert set(pd.read_csv(checkout.sweep / "comparison.csv").runs) == {2}
+    too_short = checkout.python("results/compare.py", "--train-size", 200)
+    assert (too_short.returncode, too_short.stderr) == (
+        1,
+        "error: --train-size 200 has not one step with batch 256 on each of 1 GPU(s): raise it, or lower "
+        "--batch-size.\n",
+    )
+    checkout.plant("single", "raise errors.UserError('planted')")
+    broken = checkout.python("results/compare.py")
+    assert "failed: error on rank 0: planted" in broken.stdout
+    assert broken.stderr.startswith("error: the run on one GPU with batch 256 failed, as told above")
+
+
+def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepCheckout) -> None:
+    arguments = (*SMALL, "--no-cuda", "--stages", "ddp", "--gpus", "1,2")
+    _, ddp1, ddp2 = RUNS
+    with ThreadPoolExecutor() as background:
+        killed = background.submit(checkout.start_sweep, *arguments, "--epochs", 1)
+        wait_until(lambda: checkout.job(ddp1))
+        second = checkout.start_sweep(*arguments, "--epochs", 1)
+        assert second.returncode == 1
+        assert "another sweep.py is at work" in second.stderr
+        checkout.kill_sweep()
+        assert killed.result().returncode == -signal.SIGKILL
+    before = checkout.job(ddp1)
+
+    done = checkout.start_sweep(*arguments, "--epochs", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no Slurm here" in done.stdout
+    assert "no epoch after the warm-up was measured" in done.stdout  # how many GPUs to ask for is not known
+    assert checkout.job(ddp1) == before
+    rows = [checkout.rows(run)[0] for run in (ddp1, ddp2)]
+    for setting in ("precision", "threads_per_worker"):  # or they could not be compared
+        assert rows[0][setting] == rows[1][setting]
+    assert checkout.compared() == [("ddp", 1), ("ddp", 2)]
+
+    other = checkout.start_sweep(*arguments, "--epochs", 2)
+    assert other.returncode == 1
+    assert "is of a sweep with the options" in other.stderr
+
+
+def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(checkout: SweepCheckout) -> None:
+    """When its process is there, and the file with what to do is not yet where that process looks for it."""
+    checkout.site(f"echo read >>'{checkout.folder}/reads'")
+    starting = checkout.folder / "trainkit" / "jobs" / "local.py"
+    kill = """
+    import submitit.core.utils
+    if not folder.parents[1].joinpath("killed").exists():
+        folder.parents[1].joinpath("killed").touch()
+        submitit.core.utils.JobPaths.move_temporary_file = lambda *_, **__: os.kill(os.getpid(), 9)
+"""
+    text = starting.read_text()
+    starting.write_text(text.replace("    import submitit\n\n    if threads", f"{kill}\n    if threads"))
+    arguments = own_sweep(checkout, runs=2)
+    program = (sys.executable, checkout.folder / "slurm/sweep.py", *arguments, "--out", checkout.sweep)
+    # Not by `start_sweep`, which would wait for the run too: it has the sweep's output.
+    killed = subprocess.Popen(list(map(str, program)), env=checkout.environment, stdout=subprocess.DEVNULL)
+    assert killed.wait(60) == -signal.SIGKILL
+    done = checkout.start_sweep(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.parent.name for path in checkout.sweep.rglob("ran-*")) == CELLS[:2]
+    # Once by each of the two sweeps, not once more for every run; slurm/site_env.sh first tries it out.
+    assert (checkout.folder / "reads").read_text().split() == ["read"] * 4
+
+
+def test_junk_in_the_folder_of_a_sweep(checkout: SweepCheckout) -> None:
+    """In job.json it is no job; options that are not these are of another sweep."""
+    refused = "error: Slurm did not take the job (no more today)"
+    checkout.fake("sbatch", "echo sbatch: error: no more today >&2; exit 1")
+    checkout.fake("srun", "")
+    checkout.fake("scontrol", "echo No jobs in the system")
+    folder = f"{checkout.folder}/submitit/x"
+    junk = (
+        "",
+        "{",
+        "[]",
+        "7",
+        "null",
+        "{}",
+        "[" * 90_000,
+        '{"folder": 7, "slurm": true}',
+        '{"folder": "/a/b"}',
+    )
+    junk += ('{"folder": "/", "slurm": false}', '{"folder": "/a/submitit/\\u0000", "slurm": 1}')
+    junk += (f'{{"folder": "{folder}", "slurm": "perhaps"}}', f'{{"folder": "{folder}", "slurm": false}}')
+    files = [text.encode() for text in junk] + [bytes(range(256)), None]
+    for number, content in enumerate(files, start=1):
+        note = checkout.sweep / f"mine-1gpu-batch100-r{number}" / "job.json"
+        note.parent.mkdir(parents=True)
+        if content is None:
+            os.mkfifo(note)
+        else:
+            note.write_bytes(content)
+    (checkout.sweep / "options.txt").write_text("")
+    arguments = own_sweep(checkout, runs=len(files))
+    assert "is of a sweep with the options ," in checkout.start_sweep(*arguments).stderr
+    (checkout.sweep / "options.txt").unlink()
+    cells = [path.rename(checkout.folder / path.name) for path in checkout.sweep.glob("mine-*")]
+    # As after a kill while the folder was made.
+    assert checkout.start_sweep(*arguments).stderr.startswith(refused)
+    for cell in cells:
+        shutil.rmtree(checkout.sweep / cell.name, ignore_errors=True)
+        cell.rename(checkout.sweep / cell.name)
+    done = checkout.start_sweep(*arguments)
+    assert done.stderr.startswith(refused), done.stderr
+    assert done.stderr.count("\n") == 1
+    options = checkout.sweep / "options.txt"
+    for make in (
+        lambda: options.write_bytes(b"\xff\0\033[31m" * 9999),
+        lambda: os.mkfifo(options),
+        options.mkdir,
+    ):
+        options.unlink()
+        make()
+        done = checkout.start_sweep(*arguments)
+        assert "is of a sweep with the options" in done.stderr
+        assert (done.returncode, done.stderr.count("\n"), "\033" in done.stderr) == (1, 1, False)
+
+
+def test_fifty_dry_runs_at_once(checkout: SweepCheckout) -> None:
+    with ThreadPoolExecutor(50) as users:
+        asked = [users.submit(checkout.start_sweep, *SMALL, "--no-cuda", "--dry-run") for _ in range(50)]
+    told = {(done.result().returncode, done.result().stdout, done.result().stderr) for done in asked}
+    assert len(told) == 1
+    assert told.pop()[0] == 0
+
+
+def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
+    checkout.fake("sbatch", "")  # only asked for
+    arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
+    arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
+    done = checkout.start_sweep(*arguments, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    runs = re.findall(r"^(\S+-r\d) +to run", done.stdout, re.MULTILINE)
+    shapes = ("single-1gpu-batch64", "dp-1gpu-batch64", "ddp-1gpu-batch64")
+    shapes += ("single-1gpu-batch512", "dp-1gpu-batch512", "ddp-1gpu-batch512")
+    shapes += ("ddp-4gpu-2nodes-batch64", "ddp-4gpu-2nodes-batch256", "ddp-4gpu-2nodes-batch512")
+    assert sorted(runs) == sorted(
+        f"{shape}-workers{workers}-train600-r{repeat}"
+        for shape in shapes for workers in (0, 2) for repeat in (1, 2)
+    )  # fmt: skip
+    for reason in (
+        "stage single uses 1 GPU, not 3",
+        "stage dp is one process and cannot leave its node",
+        "--gpus 3 does not divide among 2 nodes",
+        "--batch-size 2048 is more than the 600 training images",
+    ):
+        assert re.search(rf"^left out \(\d+\): {re.escape(reason)}$", done.stdout, re.MULTILINE), done.stdout
+    assert "no speedup" not in done.stdout  # batch 256 on 4 GPUs is compared with 64 on one
+    assert "36 runs, 0 of them finished; the others take 72.0 GPU-hours" in done.stdout
+    done = checkout.start_sweep("--gpus", "2,4", "--batch-size", 64, "--scaling", "weak", "--dry-run")
+    assert "no speedup for ddp-4gpu-batch256, dp-4gpu-batch256: no equal run on 1 GPU." in done.stdout
+    assert "--stages single --gpus 1 --batch-size 256" in done.stdout
+    assert not checkout.sweep.exists()
+
+
+def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
+    """Called after the script; its data is not ours to look for, and its other options go to it."""
+    checkout.fake("sbatch", "")
+    (checkout.folder / "data").unlink()
+    (checkout.folder / "mine.py").touch()
+    arguments = ("--script", "mine.py", "--gpus", "2,4", "--batch-size", "70000,70001", "--width", 64)
+    done = checkout.start_sweep(*arguments, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    runs = re.findall(r"^(\S+-r1) +to run +(.*)$", done.stdout, re.MULTILINE)
+    assert runs == [
+        (f"mine-{gpus}gpu-batch70000-r1", f"1 node(s), {gpus} process(es), {gpus} GPU(s)") for gpus in (2, 4)
+    ]
+    assert "left out (1): --batch-size 70001 does not divide among 2 processes" in done.stdout
+    assert "by the same command with --gpus 1 --batch-size 70000" in done.stdout
+
+
+def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
+    done = checkout.start_sweep("--no-cuda", "--stages", "dp", "--dry-run")
+    assert "left out (1): without GPUs, stage dp on several devices is the plain model" in done.stdout
+    assert re.findall(r"^(dp-\S+)", done.stdout, re.MULTILINE) == ["dp-1gpu-batch256-r1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--stages single,tp", "'tp' is not one of single, dp, ddp"),
+        ("--gpus=", "'' is not a whole number"),
+        ("--max-jobs 0", "0 is too small"),
+        ("--train-size 600,100000001", "100000001 is too large, it must be 1 to 100000000"),
+        ("--stages single --script mine.py", "argument --script: not allowed with argument --stages"),
+        ("--script mine.py", "there is no script mine.py"),
+        ("--stages single --gpus 2", "no run is left (stage single uses 1 GPU, not 2)"),
+        ("--data-dir nowhere", "no usable MNIST in nowhere"),
+        ("--resume auto --checkpoint-dir somewhere", "every job's own matter"),
+        ("--out /proc/nowhere", "cannot be written to"),
+        ("--out trainkit", "has other things in it"),
+        ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
+        ("--repeats 100000", "600,000 runs are more than the 10,000 of a sweep: shorten the lists"),
+    ],
+)
+def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:
+    before = sorted(checkout.folder.rglob("*.json"))
+    done = checkout.python("slurm/sweep.py", *arguments.split())
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*\n", done.stderr)
+    assert sentence in done.stderr
+    assert sorted(checkout.folder.rglob("*.json")) == before

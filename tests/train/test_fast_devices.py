@@ -1,0 +1,77 @@
+"""What a GPU's speed asks for: epochs of many passes, larger evaluation batches, a calm progress bar."""
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import termios
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, stage_command
+
+from trainkit import batches, data, options
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
+    """Pass by pass, each in another order, alike on every rank, and from any step on."""
+    count, size, batch = 24, 60, 6  # two passes and a half
+    arguments = ["--train-size", str(size), "--batch-size", str(batch), "--loader", loader]
+    opts = options.parse("", arguments)
+    split = data.Split("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+
+    def seen(epoch: int, rank: int = 0, world_size: int = 1, first_step: int = 0) -> torch.Tensor:
+        loaded = batches.training(split, opts, CPU, rank, world_size)
+        loaded.set_epoch(epoch, first_step)
+        return torch.stack([labels for _, labels in loaded])
+
+    whole = seen(1)
+    assert len(whole) == size // batch
+    first, second, rest = whole.flatten().split(count)
+    for one_pass in (first, second):
+        assert one_pass.sort().values.tolist() == list(range(count))
+    assert Counter(rest.tolist()).most_common(1)[0][1] == 1
+    assert not torch.equal(first, second)
+    assert not torch.equal(whole, seen(2))
+    assert torch.equal(torch.cat([seen(1, rank, 2) for rank in (0, 1)], dim=1), whole)
+    assert torch.equal(seen(1, first_step=7), whole[7:])
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "size"), [("cpu", "", 250), ("cuda", "", 2500), ("cuda", "7", 7)]
+)
+def test_evaluation_batches_fit_the_device(
+    device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_make", lambda split, order, options, device: order)
+    opts = options.parse("", ["--test-batch-size", given] if given else [])
+    split = data.Split("numbers", torch.zeros(5000, 1), torch.zeros(5000))
+    order = batches.testing(split, opts, torch.device(device))
+    assert max(map(len, order)) == size
+
+
+def test_the_progress_bar_is_drawn_ten_times_a_second_at_most(tmp_path: Path) -> None:
+    """However fast the steps are: on a terminal, a thousand a second would be slowed down."""
+    sizes = ("--train-size", 400, "--batch-size", 1, "--test-size", 10, "--epochs", 1)
+    command = stage_command("single", *sizes, "--no-cuda", "--precision", "fp32", "--results-dir", tmp_path)
+    terminal, other_end = os.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a size, or no bar fits
+    started = time.monotonic()
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=other_end) as process:
+        os.close(other_end)
+        drawn = b""
+        try:
+            while part := os.read(terminal, 1000):
+                drawn += part
+        except OSError:  # nobody has it open any more
+            os.close(terminal)
+    assert process.returncode == 0
+    bars = re.findall(rb"\repoch 1: ", drawn)
+    assert 2 <= len(bars) <= 2 + 10 * (time.monotonic() - started), drawn

@@ -1,0 +1,417 @@
+"""The worst day of a run: folders that vanish, disks that fill, numbers that are none. Nothing is lost."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import Checkout
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, stage_command
+from forking import Forking
+from test_checkpoint import start, wait_for
+
+from trainkit import records
+
+SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def two_epochs(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints after epochs 1 and 2, made by two processes, so that it was resumed once."""
+    folder = tmp_path_factory.mktemp("two-epochs")
+    folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
+    for epochs in (1, 2):
+        done = forking.run(
+            STAGES["single"], *SMALL, "--no-cuda", "--epochs", epochs, *folders, env=ENVIRONMENT
+        )
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def resume(script: Script, two_epochs: Path, tmp_path: Path) -> Script:
+    """Go on to epoch 3 from a copy of the checkpoints, in tmp_path, which may have been changed before."""
+    shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    return lambda: script("single", *SMALL, "--epochs", 3, "--resume", "auto", *folders)
+
+
+def one_error(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    return line
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_went_on_twice_is_still_one_run(resume: Script, tmp_path: Path) -> None:
+    done = resume()
+    assert done.returncode == 0, done.stderr
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: Script) -> None:
+    """The first one waits at its second step until the other one has been refused."""
+    place = Checkout(tmp_path / "a checkout")
+    go_on = f"while run._added == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
+    place.insert("single", go_on, before="optimizer.zero_grad()")
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
+    (first,) = start(place.script("single"), *training)
+    wait_for(lambda: list(tmp_path.glob("checkpoints/*.pt")), first)
+    told = one_error(script("single", *training, "--resume", "auto"))
+    (tmp_path / "go").touch()
+    assert "another run saves its checkpoints in" in told
+    output, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, output
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
+def test_files_beside_the_checkpoints_stay(resume: Script, tmp_path: Path) -> None:
+    """Only names that are exactly a checkpoint's count; what is no checkpoint is named, and not used."""
+    folder = tmp_path / "checkpoints"
+    good = torch.load(folder / "epoch-3-step-0.pt", weights_only=True)
+    mine = [folder / name for name in ("epoch-2-step-0-my-best.pt", "my-epoch-1-step-0.pt")]
+    for path in mine:
+        path.write_bytes(b"mine")
+    torch.save(["a", "list"], folder / "epoch-7-step-0.pt")
+    torch.save({"version": 2, "epoch": 5}, folder / "epoch-8-step-0.pt")
+    os.mkfifo(folder / "epoch-9-step-0.pt")
+    (folder / "epoch-10-step-0.pt").symlink_to("/dev/zero")
+    done = resume()
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    assert done.stderr.count("warning: the checkpoint") == 4
+    assert all(path.read_bytes() == b"mine" for path in mine)
+    assert good["epoch"] == 3
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
+
+
+def _newer(state: dict) -> None:
+    state["version"] = 99
+    del state["run"]
+
+
+def _other_shapes(state: dict) -> None:
+    state["model"]["fc1.weight"] = torch.zeros(3, 3)
+
+
+def _elsewhere(state: dict) -> None:
+    state["run"]["facts"]["run_id"] = "../../elsewhere"
+
+
+def _no_rows(state: dict) -> None:
+    state["run"] = [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_newer, "has version 99, and this program reads 2: go on with the program that made it"),
+        (_other_shapes, "does not fit this training"),
+        (_elsewhere, "does not fit this training (its run_id is no name of a file)"),
+        (_no_rows, "does not fit this training"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from(
+    change: Callable[[dict], None], sentence: str, resume: Script, tmp_path: Path
+) -> None:
+    newest = tmp_path / "checkpoints" / "epoch-3-step-0.pt"
+    state = torch.load(newest, weights_only=True)
+    change(state)
+    torch.save(state, newest)
+    before = {path.name: path.stat().st_mtime_ns for path in newest.parent.glob("*.pt")}
+    assert sentence in one_error(resume())
+    assert {path.name: path.stat().st_mtime_ns for path in newest.parent.glob("*.pt*")} == before
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+# --- a loss that is no number -----------------------------------------------------------------------
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(tmp_path: Path) -> None:
+    """On one of two ranks, at step 5 of an epoch that would take ten minutes."""
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("ddp", "time.sleep(0.3)", before="optimizer.zero_grad()")
+    broken = "if here.rank == 1 and run._added == 4: loss = loss * float('nan')"
+    place.insert("ddp", broken, before="run.add(loss)")
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    training = ("--epochs", 2, "--train-size", 20_000, "--batch-size", 10, "--checkpoint-minutes", 1e-6)
+    ranks = start(place.script("ddp"), *training, "--precision", "fp32", *folders, ranks=2)
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    for number, output in enumerate(outputs):
+        assert f"error on rank {number}: the loss is nan at step 5 of epoch 1: lower --lr" in output
+        assert "Traceback" not in output
+    for path in (tmp_path / "checkpoints").glob("*.pt"):
+        assert torch.load(path, weights_only=True)["part"]["losses"].isfinite().all()
+
+
+def test_a_loss_that_is_no_number_keeps_the_epochs_before(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    broken = "if epoch == 2: loss = loss * float('nan')"
+    place.insert("single", broken, before="run.add(loss)")
+    done = script(place.script("single"), *SMALL, "--epochs", 3, "--results-dir", tmp_path)
+    assert "the loss is nan at step 1 of epoch 2: lower --lr" in one_error(done)
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
+def test_weights_that_are_no_numbers_replace_no_checkpoint(
+    script: Script, two_epochs: Path, tmp_path: Path
+) -> None:
+    """The losses were still numbers, and the last step of all broke the weights."""
+    shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="run.add(loss)")
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
+    training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
+    told = one_error(script(place.script("single"), *training))
+    assert "are no longer numbers after step 1 of epoch 3: lower --lr, in a new run" in told
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")} == before
+
+
+# --- the folder of results --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["removed", "a file"])
+def test_results_outlive_their_folder(fault: str, script: Script, tmp_path: Path) -> None:
+    results, here = tmp_path / "results", tmp_path / "here"
+    here.mkdir()
+    place = Checkout(tmp_path / "a checkout")
+    lines = [f"os.chdir({str(here)!r})", f"shutil.rmtree({str(results)!r})"]
+    if fault == "a file":
+        lines += [f"os.mkdir({str(results)!r})", f"open({str(results / 'runs')!r}, 'w')"]
+    break_it = f"import shutil; epoch == 2 and [{', '.join(lines)}]"
+    place.insert("single", break_it, before="run.end_of_epoch")
+    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
+    if fault == "removed":  # it is made again
+        assert done.returncode == 0, done
+        rows = rows_of(results)
+    else:
+        (path,) = here.glob("*.csv")
+        assert f"The 2 epoch(s) so far are in {path} on" in one_error(done)
+        rows = records.read(path)
+    assert [row["epoch"] for row in rows] == [1, 2]
+
+
+def on_a_mount(results: Path, then: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    """Run `command` with a small file system at `results`, which only it sees; then a shell command."""
+    results.mkdir()
+    mounted = f'mount -t tmpfs -o size=1m tmpfs {results} || exit; "$@"; code=$?; {then}; exit $code'
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", mounted, "-", *command],
+        env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this user may not mount a file system")
+    return done
+
+
+MOUNTS = {
+    "turns read-only": ("mount -o remount,ro {}", "Read-only file system"),
+    "fills": ("head -c 99999999 /dev/zero > {}/ballast", "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("fault", MOUNTS)
+def test_a_file_system_that_breaks_after_the_first_epoch(fault: str, tmp_path: Path) -> None:
+    """Both ranks end: rank 0 with the reason, the other one at once."""
+    command, why = MOUNTS[fault]
+    results, here, kept = (tmp_path / name for name in ("results", "here", "kept"))
+    here.mkdir()
+    place = Checkout(tmp_path / "a checkout")
+    break_it = f"epoch == 2 and here.rank == 0 and os.system({command.format(results)!r})"
+    place.insert("ddp", break_it, before="run.end_of_epoch")
+    training = (*SMALL, "--epochs", 3, "--results-dir", results)
+    command = stage_command(place.script("ddp"), *training, processes=2)
+    done = on_a_mount(results, f"cp -r {results}/runs {kept}", command, here)
+    assert done.returncode == 1
+    assert f"cannot be written ({why})" in done.stderr
+    assert "error on rank 1: rank 0 had to stop, and tells why." in done.stderr
+    assert "Traceback" not in done.stderr.partition("torch/distributed")[0]
+    assert [row["epoch"] for path in kept.glob("*.csv") for row in records.read(path)] == [1]
+    (path,) = here.glob("*.csv")
+    assert f"The 2 epoch(s) so far are in {path} on" in done.stderr
+    assert [row["epoch"] for row in records.read(path)] == [1, 2]
+
+
+def test_a_file_system_that_loses_its_mount(tmp_path: Path) -> None:
+    """What is written below it then is the whole of the run."""
+    results = tmp_path / "results"
+    place = Checkout(tmp_path / "a checkout")
+    lose_it = f"epoch == 2 and os.system('umount --lazy {results}')"
+    place.insert("single", lose_it, before="run.end_of_epoch")
+    training = (*SMALL, "--epochs", 2, "--results-dir", results)
+    done = on_a_mount(results, "true", stage_command(place.script("single"), *training), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["epoch"] for row in rows_of(results)] == [1, 2]
+
+
+def test_a_file_system_that_hangs_longer_than_the_timeout(tmp_path: Path) -> None:
+    """Its peers give up; rank 0 writes its row when the file system is back."""
+    place = Checkout(tmp_path / "a checkout")
+    hang = "fsync = os.fsync; epoch == 2 and setattr(os, 'fsync', lambda file: time.sleep(15) or fsync(file))"
+    place.insert("ddp", hang, before="run.end_of_epoch")
+    training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
+    ranks = start(place.script("ddp"), *training, ranks=2)
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert all("lost the other ranks" in output for output in outputs), outputs
+    assert "Traceback" not in "".join(outputs)
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("target", ["| head -1", "> /dev/full", ">&- 2>&-"])
+def test_nobody_reads_the_output(target: str, tmp_path: Path) -> None:
+    """And the terminal knows ASCII only, and a variable of the environment is not UTF-8."""
+    command = stage_command("single", *SMALL, "--epochs", 2, "--results-dir", tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {target}; exit ${{PIPESTATUS[0]}}', "-", *command],
+        env={os.fsencode(k): os.fsencode(v) for k, v in ENVIRONMENT.items()}
+        | {b"SLURM_JOB_NODELIST": b"n\xff1", b"PYTHONIOENCODING": b"ascii", b"PYTHONUTF8": b"0"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
+    """A module of that name, in which it comes."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        stage_command("single"),
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_clock_that_is_set_back(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("single", "time.time = lambda: 0.0", before="run = Run(")
+    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (row["elapsed_s"] for row in rows_of(tmp_path))
+    assert 0 < first < second
+
+
+def test_three_hundred_runs_write_into_one_folder(tmp_path: Path) -> None:
+    """At the same time, each a process of its own that writes three times."""
+    sample = next((REPOSITORY / "results" / "sample").rglob("runs/*.csv"))
+    script = """
+import os, sys
+from pathlib import Path
+from trainkit.records import Recorder, read
+rows = read(Path(sys.argv[1]))
+start, go = os.pipe()
+for number in range(300):
+    if os.fork() == 0:
+        os.close(go)
+        os.read(start, 1)
+        recorder = Recorder(Path(sys.argv[2]), rows[0] | {"run_id": f"run-{number}"})
+        for epoch in (1, 2, 3):
+            recorder.add(epoch=epoch)
+        os._exit(0)
+os.close(go)
+assert not any(os.wait()[1] for _ in range(300))
+"""
+    subprocess.run([sys.executable, "-c", script, sample, tmp_path], env=ENVIRONMENT, check=True, timeout=300)
+    written = list((tmp_path / "runs").iterdir())
+    assert sorted(path.name for path in written) == sorted(f"run-{number}.csv" for number in range(300))
+    assert all([row["epoch"] for row in records.read(path)] == [1, 2, 3] for path in written)
+
+
+# --- meeting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("LOCAL_WORLD_SIZE", "0"), ("SLURM_STEP_NUM_NODES", "0"), ("LOCAL_RANK", "-5")]
+)
+def test_a_world_that_cannot_be(name: str, value: str, script: Script) -> None:
+    done = script("ddp", env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: value})
+    assert f"{name} is {value}, which is less than" in one_error(done)
+
+
+def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:
+    with contextlib.closing(socket.create_server(("localhost", 0))) as silent:
+        port = str(silent.getsockname()[1])
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "1"}
+        command = stage_command("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path)
+        done = subprocess.run(
+            command,
+            env=ENVIRONMENT | meeting | {"LOCAL_RANK": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"error on rank 1: localhost:{port} answers, but not as rank 0 would" in done.stderr
+
+
+# --- what PyTorch says of GPUs and NCCL -------------------------------------------------------------
+
+
+CUDA = "CUDA error: an illegal memory access was encountered"
+LATER = f"{CUDA}\nCUDA kernel errors might be asynchronously reported at some other API call"
+IN_A_REPLICA = f"Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback:\nRuntimeError: {LATER}"
+NCCL = "NCCL error in: NCCLUtils.cpp:88, unhandled {0} error (run with NCCL_DEBUG=INFO)\n{1}\nLast error:\n"
+NO_NETWORK = NCCL.format("system", "ncclSystemError: System call (e.g. socket, malloc) failed.")
+PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due to a network error.")
+NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
+FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
+FULL = "the memory of this process's GPU is full: lower --batch-size"
+FAILED = f"the work of this process's GPU failed ({CUDA}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", FULL),
+        ("RuntimeError", "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", FULL),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", FULL),
+        ("torch.distributed.DistBackendError", f"{NCCL_ON_A_GPU}Cuda failure 2 'out of memory'", FULL),
+        ("RuntimeError", LATER, FAILED),
+        ("getattr(torch, 'AcceleratorError', RuntimeError)", LATER, FAILED),
+        ("RuntimeError", IN_A_REPLICA, FAILED),
+        (
+            "torch.distributed.DistBackendError",
+            f"{NCCL_ON_A_GPU}Cuda failure 700 'an illegal memory access was encountered'",
+            "the work of this process's GPU failed (Cuda failure 700 'an illegal memory access was",
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            f"{NO_NETWORK}socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused",
+            "lost the other ranks (socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection",
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            PEER_LEFT + FRAMES,
+            "lost the other ranks (ncclRemoteError: A call failed possibly due to a network error). If one",
+        ),
+    ],
+)
+def test_an_error_of_a_gpu_or_of_nccl_is_one_sentence(
+    kind: str, text: str, told: str, script: Script, tmp_path: Path
+) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.plant("ddp", f"raise {kind}({text!r})")
+    done = script(place.script("ddp"), env={"RANK": "1"})
+    assert f"error on rank 1: {told}" in one_error(done)
+
+
+def test_the_line_that_a_gpu_failed_in_can_be_seen(script: Script, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.plant("ddp", f"raise RuntimeError({LATER!r})")
+    done = script(place.script("ddp"), env={"RANK": "1", "CUDA_LAUNCH_BLOCKING": "1"})
+    assert "mnist_ddp.py" in done.stderr

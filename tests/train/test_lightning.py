@@ -1,0 +1,99 @@
+"""Lightning beside stage 03: equal losses, also after a stop, and what it does by itself."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, weights_of
+from forking import forking
+
+FOLDER = REPOSITORY / "03_multigpu_ddp" / "beyond" / "lightning"
+SCRIPT = FOLDER / "mnist_lightning.py"
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+SMALL = ("--batch-size", 50, "--train-size", 500, "--test-size", 301, "--width", 4, "--precision", "fp32")
+SMALL = (*SMALL, "--epochs", 2, "--no-cuda", "--timeout", 60)
+# A second rank gets USR2 in the third step; `sys.argv` has the script's words.
+STOPS = """\
+import os, runpy, signal, sys
+import torch.nn.functional as F
+steps, nll_loss = [], F.nll_loss
+def stopping(*args, **how):
+    steps.append(0)
+    if len(steps) == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return nll_loss(*args, **how)
+F.nll_loss = stopping
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+Runs = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
+    """Of a program in a process that has loaded Lightning, what it printed; it has to go well."""
+    loaded = f"import sys; sys.path.append({str(FOLDER)!r})\nimport lightning.pytorch"
+    with forking(tmp_path_factory.mktemp("forks"), ENVIRONMENT, loaded) as forks:
+
+        def run(*arguments: object, ranks: int | None = None) -> str:
+            done = forks.run(*arguments, env=ENVIRONMENT, ranks=ranks)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "Warning" not in done.stderr and "deprecated" not in done.stderr
+            return done.stdout
+
+        yield run
+
+
+def assert_equal(of_lightning: Path, of_stage: Path) -> None:
+    """Each number is written with six digits."""
+    ours, theirs = rows_of(of_lightning), rows_of(of_stage)
+    names = ("epoch", "train_loss", "test_loss", "test_accuracy", "learning_rate")
+    numbers = [[row[name] for row in rows for name in names] for rows in (ours, theirs)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    for name in set(ours[0]) - {"run_id", "stage", "started_at", "recorded_at"}:
+        if not re.search("second|per_s|loss|accuracy|memory|elapsed", name):
+            assert [row[name] for row in ours] == [row[name] for row in theirs], name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning_trains_as_stage_03(ranks: int, runs: Runs, tmp_path: Path) -> None:
+    for name, script in (("ddp", STAGES["ddp"]), ("lightning", SCRIPT)):
+        told = (*SMALL, "--recipe", "sgd", "--patience", 5, "--results-dir", tmp_path / name)
+        runs(WITHOUT_DROPOUT, script, *told, ranks=ranks)
+    assert_equal(tmp_path / "lightning", tmp_path / "ddp")
+
+
+def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path: Path) -> None:
+    """With dropout: the random numbers go on, too."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    job, whole, to_end = tmp_path / "job", tmp_path / "whole", (*SMALL, "--save-model")
+    places = ("--results-dir", job, "--checkpoint-dir", tmp_path / "checkpoints")
+    told = runs(tmp_path / "stops.py", SCRIPT, *to_end, *places, ranks=2)
+    assert re.search(r"^stopped after (step \d of )?epoch 1 by a signal", told, re.MULTILINE)
+    told = runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
+    assert f"resumed from {tmp_path / 'checkpoints'}" in told
+    runs(STAGES["ddp"], *to_end, "--results-dir", whole, ranks=2)
+    assert_equal(job, whole)
+    torch.testing.assert_close(weights_of(job), weights_of(whole), rtol=1e-4, atol=1e-4)
+    assert "all 2 epochs were done before" in runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
+
+
+def test_without_lightning_it_says_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "lightning.py").write_text("raise ModuleNotFoundError('none')")
+    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
+
+
+def test_the_page_tells_what_lightning_does_by_itself(runs: Runs, tmp_path: Path) -> None:
+    """Its numbers are those of `lightning_defaults.py`, in this order."""
+    *_, line = runs(REPOSITORY / "tests" / "lightning_defaults.py", tmp_path, ranks=2).splitlines()
+    told = re.findall(r"\*\*([\d.]+)(?: of \d+)?(?: and ([\d.]+))?\*\*", (FOLDER / "README.md").read_text())
+    numbers = [float(number) for pair in told for number in filter(None, pair)]
+    found = json.loads(line).values()
+    assert numbers == [one for value in found for one in (value if isinstance(value, list) else [value])]

@@ -1,0 +1,265 @@
+"""What is told of each rank: its own seconds and memory, who is slow, and with --debug where each one is."""
+
+import math
+import os
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import REPOSITORY, Script, rows_of, run_stage
+from test_checkpoint import start
+
+from trainkit import machine, records
+from trainkit.analysis import comparison
+from trainkit.analysis.report import report
+from trainkit.own_time import OwnTime
+
+SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
+
+
+def of_ranks(results: Path) -> pd.DataFrame:
+    """The file beside the CSV of the one run in `results`, as a user reads it."""
+    (path,) = (results / "runs").glob("*.ranks.tsv")
+    return pd.read_csv(path, sep="\t")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The results of two ranks, of which the second sleeps in every step, and what rank 0 has told."""
+    place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
+    place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
+    ranks = start(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2)
+    told = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    return place.folder / "results", told[0]
+
+
+def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixture) -> None:
+    results, told = slow
+    table = of_ranks(results)
+    assert list(zip(table.epoch, table["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    # Both wait for the slower one in every step, so only without the waiting do their times differ.
+    for (_, of_epoch), row in zip(table.groupby("epoch"), rows_of(results), strict=True):
+        first, second = of_epoch.own_seconds
+        assert 0 < first < 2 <= second <= row["train_seconds"]
+    who = (
+        f"rank 1 on {re.escape(os.uname().nodename)}"
+        + r" takes \d+\.\dx the median of the others for its own"
+    )
+    assert len(re.findall(who, told)) == 1, "that of the epoch after the warm-up"
+    report([results], results)
+    assert re.search(rf"In ddp-\S+ {who}", " ".join(capsys.readouterr().out.split()))
+
+
+def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    slowly = "lambda self: ((time.sleep(0.1), batch)[1] for batch in whole(self))"
+    patch = f"kind = type(train_batches); whole = kind.__iter__; kind.__iter__ = {slowly}"
+    place.insert("single", patch, before="run = Run")
+    done = script(place.script("single"), *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for seconds, row in zip(of_ranks(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
+        assert 0.4 <= seconds < row["train_seconds"]
+
+
+def test_the_moment_of_a_row_is_told(slow: tuple[Path, str]) -> None:
+    first, second = (pd.Timestamp(row["recorded_at"]) for row in rows_of(slow[0]))
+    row = rows_of(slow[0])[1]
+    assert (second - first).total_seconds() > row["train_seconds"] + row["eval_seconds"] - 0.01
+
+
+def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
+    results, told = slow
+    least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])
+    assert 100 < least <= most == rows_of(results)[-1]["peak_memory_mb"]
+    (line,) = re.findall(r"peak memory of each device, MB: (\d+), (\d+)", told)
+    assert sorted(map(int, line)) == [round(least), round(most)]
+
+
+def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script) -> None:
+    """DataParallel has one rank and several devices, of which the first is the fullest."""
+    place = Checkout(tmp_path / "a checkout")
+    gpus = "machine.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
+    names = "machine.device_name = lambda device: 'H200'"
+    memory = "machine.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
+    place.insert("dp", f"{gpus}; {names}; {memory}", before="for epoch in")
+    done = script(place.script("dp"), *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
+    assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
+    assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
+
+
+def test_the_gpus_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: [0, 5, 7, 0][gpu.index])
+    assert machine.devices_in_use(torch.device("cuda", 1)) == [torch.device("cuda", i) for i in (1, 2)]
+    assert machine.devices_in_use(torch.device("cpu")) == [torch.device("cpu")]
+
+
+class Moment:
+    """In place of torch.cuda.Event: recorded at the milliseconds that the GPU has reached."""
+
+    reached = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = self.reached
+
+    def elapsed_time(self, other: "Moment") -> float:
+        return other.at - self.at
+
+
+def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of a batch, then a wait for the others, then the update; and a step that has no update."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    own_time = OwnTime(model, optimizer, torch.device("cuda", 0))
+    assert math.isnan(own_time.per_step())
+    for milliseconds, wait, update in ((100, 1000, True), (300, 2000, False), (200, 50, True)):
+        for _ in range(2):
+            Moment.reached += milliseconds / 2
+            model(torch.ones(3, 2)).sum().backward()
+        Moment.reached += wait
+        if update:
+            optimizer.step()
+        own_time.end_of_step()
+    assert own_time.per_step() == pytest.approx(0.15)
+
+
+def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
+    total = "sum(weights.sum().item() for weights in model.parameters())"
+    # In one write, with the end of its line: both ranks have the same output.
+    tell = f"print(f'sum {{here.rank}} {{{total}}}\\n', end='', flush=True)"
+    place.insert("ddp", tell, before="run.finish()")
+    done = run_stage(place.script("ddp"), *SMALL, "--results-dir", tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
+
+
+def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
+    """The CSV of a run, and what is beside it."""
+    results = folder / "results"
+    sample = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+    rows = records.by_run(records.read(sample))["ddp-20261121-041110-f2fc72"]
+    recorder = records.Recorder(results, rows[0])
+    for epoch in range(1, epochs + 1):
+        beside = [
+            {"epoch": epoch, "rank": rank, "host": f"n{rank // 2}", "device": "cuda:0", "device_name": "H200"}
+            | {"own_seconds": seconds if epoch > 1 else 99, "peak_memory_mb": 500 + rank}
+            for rank, seconds in own_seconds.items()
+        ]
+        recorder.add(beside, epoch=epoch, warmup=epoch == 1)
+    return recorder.path
+
+
+SLOW = {
+    "one of four": ({0: 1.0, 1: 1.1, 2: 1.0, 3: 1.6}, "rank 3 on n1 takes 1.6x the median of the others"),
+    "a little": ({0: 1.0, 1: 1.2}, ""),
+    "alone": ({0: 1.0}, ""),
+    "not known": ({0: 1.0, 1: math.nan, 2: 9.0}, ""),
+}
+
+
+@pytest.mark.parametrize(("own_seconds", "found"), SLOW.values(), ids=SLOW)
+def test_who_is_slow(own_seconds: dict, found: str, tmp_path: Path) -> None:
+    """Against the median of the others, without the warm-up, where all took 99 s."""
+    path = write(tmp_path, own_seconds)
+    (told,) = set(comparison.load([path])[0].slow_rank)
+    assert told == (f"{found} for its own part of a step" if found else "")
+
+
+def test_a_slow_rank_is_named_with_the_node_where_it_was_slow() -> None:
+    """A job that was requeued has gone on elsewhere."""
+    rows = [
+        {"rank": rank, "epoch": epoch, "own_seconds": seconds, "host": host}
+        for epoch, host, of_epoch in ((1, "n1", (1.0, 4.0)), (2, "n2", (1.0, 1.0)))
+        for rank, seconds in enumerate(of_epoch)
+    ]
+    assert records.slow_rank(rows).startswith("rank 1 on n1 takes 2.5x ")
+
+
+DAMAGE = {
+    "cut short": lambda text: text[:-10],
+    "another column": lambda text: text.replace("own_seconds", "seconds"),
+    "no number": lambda text: text.replace("\t99\t", "\tinf\t"),
+    "empty": lambda text: "",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named_and_the_run_is_compared(damage: object, tmp_path: Path) -> None:
+    path = write(tmp_path, {0: 1.0, 1: 2.0})
+    beside = records.beside(path)
+    beside.write_text(damage(beside.read_text()))
+    rows, skipped = comparison.load([tmp_path])
+    assert len(rows) == 3 and set(rows.slow_rank) == {""}
+    (sentence,) = skipped
+    assert sentence.startswith(f"{beside}: not read")
+
+
+def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
+    folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
+    for epochs in (1, 2):
+        done = script("single", *SMALL, *folders, "--epochs", epochs)
+        assert done.returncode == 0, done.stderr
+    table = of_ranks(tmp_path)
+    assert list(table.epoch) == [1, 2]
+    for row, own_seconds in zip(rows_of(tmp_path), table.own_seconds, strict=True):
+        assert 0 < own_seconds <= row["train_seconds"]
+
+
+# --- --debug ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
+    """The exercise of the README of stage 03."""
+    place = Checkout(tmp_path / "a checkout")
+    place.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
+    where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 20)
+    done = run_stage(place.script("ddp"), *SMALL, *where, processes=2)
+    assert done.returncode == 1
+    place_of = rf"on {re.escape(os.uname().nodename)}: cpu CPU: .+, \d+ core\(s\) [\d,-]+, gloo"
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} {place_of}, interface \S+ towards rank 0$", done.stdout, re.M)
+    assert "error on rank 0: lost the other ranks" in done.stderr
+    texts = [(tmp_path / "results" / "debug" / f"debug-rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
+    source = place.script("ddp").read_text().splitlines()
+    stacks = [re.findall(r'mnist_ddp\.py", line (\d+) in main', text) for text in texts]
+    first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
+    assert second.endswith("time.sleep(3600)") and first == "loss.backward()"
+    assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
+
+
+def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout", cluster)
+    (_, row) = place.train("srun", *SMALL, "--debug", sbatch=("--nodes=2", "--ntasks-per-node=1"))
+    log = place.log(row["job_id"])
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, interface ", log, re.M), log
+    jobs = place.folder / "results" / "jobs"
+    found = sorted(path.relative_to(jobs) for path in place.folder.rglob("debug-*"))
+    assert "SLURM_LOCALID=0" in (jobs / found[1]).read_text()
+    assert found == [Path(row["job_id"], f"debug-rank-{rank}.txt") for rank in (0, 1)]
+
+
+def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
+    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, interface unknown$", done.stdout, re.M)
+    (tmp_path / "file" / "debug").parent.mkdir()
+    (tmp_path / "file" / "debug").touch()
+    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path / "file")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --debug cannot write to ") and done.stderr.count("\n") == 1

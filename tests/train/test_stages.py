@@ -1,0 +1,239 @@
+"""The three stages, run as their users run them: what they record, and that N ranks equal one."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkout import Checkout
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage, stage_command, weights_of
+from forking import free_port
+
+from trainkit import batches, data, options, staging
+from trainkit.evaluation import evaluate
+from trainkit.model import Net
+
+SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32")
+EXACT = (*SMALL, "--lr", 0.1)
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "precision"),
+    [("single", None, "bf16"), ("dp", None, "fp32"), ("ddp", None, "fp32"), ("ddp", 2, "fp32")],
+)
+def test_a_stage_learns_and_records_every_epoch(
+    stage: str, processes: int | None, precision: str, trained
+) -> None:
+    rows = trained(stage, "--epochs", 2, *SMALL, "--precision", precision, processes=processes)
+    world = processes or 1
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["warmup"] for row in rows] == [True, False]
+    assert rows[1]["test_accuracy"] > 75  # chance is 10
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert rows[0]["elapsed_s"] < rows[1]["elapsed_s"]
+    for row in rows:
+        assert row["stage"] == stage
+        assert row["world_size"] == row["devices"] == world
+        assert row["launcher"] == ("torchrun" if processes else "python")
+        assert (row["steps"], row["images"]) == (20, 1200)  # the last 50 images do not fill a batch
+        assert row["global_batch"] == row["batch_per_device"] * world == 60
+        # All ranks' images over the slowest rank's time.
+        assert row["images_per_s"] == pytest.approx(row["images"] / row["train_seconds"], rel=1e-4)
+        assert row["device_name"].startswith("CPU: ")
+        assert row["threads_per_worker"] == 1
+        assert row["precision"] == precision
+        assert row["flops_per_image"] == 71_565_312
+    assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
+
+
+def test_the_classic_loader_sees_the_same_images(tmp_path: Path) -> None:
+    """Resident bytes and the DataLoader feed the same numbers, so the losses agree up to rounding."""
+    losses = {}
+    for loader in (("--loader", "resident"), ("--loader", "workers", "--num-workers", 1)):
+        folder = tmp_path / loader[1]
+        options_ = (*EXACT, "--epochs", 1, *loader, "--results-dir", folder)
+        done = run_stage("single", *options_)
+        assert done.returncode == 0, done.stderr
+        losses[loader[1]] = [row["train_loss"] for row in rows_of(folder)]
+    assert losses["workers"] == pytest.approx(losses["resident"], rel=1e-4)
+
+
+def test_n_ranks_train_as_one(tmp_path: Path) -> None:
+    """With dropout off, 1, 2 and 3 processes give the same losses and weights up to float rounding.
+
+    N ranks add the same numbers in another order, which rounds differently by some 1e-7 of each.
+    Over 66 steps that once grew to 1e-4 of a weight here and to 1e-4 of a loss; the tolerances are five
+    times that.
+    """
+    options_ = (*EXACT, "--epochs", 2, "--save-model")
+    runs = {}
+    for ranks in (1, 2, 3):
+        folder = tmp_path / str(ranks)
+        done = run_stage(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, processes=ranks)
+        assert done.returncode == 0, done.stderr
+        runs[ranks] = rows_of(folder), weights_of(folder)
+    one, one_weights = runs.pop(1)
+    for many, many_weights in runs.values():
+        for column in ("train_loss", "test_loss"):
+            assert [row[column] for row in many] == pytest.approx([row[column] for row in one], rel=5e-4)
+        assert many_weights.keys() == one_weights.keys() == Net().state_dict().keys()
+        for name, weights in one_weights.items():
+            torch.testing.assert_close(many_weights[name], weights, rtol=0, atol=5e-4, msg=name)
+
+
+def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
+    """10,000 test images do not divide by 3; padding a shard would count some of them twice."""
+    arguments = (*EXACT, "--test-size", 10_000, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
+    done = run_stage("ddp", *arguments, processes=3)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path)
+    model = Net()
+    model.load_state_dict(weights_of(tmp_path))
+    opts = options.parse("", [])
+    _, test_set = data.load("mnist", staging.DEFAULT_DIR)
+    tested = evaluate(model, batches.testing(test_set, opts, torch.device("cpu")), F.nll_loss)
+    assert row["test_images"] == tested.samples == 10_000
+    assert row["test_accuracy"] == pytest.approx(tested.accuracy, abs=1e-6)
+    assert row["test_loss"] == pytest.approx(tested.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int) -> None:
+    count, batch = 240, 24
+    opts = options.parse("", ["--batch-size", str(batch), "--loader", loader])
+    split = data.Split("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+    one = batches.training(split, opts, torch.device("cpu"))
+    ranks = [
+        batches.training(split, opts, torch.device("cpu"), rank, world_size) for rank in range(world_size)
+    ]
+    orders = []
+    for epoch in (1, 2, 3):
+        for loaded in (one, *ranks):
+            loaded.set_epoch(epoch)
+        whole = [labels for _, labels in one]
+        shares = [[labels for _, labels in rank] for rank in ranks]
+        for step, expected in enumerate(whole):
+            assert torch.equal(torch.cat([share[step] for share in shares]), expected)
+        seen = torch.cat(whole)
+        assert torch.equal(seen.sort().values, torch.arange(count))
+        orders.append(seen)
+    assert not torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2])
+
+
+def test_test_shares_cover_the_test_set_once() -> None:
+    for world_size in (1, 2, 3, 7):
+        shares = [batches.TestOrder(100, 8, rank, world_size) for rank in range(world_size)]
+        seen = [index for share in shares for indices in share for index in indices]
+        assert seen == list(range(100))
+        # Numbers, and no tensors: those would be fetched by a loader process, which may be killed meanwhile.
+        assert {type(index) for index in seen} == {int}
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        sampler = batches.GlobalOrder(100, 100, seed)
+        sampler.epoch = epoch
+        return [index for indices in sampler for index in indices]
+
+    assert order(1, 1) == order(1, 1)
+    # Seed and epoch are both heard, though the generator reads 32 bits only.
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (1, 2, 3)}) == 9
+
+
+def test_srun_variables_make_a_world(tmp_path: Path) -> None:
+    """Two processes with what srun sets, and no RANK, meet as ranks 0 and 1."""
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "SLURM_JOB_ID": "42"}
+    command = stage_command("ddp", *SMALL, "--epochs", 1, "--no-cuda", "--results-dir", tmp_path)
+    processes = [
+        subprocess.Popen(command, env=ENVIRONMENT | shared | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in "01"
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (row,) = rows_of(tmp_path)
+    assert (row["world_size"], row["launcher"], row["job_id"]) == (2, "srun", "42")
+
+
+def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> None:
+    command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", tmp_path)
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stdout if line.startswith("epoch 1/"))
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*.csv")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    rows = rows_of(tmp_path)
+    assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = run_stage("ddp", "--dry-run", "--save-model", "--results-dir", tmp_path / "new", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "dry run" in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
+    done = run_stage("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=2)
+    # But for PyTorch 2.9's own, and for what a busy machine adds: that a rank was slow.
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line and " takes " not in line]
+    assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+    # What runs and how, how long that took to start, two epochs, the memory of each, where the results are.
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "place"), [("single", None, "device"), ("ddp", 2, "process group")]
+)
+def test_the_log_tells_what_the_start_went_into(
+    stage: str, processes: int | None, place: str, tmp_path: Path
+) -> None:
+    done = run_stage(stage, *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=processes)
+    ((all_of_it, parts),) = re.findall(r"^started in (\S+) s: (.*)$", done.stdout, re.MULTILINE)
+    seconds = {what: float(part) for what, _, part in (one.rpartition(" ") for one in parts.split(", "))}
+    words = ["imports", place, "data", "network", "precision", "optimizer", "record", "first step"]
+    assert list(seconds) == words
+    assert sum(seconds.values()) == pytest.approx(float(all_of_it), abs=0.5)  # they are rounded
+    assert float(all_of_it) < rows_of(tmp_path)[0]["elapsed_s"] + 0.1
+
+
+@pytest.mark.parametrize(("epochs", "tries"), [(14, False), (1000, True)])
+def test_cudnn_tries_its_algorithms_where_a_run_is_long_enough(
+    epochs: int, tries: bool, script: Script, tmp_path: Path
+) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert(
+        "single", 'print("tries:", torch.backends.cudnn.benchmark); return', before="for epoch in run.epochs"
+    )
+    done = script(
+        checkout.script("single"), "--epochs", epochs, "--precision", "fp32", "--results-dir", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"tries: {tries}" in done.stdout
+
+
+def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Path) -> None:
+    done = run_stage("dp", *SMALL, "--epochs", 1, "--results-dir", tmp_path)
+    assert "DataParallel needs at least 2 GPUs and finds 0" in done.stdout
+    (row,) = rows_of(tmp_path)
+    assert (row["stage"], row["devices"]) == ("dp", 1)
+
+
+def test_auto_precision_is_found_out_and_recorded(trained) -> None:
+    rows = trained("ddp", "--train-size", 128, "--test-size", 100, "--epochs", 1, processes=2)
+    assert rows[0]["precision"] in ("fp32", "bf16")
+
+
+def test_the_fast_recipe_learns(trained) -> None:
+    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
+    (row,) = trained("single", "--recipe", "fast", *sizes, "--precision", "fp32")
+    assert row["recipe"] == "fast"
+    assert row["test_accuracy"] > 90

@@ -1,0 +1,204 @@
+"""CSVs that no run has written, among good ones: each is named in a sentence, and the others are compared."""
+
+import csv
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+from matplotlib.figure import Figure
+
+from trainkit.analysis import comparison, waste
+from trainkit.analysis.report import report
+from trainkit.errors import UserError
+from trainkit.records import COLUMNS, Recorder
+
+SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers
+FORMULA, TAG, MATHS = "=cmd|'/c calc'!A0", "<script>alert(1)</script>", "$\\frac{$"
+NUMBERS = ("nan", "inf", "-inf", "-5", "1e308", "", "many", "9" * 5000)
+# Column -> cells that it never holds.
+ZERO = ["zero\0"] if sys.version_info >= (3, 11) else []  # which csv does not write, nor read, before
+REFUSED = {
+    "run_id": ["\x1b]0;title\x07"],
+    "stage": ["x" * 100_000, "\x1b[31mred", "a\nb", "a\rb", *ZERO, "\u202egnp"],
+    "device_name": ["x" * 201],
+    "node_list": ["x" * 20_001],
+    "devices": ["0", "1e3", *NUMBERS],
+    "world_size": ["0"],
+    "epoch": ["0"],
+    "global_batch": [str(2**63)],
+    "warmup": ["2"],
+    "images_per_s": ["0", *NUMBERS],
+    "train_seconds": ["0", *NUMBERS],
+    "eval_seconds": ["-1"],
+    "elapsed_s": NUMBERS,
+    "train_loss": ["nan", "inf", "1e308"],
+    "test_accuracy": ["inf", "-1", "100.1", "1e308"],
+    "peak_memory_mb": ["inf"],
+}
+
+
+def made(folder: Path, name: str, last: dict[str, str] | None = None, **cells: str) -> Path:
+    """A copy of a good run with other cells in all its rows, or with those of `last` in its last one."""
+    with SAMPLE.open() as file:
+        good = [row for row in csv.DictReader(file) if row["run_id"] == GOOD]
+    rows = [{"model": "Net"} | row | {"run_id": name} | cells for row in good]
+    rows[-1] |= last or {}
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / f"{name}.csv"
+
+
+def plot(*paths: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    script = REPOSITORY / "results" / "plot_results.py"
+    return subprocess.run(
+        [sys.executable, script, *paths, "--out", out],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Path) -> None:
+    """A hundred files in one call: each is skipped for its line and column, or for what it is."""
+    folder = tmp_path / "hostile"
+    reasons = {}
+    for column, cells in REFUSED.items():
+        for i, cell in enumerate(cells):
+            line = 5 if "\n" in cell or "\r" in cell else 4
+            reasons[made(folder, f"{column}-{i}", {column: cell})] = f"line {line}, column {column}: "
+    reasons[made(folder, "version", schema_version="9" * 5000)] = "its schema version 999"
+    reasons[folder / "field.csv"] = "field larger than field limit"
+    (folder / "field.csv").write_text(f"{'x' * 200_000}\n1\n")
+    reasons[folder / "pipe.csv"] = reasons[folder / "zero.csv"] = "it is not a regular file"
+    os.mkfifo(folder / "pipe.csv")
+    (folder / "zero.csv").symlink_to("/dev/zero")
+    reasons[folder / "loop.csv"] = "Too many levels of symbolic links"
+    (folder / "loop.csv").symlink_to("loop.csv")
+    reasons[folder / "large.csv"] = "it has more than 16,777,216 bytes"
+    with (folder / "large.csv").open("w") as file:
+        file.truncate(2**30)
+    reasons[folder / r"\x1b[31m\udcff.csv"] = "it has no rows"
+    Path(os.fsdecode(bytes(folder) + b"/\x1b[31m\xff.csv")).touch()
+
+    done = plot(SAMPLE, folder, folder / "pipe.csv", out=tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = "".join(done.stdout.split())  # long lines are wrapped
+    for path, reason in reasons.items():
+        assert told.count("".join(f"Skipped: {path}: not read, {reason}".split())) == 1, (path, reason)
+    assert told.count("Skipped:") == len(reasons)
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    expected = pd.read_csv(SAMPLE.parent / "comparison.csv")
+    table = pd.read_csv(tmp_path / "out" / "comparison.csv")
+    assert table.images_per_s.to_list() == expected.images_per_s.to_list()
+
+
+def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
+    """What a training of one's own may be called reaches the terminal, Markdown, a spreadsheet as text."""
+    names = {
+        "stage": (FORMULA, TAG, MATHS, "a|b `c` *d*", "[x](http://x)", "训练 🚀", "@SUM(1)"),
+        "dataset": (FORMULA, TAG, MATHS),
+        "device_name": (FORMULA, TAG, MATHS),
+        "precision": (FORMULA, TAG),
+    }
+    for column, values in names.items():
+        for i, value in enumerate(values):
+            made(tmp_path / "in", f"{column}-{i}", **{column: value})
+    done = plot(tmp_path / "in", out=tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Skipped" not in done.stdout
+    with (tmp_path / "out" / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {f"'{FORMULA}", "'@SUM(1)", TAG, MATHS, "训练 🚀"} <= {row["stage"] for row in rows}
+    assert not [cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))]
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    assert "<" not in text and "](http" not in text and "\\`c\\`" in text and "\\$\\\\frac{\\$" in text
+    lines = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_a_damaged_file_never_raises_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hundred random damages to a good file of several runs; a good one is still compared in the end."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: path.touch())
+    good, chance = SAMPLE.read_bytes(), random.Random(8)
+    junk = (b"", b",", b"\n", b'"', b"\0", b"-", b"e99", b"nan", b"\xff", b"=1", b"\x1b[2J", b"0" * 5000)
+    for i in range(200):
+        content = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            start = chance.randrange(len(content))
+            end = start + chance.choice((0, 0, 1, 5, len(content)))
+            content[start:end] = chance.choice(junk)
+        (tmp_path / f"{i}.csv").write_bytes(content)
+        try:
+            report([tmp_path / f"{i}.csv"], tmp_path / "out")
+        except UserError as error:
+            assert len(str(error).splitlines()) == 1
+    made(tmp_path, "good")
+    rows, skipped = comparison.load([tmp_path])
+    assert 100 < len(skipped) < 200
+    assert "good" in set(rows.run_id)
+    report([tmp_path], tmp_path / "out")
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\xff\xfe", b"\0", b"{", b"3", b"[]", b"{}", b"[" * 100_000, b" " * 2**21 + b"{}"),
+        *(
+            f'{{"joules_per_1000_images": {value}}}'.encode()
+            for value in ("-1", "NaN", "Infinity", "1e999", '"4"', "[]")
+        ),
+        b'{"joules_per_1000_images": %s}' % (b"9" * 5000),
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: bytes) -> None:
+    """The run counts without it."""
+    beside = waste.beside(made(tmp_path, "one"))
+    beside.write_bytes(content)
+    rows, (sentence,) = comparison.load([tmp_path])
+    assert sentence.startswith(f"{beside}: not read, ") and len(sentence) < len(str(beside)) + 100
+    assert len(rows) and rows.joules_per_1000_images.isna().all()
+
+
+def test_a_verdict_that_is_no_file(tmp_path: Path) -> None:
+    """A pipe would be waited for."""
+    os.mkfifo(waste.beside(made(tmp_path, "one")))
+    waste.beside(made(tmp_path, "two")).mkdir()
+    _, skipped = comparison.load([tmp_path])
+    assert [sentence.rpartition(": ")[2] for sentence in skipped] == [
+        "not read, it is not a regular file."
+    ] * 2
+
+
+def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -> None:
+    """Two workers, then four: a note names it, and the rows of both configurations are without it."""
+    made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
+    done = plot(SAMPLE, tmp_path / "in", out=tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    note = "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: it counts in neither."
+    assert note in done.stdout.replace("\n    ", " ")
+    expected = (SAMPLE.parent / "comparison.md").read_text()
+    written = (tmp_path / "out" / "comparison.md").read_text()
+    assert written.replace(f"- {note}\n", "") == expected
+
+
+@pytest.mark.parametrize("column", ["stage", "dataset", "model"])
+def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
+    facts = dict.fromkeys(COLUMNS, "Net 训练 $")
+    Recorder(tmp_path, facts)
+    for name in ("a\nb", "x" * 201):
+        with pytest.raises(UserError, match=f"the {column}'s name cannot be recorded"):
+            Recorder(tmp_path, facts | {column: name})

@@ -1,0 +1,193 @@
+"""The answer to "how many GPUs?": on recorded runs, on laws whose truth is known, and where there is none."""
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+from forking import Forking
+from test_plot_results import ddp, write_run
+
+from trainkit import options, records
+
+SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
+SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"
+FIGURES = {f"how_many_{name}.png" for name in ("speedup", "cost", "time_to_accuracy", "break_even")}
+COUNTS, BATCHES = (1, 2, 4), (256, 512, 1024)
+Asked = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def asked(forking: Forking) -> Asked:
+    """Asks as a user does."""
+    return lambda *arguments: forking.run(SCRIPT, *arguments, env=ENVIRONMENT)
+
+
+@pytest.fixture
+def answered(asked: Asked) -> Callable[..., dict]:
+    """The answer for a program."""
+    return lambda *arguments: json.loads(asked(*arguments, "--json").stdout)
+
+
+def step_seconds(devices: int, batch: int) -> float:
+    return 0.002 + batch / devices * 1e-4 + 0.01 * (devices - 1) / devices
+
+
+def runs(
+    folder: Path,
+    law: Callable[[int, int], float] = step_seconds,
+    counts: tuple[int, ...] = COUNTS,
+    batches: tuple[int, ...] = BATCHES,
+    **facts: object,
+) -> Path:
+    """Runs whose steps take what `law` says, within half a percent."""
+    for devices in counts:
+        for batch in batches:
+            speeds = [batch / law(devices, batch) * about for about in (0.8, 0.995, 1, 1.005)]
+            stage = facts | (ddp(devices, stage=facts.get("stage", "ddp")) if devices > 1 else {})
+            sizes = {"global_batch": batch, "batch_per_device": batch // devices}
+            write_run(folder, f"{folder.name}-{devices}-{batch}", speeds, **stage, **sizes)
+    return folder / "runs"
+
+
+def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
+    """The recommendation comes first; the table, the CSV, the JSON and the proposal have the same numbers."""
+    done = asked(SAMPLE, "--target", 94, "--out", tmp_path, "--proposal", 20)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Ask for 2 CPU workers on 1 node, DDP, batch 128: ")
+    assert max(map(len, done.stdout.partition("To know better")[0].splitlines())) <= 120
+    assert {path.name for path in tmp_path.glob("*.png")} == FIGURES
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
+
+    numbers = pd.read_csv(tmp_path / "how_many_gpus.csv")
+    page = (tmp_path / "how_many_gpus.md").read_text()
+    assert len(numbers) == sum(line.startswith("| ") for line in page.splitlines()) - 2
+    assert (numbers.images_per_s_low <= numbers.images_per_s).all()
+    chosen = numbers[(numbers.devices == 2) & (numbers.global_batch == 128)].iloc[0]
+    assert chosen.basis == "measured"
+
+    answer = json.loads(asked(SAMPLE, "--target", 94, "--json").stdout)
+    best = answer["best"]
+    assert [best[name] for name in ("stage", "devices", "nodes", "global_batch")] == ["ddp", 2, 1, 128]
+    assert best["minutes"][1] == pytest.approx(chosen.minutes)
+    assert len(answer["options"]) == len(numbers)
+    assert answer["sentence"] in done.stdout.replace("\n   ", "")
+
+    proposal = (tmp_path / "proposal.md").read_text()
+    hours = float(re.search(r"20 trainings: \*\*(\S+) worker-hours", proposal)[1])
+    assert hours == pytest.approx(20 * chosen.gpu_hours, rel=0.01)
+    assert "![how_many_speedup.png]" in proposal and "PyTorch" in proposal
+
+
+def test_a_law_is_found_again(answered: Callable[..., dict], tmp_path: Path) -> None:
+    """Of the counts that keep 70 %, the one of the truth; and within the intervals what the truth is."""
+    answer = answered(runs(tmp_path), "--epochs", 20)
+    best = answer["best"]
+    assert (best["devices"], best["global_batch"], answer["sure"] >= 0.9) == (4, 1024, True)
+    for option in answer["options"]:
+        truth = option["global_batch"] / step_seconds(option["devices"], option["global_batch"])
+        low, middle, high = option["images_per_s"]
+        if option["basis"] == "measured":
+            assert low < truth < high and middle == pytest.approx(truth, rel=0.02)
+    assert "GPU-hours" in answer["sentence"] and {o["devices"] for o in answer["options"]} == {1, 2, 4, 8}
+
+
+def test_wishes_decide(answered: Callable[..., dict], tmp_path: Path) -> None:
+    """With time to spare the cheapest; other counts and batches where they are asked for."""
+    folder = runs(tmp_path)
+    assert answered(folder, "--epochs", 20, "--deadline", "01:00:00")["best"]["devices"] == 1
+    assert answered(folder, "--epochs", 20, "--min-efficiency", 85)["best"]["devices"] == 2
+    chosen = answered(folder, "--epochs", 20, "--gpus", "2,8", "--batch-size", 512, "--gpus-per-node", 8)
+    assert {(o["devices"], o["nodes"], o["global_batch"]) for o in chosen["options"]} == {
+        (2, 1, 512), (8, 1, 512),
+    }  # fmt: skip
+
+
+def test_the_run_that_would_help_is_ready_to_paste(answered: Callable[..., dict], tmp_path: Path) -> None:
+    """With one device measured: a run on two, with the settings of those there are."""
+    facts = {"width": 8, "recipe": "sgd", "lr": 0.08, "lr_scale": "linear", "gamma": 0.9}
+    answer = answered(runs(tmp_path, counts=(1,), batches=(256,), **facts))
+    assert answer["best"] is None and "one device" in answer["sentence"]
+    python, script, *arguments = shlex.split(answer["probes"][0]["command"])
+    assert python == "python" and (REPOSITORY / script).is_file()
+    assert arguments[:2] == ["--gpus", "2"]
+    opts = options.parse("", arguments[2:])
+    assert (opts.batch_size, opts.width, opts.recipe, opts.gamma) == (256, 8, "sgd", 0.9)
+    assert (opts.scaled_lr, opts.precision, opts.train_size) == (pytest.approx(0.08), "fp32", 59904)
+
+
+def test_the_doctors_all_reduce(answered: Callable[..., dict], tmp_path: Path) -> None:
+    """Two nodes are predicted from one device where the doctor has measured the exchange on such devices."""
+    folder = runs(tmp_path, counts=(1,), parameters=1_000_000)
+    assert {option["nodes"] for option in answered(folder)["options"]} == {1}
+    facts = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1", "started_at": ""}
+    sums = [{"bytes": size, "seconds": 1e-4 + size / 1e9} | facts for size in (1000, 10**6, 10**8)]
+    for name, device in (("ours", "NVIDIA H200"), ("other", "NVIDIA A100")):
+        slower = 1 if name == "ours" else 1000
+        rows = [row | {"device_name": device, "seconds": slower * row["seconds"]} for row in sums]
+        records.put_all_reduce(tmp_path / "all_reduce" / f"{name}.tsv", rows)
+    (tmp_path / "all_reduce" / "broken.tsv").write_text("bytes\n1\n")
+    answer = answered(folder)
+    two = {o["global_batch"]: o for o in answer["options"] if (o["devices"], o["nodes"]) == (2, 2)}
+    low, _, high = two[1024]["images_per_s"]
+    computation = 0.002 + 512e-4
+    assert 0.97 * 1024 / (computation + 0.0041) < low < high < 1.03 * 1024 / computation
+    assert any("broken.tsv" in sentence for sentence in answer["skipped"])
+
+
+def too_fast(devices: int, batch: int) -> float:
+    return step_seconds(1, batch) / (1 if devices == 1 else 1.2 * devices)
+
+
+def falling(devices: int, batch: int) -> float:
+    return 1 / batch if devices == 1 else batch * 1e-6
+
+
+def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
+    """A sentence each, and the exit code says it."""
+    law = runs(tmp_path / "law")
+    mixed = runs(tmp_path / "mixed" / "a").parents[1]
+    runs(tmp_path / "mixed" / "b", device_name="NVIDIA A100")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "runs on one device tell nothing of several",
+        (runs(tmp_path / "fast", too_fast),): "all efficiencies are above 100 %",
+        (runs(tmp_path / "falling", falling),): "no model explains these runs",
+        (mixed,): "1: device NVIDIA A100 (9 runs); 2: device NVIDIA H200 (9 runs). Choose one with --set N",
+        (mixed, "--set", 3): "Choose one with --set N",
+        (law, "--set", 3): "these runs are of one set",
+        (law, "--gpus", 3): "can be predicted (no batch can be shared out evenly)",
+        (runs(tmp_path / "two", counts=(2,)), "--epochs", 5): "no run on one device was measured",
+        (law, "--target", 99.9): "no run has reached 99.9 %",
+        (law, "--deadline", 0.01): "nothing keeps the deadline of 0.01 min: the fastest takes",
+        (law, "--epochs", 5, "--budget", 1e-6): "the budget of 1e-06 GPU-hours",
+        (law, "--deadline", "soon"): "'soon' is neither HH:MM:SS nor a number of minutes",
+        (law, "--target", 98, "--epochs", 3): "not allowed with argument",
+        (tmp_path / "empty",): "no runs found",
+        (tmp_path / "nowhere",): "is not there",
+    }
+    for arguments, sentence in cases.items():
+        done = asked(*arguments, "--json")
+        told = done.stdout + done.stderr
+        assert done.returncode == 1 and sentence in told and "Traceback" not in told, (sentence, told)
+    done = asked(mixed, "--set", 2, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["best"]
+
+
+def test_names_are_escaped_bad_files_named_and_old_figures_gone(asked: Asked, tmp_path: Path) -> None:
+    folder = runs(tmp_path, stage="<b>|x`", counts=(1, 2))
+    (folder / "broken.csv").write_text("schema_version\n1\n")
+    old = tmp_path / "how_many_time_to_accuracy.png"
+    old.touch()
+    done = asked(folder, "--epochs", 5, "--budget", 10, "--out", tmp_path, "--proposal")
+    assert done.returncode == 0, done.stderr
+    assert "broken.csv" in done.stdout.replace("\n    ", " ")
+    assert {path.name for path in tmp_path.glob("*.png")} == FIGURES - {old.name}
+    for name in ("how_many_gpus.md", "proposal.md"):
+        page = re.sub("```.*?```", "", (tmp_path / name).read_text(), flags=re.DOTALL)
+        assert "<b>" not in page and "&lt;b&gt;\\|x\\`" in page

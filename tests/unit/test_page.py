@@ -1,0 +1,151 @@
+"""The page to share: what is in its file, and what a browser makes of it."""
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from browser import Browser, running_browser
+from conftest import REPOSITORY
+from test_hostile_records import MATHS, TAG, made
+
+from trainkit.analysis import page
+from trainkit.analysis.report import report, report_each
+
+SAMPLES = REPOSITORY / "results" / "sample"
+RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
+HOSTILE = f'"{TAG}" onload=alert(1) {{{{ 1 + 1 }}}} {MATHS}'
+PHONE, PAPER = 390, 1047  # CSS pixels: a phone's width, and that of A4 between its margins
+# The tables of runs; others say what to ask for.
+TABLES = "[...document.querySelectorAll('.sortable')].filter(table => table.querySelector('details'))"
+ROWS = f"[...{TABLES}[0].tBodies]"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed runs, and of two whose names would like to be markup."""
+    folder = tmp_path_factory.mktemp("page")
+    for device in ("CPU: a", "CPU: b"):
+        name = f"hostile-{device[-1]}"
+        made(folder / "runs", name, stage=HOSTILE, device_name=device, node_list=HOSTILE, torch_version=TAG)
+    report([RUNS, folder / "runs"], folder / "out")
+    return folder / "out" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    try:
+        with running_browser() as running:
+            yield running
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def number(browser: Browser, header: str) -> int:
+    """Of a column of the first table, counted from 0."""
+    headers = f"[...{TABLES}[0].tHead.rows[0].cells].map(cell => cell.innerText.trim())"
+    return browser.evaluate(headers).index(header)
+
+
+def column(browser: Browser, header: str) -> list[str]:
+    """The cells of a column of the first table, from top to bottom, as they are shown."""
+    return browser.evaluate(f"{ROWS}.map(body => body.rows[0].cells[{number(browser, header)}].innerText)")
+
+
+def test_a_file_of_its_own(written: Path) -> None:
+    """All figures are in it, nothing is fetched, and no name is markup."""
+    text = written.read_text()
+    figures = sorted(written.parent.glob("*.png"))
+    assert figures and text.count("<img ") == len(figures)
+    for figure in figures:
+        assert base64.b64encode(figure.read_bytes()).decode() in text
+    assert "http" not in text.replace("http-equiv", "") and TAG not in text
+    assert text.count("<script>") == 1 and "{{ 1 + 1 }}" in text
+
+
+def test_without_a_script(written: Path) -> None:
+    """All cells of comparison.md are in the file itself, and every run."""
+    text = written.read_text()
+    lines = re.findall(r"^\| (.*) \|$", written.with_name("comparison.md").read_text(), re.MULTILINE)
+    cells = {cell for line in lines for cell in line.split(" | ") if cell.replace(".", "").isalnum()}
+    assert len(cells) > 30 and all(f">{cell}<" in text for cell in cells)
+    for run_id in set(pd.read_csv(RUNS).run_id):
+        assert f"<td>{run_id}</td>" in text and f"<td>{RUNS}</td>" in text
+
+
+def test_a_page_of_anything(tmp_path: Path, browser: Browser) -> None:
+    """Every kind of block shows its text, and a row without runs opens to nothing."""
+    texts = ["a heading", "a paragraph", "a note", "another", "make compare ARGS='--epochs 3'", "1.5", "-"]
+    table = page.Table(pd.DataFrame({"speed": texts[5:]}))
+    blocks = [
+        page.Heading(texts[0]),
+        page.Text(texts[1]),
+        page.Notes(texts[2:4]),
+        page.Command(texts[4]),
+        table,
+    ]
+    page.write(tmp_path / "page.html", "A title", blocks)
+    browser.open(tmp_path / "page.html")
+    shown = browser.evaluate("document.body.innerText")
+    assert all(text in shown for text in ["A title", *texts])
+    assert browser.evaluate("document.querySelectorAll('details').length") == 0
+    assert browser.evaluate("document.title") == "A title" and not browser.complaints()
+
+
+def test_each_folder_has_a_page(tmp_path: Path, browser: Browser) -> None:
+    report_each([SAMPLES / "cpu-xeon-2-cores" / "lessons.csv", RUNS], tmp_path)
+    browser.open(tmp_path / "each.html")
+    rows = browser.evaluate("document.querySelectorAll('.sortable > tbody').length")
+    assert rows == len(pd.read_csv(tmp_path / "each.csv"))
+    assert not browser.complaints()
+
+
+def test_a_browser_shows_it(written: Path, browser: Browser) -> None:
+    """Tables and figures are there, names are texts, and nothing is complained of or fetched."""
+    browser.open(written)
+    table = pd.read_csv(written.with_name("comparison.csv"))
+    assert browser.evaluate(f"{TABLES}.length") == table.device_name.nunique()
+    assert browser.evaluate(f"{TABLES}.flatMap(table => [...table.tBodies]).length") == len(table)
+    assert "Ask for 2 CPU workers on 1 node" in browser.evaluate("document.body.innerText")
+    widths = browser.evaluate("[...document.images].map(image => image.naturalWidth)")
+    assert len(widths) == len(list(written.parent.glob("*.png"))) and min(widths) > 500
+    assert HOSTILE in browser.evaluate("document.querySelector('p').innerText")
+    assert not browser.complaints()
+    assert all(address.startswith(("file:", "data:")) for address in browser.asked_for())
+
+
+def test_a_click_sorts(written: Path, browser: Browser) -> None:
+    """By numbers where there are some, upwards and then downwards; the runs go with their row."""
+    browser.open(written)
+    before, runs = column(browser, "wall s"), f"{ROWS}.map(body => body.textContent)"
+    together = browser.evaluate(runs)
+    header = f".sortable:has(details) th:nth-child({1 + number(browser, 'wall s')}) button"
+    for i in range(2):
+        browser.click(header)
+        assert column(browser, "wall s") == sorted(before, key=float, reverse=bool(i))
+    assert sorted(browser.evaluate(runs)) == sorted(together) and not browser.complaints()
+
+
+def test_a_row_opens_to_its_runs(written: Path, browser: Browser) -> None:
+    browser.open(written)
+    told = "document.querySelector('details').innerText"
+    closed = browser.evaluate(told)
+    browser.click("summary")
+    opened = browser.evaluate(told)
+    assert "runs/single-" in opened and "runs/single-" not in closed and not browser.complaints()
+
+
+@pytest.mark.parametrize(("width", "print_as"), [(PHONE, False), (PAPER, True)], ids=["phone", "paper"])
+def test_it_fits(written: Path, browser: Browser, width: int, print_as: bool) -> None:
+    """On a phone a table scrolls within its box, never the page; on paper all of it is there."""
+    browser.open(written, width, print_as)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('.box')].map(box => [box.scrollWidth, box.clientWidth])"
+    )
+    assert any(all_of_it > shown for all_of_it, shown in boxes) == (width == PHONE)
+    if print_as:
+        paper = base64.b64decode(browser.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+        assert paper.startswith(b"%PDF")

@@ -1,0 +1,818 @@
+"""The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.image
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from trainkit.analysis import waste
+from trainkit.analysis.report import report, report_each
+from trainkit.errors import UserError
+from trainkit.records import ADDED, COLUMNS, Recorder
+
+pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "results" / "plot_results.py"
+GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
+FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
+SIZE = "size.png"  # only where there is more than one
+
+
+def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
+    """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
+    row = dict.fromkeys(COLUMNS, "") | {
+        **ADDED,
+        "stage": "single",
+        "run_id": run_id,
+        "dataset": "mnist",
+        "model": "Net",
+        "loader": "resident",
+        "workers_per_loader": 0,
+        "recipe": "classic",
+        "world_size": 1,
+        "nodes": 1,
+        "devices": 1,
+        "device_name": GPU,
+        "threads_per_worker": 1,
+        "global_batch": 256,
+        "batch_per_device": 256,
+        "accumulate": 1,
+        "lr": 1.0,
+        "gamma": 0.7,
+        "precision": "fp32",
+        "seed": 1,
+        "test_images": 10_000,
+        "torch_version": "2.15.0",
+    }
+    row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1, "learning_rate": 1.0} | facts
+    recorder = Recorder(folder, row)
+    for i, speed in enumerate(speeds):
+        epoch = {
+            "epoch": i + 1,
+            "warmup": i == 0,
+            "train_seconds": 59904 / speed,
+            "images_per_s": speed,
+            "eval_seconds": 0.5,
+            "test_accuracy": 98.0 + 0.25 * i,
+            "peak_memory_mb": 300.0,
+            "elapsed_s": 10.0 * (i + 1),
+        }
+        recorder.add(**(epoch | {k: v for k, v in facts.items() if k in epoch}))
+    return recorder.path
+
+
+def ddp(devices: int, **facts: object) -> dict[str, object]:
+    return {"stage": "ddp", "devices": devices, "world_size": devices} | facts
+
+
+def dp(devices: int, **facts: object) -> dict[str, object]:
+    return {"stage": "dp", "devices": devices} | facts
+
+
+def own(devices: int, **facts: object) -> dict[str, object]:
+    """Somebody's copy of stage 03 with another name, network and data."""
+    return ddp(devices, stage="depth", model="UNet", dataset="rooms") | facts
+
+
+def plot(*args: object, cwd: Path = ROOT, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*prefix, sys.executable, str(SCRIPT), *map(str, args)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+class Seen(NamedTuple):
+    """What the terminal shows, wrapped lines joined; comparison.csv; and the figures by their names."""
+
+    text: str
+    table: pd.DataFrame
+    figures: dict[str, Figure]
+
+    def titles(self, name: str) -> list[str]:
+        """Of every panel of a figure, on one line each."""
+        figure = self.figures[name]
+        titles = [text.get_text() for part in figure.subfigs for text in part.texts]
+        return [title.replace("\n", " ") for title in titles or [axes.get_title() for axes in figure.axes]]
+
+    def legend(self, name: str) -> list[str]:
+        return [text.get_text() for text in self.figures[name].legends[0].get_texts()]
+
+
+Compared = Callable[..., Seen]
+
+
+@pytest.fixture
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """Compares the runs in the test's folder, or those given. The figures are made, but not as pixels."""
+
+    def compare(*paths: Path, target: float | None = None) -> Seen:
+        figures, out = {}, tmp_path / "out"
+
+        def save(figure: Figure, path: Path, **_: object) -> None:
+            path.touch()
+            figures[path.name] = figure
+
+        monkeypatch.setattr(Figure, "savefig", save)
+        verdict = report(list(paths) or [tmp_path], out, target)
+        assert sorted(figures) == sorted(name for name in (*FIGURES, SIZE) if (out / name).exists())
+        text = f"{capsys.readouterr().out}{verdict}\n".replace("\n    ", " ")
+        return Seen(text, pd.read_csv(out / "comparison.csv"), figures)
+
+    return compare
+
+
+def cells(text: str, stage: str, devices: int) -> list[str]:
+    """The one row of this stage and device count in the terminal's table, without the first two cells."""
+    (line,) = re.findall(rf"^{stage} +{devices} .*$", text, re.MULTILINE)
+    return line.split()[2:]
+
+
+def test_numbers(tmp_path: Path, compared: Compared) -> None:
+    """Medians leave the warm-up out and take in the repeats; speedup and efficiency follow."""
+    write_run(tmp_path, "one", [10, 1000, 1100])
+    write_run(tmp_path, "one-again", [10, 1200])
+    write_run(tmp_path, "two", [9000, 1750, 1650, 1850], **ddp(2))
+    write_run(tmp_path, "dp", [10, 550, 550], **dp(2))
+    write_run(tmp_path, "ddp-one", [10, 1000, 1000], **ddp(1))
+    text, table, _ = compared()
+
+    # batch, images/s, min..max speedup, efficiency, accuracy, wall, memory, runs, epochs
+    assert " ".join(cells(text, "single", 1)) == "256 1100 1000..1200 1.00 100 98.38 25.0 300 2 2..3"
+    assert " ".join(cells(text, "ddp", 2)) == "256 1750 1650..1850 1.59 80 98.75 40.0 300 1 4"
+    assert " ".join(cells(text, "dp", 2)) == "256 550 550..550 0.50 25 98.50 30.0 300 1 3"
+    assert cells(text, "ddp", 1)[3:5] == ["0.91", "91"]  # its own row is no baseline beside a single run
+    row = table[table.devices == 2].iloc[-1]
+    assert (row.images_per_s, row.slowest, row.fastest) == (1750, 1650, 1850)
+    assert row.speedup == pytest.approx(1750 / 1100) and row.efficiency == pytest.approx(1750 / 2200)
+    assert (row.baseline, row.steady_epochs, row.eval_seconds) == ("single", 3, 0.5)
+    assert text.splitlines()[-1] == (
+        "DDP on 2 workers trained 1.59x as fast as single (80 % efficiency at global batch 256); "
+        "DataParallel on 2 devices trained 0.50x as fast as single (25 % efficiency at global batch 256), "
+        "which is slower than one."
+    )
+    assert "| ddp | 2 | 256 | 1750 | 1650..1850 | 1.59 | 80 |" in (tmp_path / "out/comparison.md").read_text()
+
+
+def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
+    """The batch of one device on each: no run on one device with the large batch is needed, nor asked for."""
+    write_run(tmp_path, "one", [10, 1000, 1000], global_batch=128)
+    for devices, speed, images in ((2, 1800, 59904), (4, 3200, 59904), (8, 5600, 59392)):
+        facts = ddp(devices, global_batch=128 * devices, images=images)
+        write_run(tmp_path, f"weak-{devices}", [10, speed, speed], **facts)
+    seen = compared()
+    weak = seen.table.set_index("devices").weak_efficiency
+    assert list(weak) == pytest.approx([1, 0.9, 0.8, 0.7]) and seen.table.speedup.notna().sum() == 1
+    # batch, images/s, min..max, speedup, efficiency, weak efficiency
+    assert cells(seen.text, "ddp", 8)[:6] == ["1024", "5600", "5600..5600", "-", "-", "70"]
+    assert (
+        "DDP in weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at b" in seen.text
+    )
+    assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
+    (speedups, efficiencies) = seen.figures["speedup.png"].axes
+    assert list(speedups.lines[-1].get_ydata()) == pytest.approx([1, 1.8, 3.2, 5.6])
+    assert list(efficiencies.lines[-1].get_ydata()) == pytest.approx([100, 90, 80, 70])
+
+    write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
+    text, _, figures = compared()
+    assert text.splitlines()[-1] == (
+        "DDP on 8 workers trained 4.00x as fast as single (50 % efficiency at global batch 1024), and in "
+        "weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each); "
+        "there is no DataParallel run."
+    )
+    assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
+
+
+def test_weak_scaling_of_equal_training_only(tmp_path: Path, compared: Compared) -> None:
+    """A learning rate may differ by the rule that all runs follow; with nothing else is it weak scaling."""
+    write_run(tmp_path, "one", [10, 1000, 1000], global_batch=128, lr=2.0, lr_scale="linear")
+    for i, facts in enumerate(
+        (
+            {"lr": 4.0},
+            {"lr": 2.0},
+            {"lr": 4.0, "precision": "bf16"},
+            {"lr": 4.0, "images": 20480},
+            {"lr": 4.0, "global_batch": 512},
+            {"lr": 4.0, "lr_scale": "none"},
+        )
+    ):
+        facts = {"global_batch": 256, "lr_scale": "linear"} | facts
+        write_run(tmp_path, f"two-{i}", [10, 1900, 1900], **ddp(2, **facts))
+    _, table, _ = compared()
+    (weak,) = table[(table.devices == 2) & table.weak_efficiency.notna()].itertuples()
+    assert (weak.weak_efficiency, weak.lr, weak.precision, weak.weak_baseline) == (0.95, 4, "fp32", "single")
+
+
+def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared: Compared) -> None:
+    """Seeds are repeats; another learning rate, decay, warm-up, rule, width or accumulation is none."""
+    different = (
+        {"lr": 0.5},
+        {"gamma": 0.9},
+        {"lr_scale": "linear"},
+        {"lr_warmup_images": 6000},
+        {"width": 64},
+    )
+    for i, facts in enumerate(({}, {"seed": 2}, *different, {"accumulate": 2})):
+        write_run(tmp_path, f"run-{i}", [10, 1000, 1000], **facts)
+    text, table, _ = compared()
+    assert sorted(table.runs) == [1, 1, 1, 1, 1, 1, 2]
+    for words in ("lr 0.5", "gamma 0.9", "linear lr scale", "lr warm-up 6000", "width 64", "accumulate 2"):
+        assert words in text
+    assert "nan" not in text.lower()
+
+
+def test_what_goes_without_saying_is_not_said(tmp_path: Path, compared: Compared) -> None:
+    """Each recipe has its own learning rate, fast has no gamma, and a rule gives each batch its rate."""
+    write_run(tmp_path, "classic", [10, 1000, 1000])
+    for i, gamma in enumerate((0.7, 0.9)):
+        write_run(tmp_path, f"fast-{i}", [10, 1000, 1000], recipe="fast", lr=0.003, gamma=gamma)
+    write_run(tmp_path, "linear", [10, 1000, 1000], lr=4.0, lr_scale="linear")
+    write_run(tmp_path, "linear-512", [10, 1000, 1000], lr=8.0, lr_scale="linear", global_batch=512)
+    _, table, _ = compared()
+    assert sorted(table.variant) == [
+        "classic",
+        "classic, linear lr scale",
+        "classic, linear lr scale",
+        "fast",
+    ]
+    assert sorted(table.runs) == [1, 1, 1, 2]
+
+
+def test_records_that_lack_the_learning_rate(tmp_path: Path, compared: Compared) -> None:
+    """They pool as before, among each other."""
+    for i in range(2):
+        write_run(tmp_path, f"old-{i}", [10, 1000, 1000], lr=float("nan"), gamma=float("nan"))
+    write_run(tmp_path, "old-two", [10, 1600, 1600], **ddp(2, lr=float("nan"), gamma=float("nan")))
+    write_run(tmp_path, "new", [10, 1000, 1000])
+    text, table, _ = compared()
+    assert list(table.runs) == [1, 2, 1] and table.speedup[2] == 1.6
+    assert "unknown" not in text and "lr 1, gamma 0.7" in text
+
+
+def timed(folder: Path, devices: int, images: int, epoch: float, run: float, **facts: object) -> None:
+    """A run of so many images and devices whose epochs, and which as a whole, took so many seconds."""
+    facts |= {"images": images, "train_seconds": epoch, "elapsed_s": run}
+    facts = ddp(devices, **facts) if devices > 1 else facts
+    write_run(folder, f"{devices}-{images}-{len(facts)}", [10, images / epoch, images / epoch], **facts)
+
+
+def test_the_size_from_which_more_devices_pay(tmp_path: Path, compared: Compared) -> None:
+    for devices, images, epoch, run in (
+        (1, 2048, 1, 10),
+        (2, 2048, 1.5, 20),
+        (4, 2048, 0.9, 40),
+        (1, 10240, 5, 30),
+        (2, 10240, 3, 25),
+        (4, 10240, 2, 35),
+    ):
+        timed(tmp_path, devices, images, epoch, run)
+    seen = compared()
+    for told in (
+        "DDP x2, batch 256 is sooner done than one device: with an epoch from about 3,686 images on; with a "
+        "run of 3 epochs, its start included, from about 7,509 images on.",
+        "DDP x4, batch 256 is sooner done than one device: with an epoch at all measured sizes; with a run "
+        "of 3 epochs, its start included, not within the measured sizes.",
+    ):
+        assert seen.text.count(told) == 1
+        assert told in (tmp_path / "out" / "comparison.md").read_text()
+    assert seen.legend(SIZE) == [f"{stage}, batch 256" for stage in ("single", "DDP x2", "DDP x4")]
+    epochs, runs = seen.figures[SIZE].axes
+    assert [list(line.get_xdata()) for line in runs.lines] == [[2048, 10240]] * 3
+    assert [list(line.get_ydata()) for line in epochs.lines] == [[1, 5], [1.5, 3], [0.9, 2]]
+    assert [list(line.get_ydata()) for line in runs.lines] == [[10, 30], [20, 25], [40, 35]]
+    marked = [
+        [(text.get_text(), round(text.get_position()[0])) for text in axes.texts] for axes in (epochs, runs)
+    ]
+    assert marked == [[("3,686", 3686)], [("7,509", 7509)]]
+    assert [len(axes.collections) for axes in (epochs, runs)] == [1, 1]
+    seen.figures[SIZE].draw_without_rendering()
+    assert not [text for text in runs.get_xticklabels() if "$" in text.get_text()]
+
+
+def test_sizes_of_unequal_runs_make_no_line(tmp_path: Path, compared: Compared) -> None:
+    """Another batch drops another rest of the same data; other precisions or devices are no sizes."""
+    timed(tmp_path, 1, 59904, 5, 30)
+    timed(tmp_path, 1, 59392, 5, 30, global_batch=1024)
+    timed(tmp_path, 1, 2048, 5, 30, precision="bf16")
+    timed(tmp_path, 2, 10240, 5, 30)
+    assert SIZE not in compared().figures
+
+
+def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) -> None:
+    """Each batch size is one case: images/s of single and of another run, and the mark of the latter."""
+    few, loud, wide = "too little was measured", "the machine was not quiet", "the measurements scatter"
+    cases = {
+        300: ([1000, 1000], ddp(2), [1600, 1650], ""),
+        320: ([1000, 1000], ddp(2), [2090, 2090], ""),
+        340: ([1000, 1000], ddp(2), [2110, 2110], "q"),
+        360: ([1000, 1000], ddp(1), [905, 905], ""),
+        380: ([1000, 1000], ddp(1), [890, 890], "q"),
+        400: ([1000, 1000], ddp(1), [1110, 1110], "q"),
+        420: ([1000, 1000], ddp(2), [1600], "e"),
+        440: ([1000], ddp(2), [1600, 1600], "e"),
+        460: ([1000, 1000], ddp(2), [1200, 1600], ""),
+        480: ([1000, 1000], ddp(2), [1000, 1500], "s"),
+        500: ([800, 1200], ddp(2), [1300, 1300], "s"),
+        520: ([1000, 1000], dp(2), [1100, 1000], "s"),
+        540: ([1000, 1000], ddp(4), [4400], "qe"),
+    }
+    for batch, (single, other, speeds, _) in cases.items():
+        write_run(tmp_path, f"single-{batch}", [10, *single], global_batch=batch)
+        write_run(tmp_path, f"other-{batch}", [10, *speeds], **other, global_batch=batch)
+    text, table, _ = compared()
+    marks = table[table.stage != "single"].set_index("global_batch").doubt.fillna("")
+    assert dict(marks) == {batch: mark for batch, (*_, mark) in cases.items()}
+    assert cells(text, "ddp", 4)[5] == "qe"
+    for mark, what in (("q", loud), ("e", few), ("s", wide)):
+        assert f"doubt {mark}: {what} (" in text
+    verdict = text.splitlines()[-1]
+    assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
+    assert f"Do not rely on this: {loud} (rows with doubt q): measure again with --repeats 3" in verdict
+    assert (
+        "on exclusive nodes" in verdict and f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
+    )
+    assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
+
+
+def test_tables_fit_a_terminal(tmp_path: Path) -> None:
+    """With every column and many settings: the least needed ones are in comparison.md only."""
+    settings = {"loader": "workers", "workers_per_loader": 4, "width": 64, "lr_scale": "linear", "lr": 2.0}
+    write_run(tmp_path, "one", [10, 1000], global_batch=128)
+    write_run(tmp_path, "large", [10, 1000, 1000])
+    write_run(tmp_path, "two", [10, 21000, 22000], **ddp(2, nodes=2))
+    write_run(tmp_path, "other", [10, 21000, 22000], **ddp(2, nodes=2, **settings))
+    text = plot(tmp_path, "--out", tmp_path / "out", "--target", 98.25).stdout
+    table = text.split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 120 and {"variant", "doubt", "note"} <= set(table[0].split())
+    assert [line.strip() for line in table[-2:]] == ["linear lr scale,", "width 64"]  # below 4 loader workers
+    assert "In comparison.md only: eval s, train s to it, mem. MB, " in text
+    assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()
+
+
+def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
+    """To the first epoch of each run that had it: the median of the repeats that did, and how many did."""
+    slow = {"train_seconds": 8.0}
+    write_run(tmp_path, "one", [10] * 5, **slow)  # 98.5 % after 30 s, 24 of them training, and more later
+    write_run(tmp_path, "one-again", [10] * 3, **slow)
+    write_run(tmp_path, "one-short", [10] * 2, **slow)
+    write_run(tmp_path, "two", [10] * 2, **ddp(2))
+    write_run(tmp_path, "own", [10] * 3, **own(1, test_accuracy=float("nan")))
+    text, table, _ = compared(target=98.5)
+    assert "s to 98.5 %" in text
+    assert " ".join(cells(text, "single", 1)).endswith("30.0 (2 of 3)")
+    for stage, devices in (("ddp", 2), ("depth", 1)):
+        assert " ".join(cells(text, stage, devices)).endswith("not reached")
+    one = table[table.stage == "single"].iloc[0]
+    assert (one.target_s, one.target_train_s, one.target_runs) == (30, 24, 2)
+    assert "| 24.0 |" in (tmp_path / "out" / "comparison.md").read_text()
+    text, table, _ = compared(target=98)
+    assert cells(text, "ddp", 2)[-1] == "10.0" and cells(text, "single", 1)[-1] == "10.0"
+    text, table, _ = compared()
+    assert "not reached" not in text and "target_s" not in table
+
+
+def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The speedup in a folder is against its own run on one device; equal configurations are neighbours."""
+    for name, factor in {"ada": 1, "bob": 2}.items():
+        runs = tmp_path / name / "runs"
+        write_run(runs, f"one-{name}", [50, 100 * factor, 100 * factor])
+        write_run(runs, f"two-{name}", [90, 180, 180], stage="ddp", world_size=2, devices=2)
+        (tmp_path / name / "comparison.csv").write_text("not a run")
+    (tmp_path / "eve" / "runs").mkdir(parents=True)
+    folders = [tmp_path / name / "runs" for name in ("ada", "bob", "eve")]
+    assert report_each(folders, tmp_path / "out", target=98).endswith("each.md, each.csv")
+    assert "s to 98 %" in (tmp_path / "out" / "each.md").read_text()
+    table = pd.read_csv(tmp_path / "out" / "each.csv")
+    rows = list(zip(table.folder, table.devices, table.speedup, strict=True))
+    assert rows == [("ada", 1, 1), ("bob", 1, 1), ("ada", 2, 1.8), ("bob", 2, 0.9)]
+    printed = capsys.readouterr().out
+    assert f"{folders[2]} has no runs." in printed and "Skipped" not in printed
+    assert "| ada | ddp | 2 | 256 |" in (tmp_path / "out" / "each.md").read_text()
+    with pytest.raises(UserError, match="no runs found in .*eve"):
+        report_each(folders[2:], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["room/ada/runs", "room/bob/runs"], ["ada", "bob"]),
+        (["results/runs", "results/sample/cpu/runs"], ["results/runs", "results/sample/cpu/runs"]),
+        (["mine", "ours"], ["mine", "ours"]),
+        (["alone/runs"], ["alone/runs"]),
+    ],
+)
+def test_folders_are_called_by_what_tells_them_apart(
+    folders: list[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in folders:
+        write_run(Path(folder), folder.replace("/", "-"), [50, 100, 100])
+    report_each([Path(folder) for folder in folders], Path("out"))
+    assert list(pd.read_csv("out/each.csv").folder) == names
+
+
+def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], **ddp(1))
+    write_run(tmp_path, "two", [10, 1500], **ddp(2))
+    text, table, _ = compared()
+    assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
+    assert "[1] speedup against ddp on one device: there is no equal single run." in text
+    assert "1.50x as fast as DDP on one (75 % efficiency" in text and "there is no DataParallel run" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"global_batch": 768}, "no otherwise equal 1-device run with global batch 768 to compare with"),
+        ({"global_batch": 1024, "images": 59392}, "no otherwise equal 1-device run with global batch 1024"),
+        ({"precision": "bf16"}, "differs from the nearest 1-device run (single) in precision (bf16, fp32)"),
+        ({"images": 20480}, "in images per epoch (20480, 59904)"),
+        ({"dataset": "synthetic"}, "in dataset (synthetic, mnist)"),
+        ({"model": "UNet"}, "in model (UNet, Net)"),
+        ({"loader": "workers", "workers_per_loader": 4}, "in loader (workers, resident) and loader"),
+        ({"recipe": "fast"}, "in recipe (fast, classic)"),
+        ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
+        ({"debug": True}, "in --debug (True, False)"),
+        ({"lr": 0.5}, "in learning rate (0.5, 1)"),
+        ({"lr": float("nan")}, "in learning rate (unknown, 1)"),
+        ({"gamma": 0.9}, "in gamma (0.9, 0.7)"),
+        ({"lr_scale": "sqrt"}, "in --lr-scale (sqrt, none)"),
+        ({"lr_warmup_images": 6000}, "in --lr-warmup-images (6000, 0)"),
+        ({"width": 64}, "in width (64, 32)"),
+        ({"device_name": "NVIDIA A100"}, "in device (NVIDIA A100, NVIDIA H200)"),
+        ({"recipe": "fast", "global_batch": 512}, "in recipe (fast, classic) and global batch (512, 256)"),
+    ],
+)  # fmt: skip
+def test_unequal_runs_are_not_compared(
+    tmp_path: Path, compared: Compared, facts: dict[str, object], reason: str
+) -> None:
+    write_run(tmp_path, "one", [10, 1000])
+    write_run(tmp_path, "two", [10, 1500], **ddp(2, **facts))
+    text, table, _ = compared()
+    two = table[table.stage == "ddp"].iloc[0]
+    assert pd.isna(two.speedup) and reason in two.why
+    assert reason in text and "cannot be judged here" in text
+    assert not (tmp_path / "out" / "speedup.png").exists()
+
+
+def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Compared) -> None:
+    """Two threads against one is no comparison of CPU workers; a GPU is as fast with either."""
+    for device in (CPU, GPU):
+        write_run(tmp_path, f"one-{device[:3]}", [10, 1000], device_name=device)
+        write_run(
+            tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
+        )
+    _, table, _ = compared()
+    two = table[table.stage == "ddp"].set_index("device_name")
+    assert pd.isna(two.speedup[CPU]) and "in threads per worker (2, 1)" in two.why[CPU]
+    assert two.speedup[GPU] == 1.5
+
+
+def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None:
+    for batch, one, two in ((128, 1000, 1200), (1024, 2000, 3800)):
+        write_run(tmp_path, f"one-{batch}", [10, one, one], global_batch=batch)
+        write_run(tmp_path, f"two-{batch}", [10, two, two], **ddp(2, global_batch=batch))
+    text, table, _ = compared()
+    assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
+    assert "1.90x as fast as single (95 % efficiency at global batch 1024) at best, 1.20x at worst" in text
+
+
+def test_no_one_device_run_at_all(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "two", [10, 1500], **ddp(2))
+    text, _, _ = compared()
+    assert "DDP on 2 workers cannot be judged here (no 1-device run to compare with)" in text
+
+
+def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], device_name=CPU)
+    write_run(tmp_path, "dp", [10, 2000], **dp(1, device_name=CPU))
+    text, table, _ = compared()
+    assert table[table.stage == "dp"].speedup.isna().all()
+    assert "[1] DataParallel had one device and ran the plain model" in text
+    assert "DataParallel had only one device and cannot be judged here" in text
+    assert "2.00" not in text
+    assert f"{CPU}: CPU workers standing in for GPUs." in text
+
+
+def test_warm_up_only(tmp_path: Path, compared: Compared) -> None:
+    """Such a run keeps its accuracy, has no throughput, and is no baseline."""
+    write_run(tmp_path, "one", [1000])
+    write_run(tmp_path, "two", [10, 1500], **ddp(2))
+    text, table, _ = compared()
+    one, two = table.iloc[0], table.iloc[1]
+    assert pd.isna(one.images_per_s) and one.test_accuracy == 98.0
+    assert cells(text, "single", 1)[1:5] == ["-", "-", "-", "-"] and "98.00" in cells(text, "single", 1)
+    assert "needs --epochs 2 or more" in one.why
+    assert pd.isna(two.speedup) and "the 1-device run to compare with (single) has only a warm-up" in two.why
+    assert "?" not in text and "nan" not in text.lower()
+
+
+def test_only_warm_up_runs(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [1000])
+    compared()
+    assert [name for name in FIGURES if (tmp_path / "out" / name).exists()] == ["accuracy.png"]
+
+
+def test_copies_count_once(tmp_path: Path, compared: Compared) -> None:
+    path = write_run(tmp_path, "one", [10, 1000, 1200])
+    shutil.copy(path, tmp_path / "copy.csv")
+    text = compared(tmp_path, path).text
+    assert cells(text, "single", 1)[-2:] == ["1", "3"]
+    assert "Skipped" not in text
+
+
+def test_kinds_of_hardware_stay_apart(tmp_path: Path, compared: Compared) -> None:
+    for name, scale in ((CPU, 1), (GPU, 100)):
+        write_run(tmp_path, f"{name[:3]}1", [10, 1000 * scale], device_name=name)
+        write_run(tmp_path, f"{name[:3]}2", [10, 1600 * scale], **ddp(2, device_name=name))
+    text, table, _ = compared()
+    assert list(table[table.stage == "ddp"].speedup) == [1.6, 1.6]
+    assert f"{CPU}, mnist: " in text and f"{GPU}, mnist: " in text
+    assert (
+        "DDP on 2 CPU workers trained 1.60x" in text and f"on {GPU}: DDP on 2 workers trained 1.60x" in text
+    )
+
+
+def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], dataset="synthetic")
+    write_run(tmp_path, "two", [10, 1000], torch_version="2.14.0")
+    text, _, _ = compared()
+    assert "SYNTHETIC DATA: generated digits, NOT MNIST." in text
+    assert "The runs mix PyTorch versions: 2.14.0, 2.15.0." in text
+    assert "NOT MNIST" in (tmp_path / "out" / "comparison.md").read_text()
+    (tmp_path / "one.only").mkdir()
+    write_run(tmp_path / "one.only", "real", [10, 1000])
+    assert "SYNTHETIC" not in compared(tmp_path / "one.only").text
+
+
+def test_damaged_files_are_named_and_the_rest_is_reported(tmp_path: Path, compared: Compared) -> None:
+    good = write_run(tmp_path, "good", [10, 1000]).read_text()
+    header, first, second = good.splitlines()
+    assert good.endswith(",1\n")  # schema_version is the last column
+    damaged = {
+        "empty.csv": b"",
+        "binary.csv": bytes(range(256)) * 8,
+        "header-only.csv": f"{header}\n".encode(),
+        "cut.csv": f"{header}\n{first}\n{second[: len(second) // 2]}".encode(),
+        "older.csv": f"{header}\n{first[:-1]}0\n".encode(),
+        "newer.csv": f"{header}\n{first[:-1]}99\n".encode(),
+        "no-version.csv": f"{header.replace(',schema_version', ',x')}\n{first}\n".encode(),
+        "no-column.csv": f"{header.replace('images_per_s', 'speed')}\n{first}\n".encode(),
+        "no-number.csv": f"{header}\n{first.replace('59904', 'many')}\n".encode(),
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    text, table, _ = compared()
+    assert list(table.images_per_s) == [1000]
+    skipped = re.findall(r"Skipped: \S*/(\S+): not read, \w+", text)
+    assert sorted(skipped) == sorted(damaged)
+    assert "good.csv" not in text
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root reads everything")
+def test_unreadable_folder_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "good", [10, 1000])
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    # Root needs to lose the right to ignore permissions.
+    prefix = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+    try:
+        done = plot(tmp_path, "--out", tmp_path / "out", prefix=prefix)
+    finally:
+        locked.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Skipped: \S*/locked: not read, Permission denied", done.stdout.replace("\n    ", " "))
+    assert cells(done.stdout, "single", 1)[1] == "1000"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no csv", "There is no CSV"),
+        ("not there", "in is not there: give CSV files"),
+        ("out is a file", "out cannot be written to"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, words: str) -> None:
+    source = tmp_path / "in"
+    if case != "not there":
+        source.mkdir()
+    if case == "out is a file":
+        write_run(source, "one", [10, 1000])
+        (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match=words) as caught:
+        compared(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--out=elsewhere", "broken.csv: not read, it has no rows"),
+        ("--colour", "--colour. See --help"),
+        ("--target=101", "101 must be more than 0 and at most 100"),
+    ],
+)
+def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str, words: str) -> None:
+    (tmp_path / "broken.csv").write_text("")
+    done = plot(tmp_path, option, cwd=tmp_path)
+    assert done.returncode == 1
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_script(tmp_path: Path) -> None:
+    """From another folder: all it tells and writes, and three PNGs with something on them."""
+    write_run(tmp_path / "a", "one", [10, 1000])
+    write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
+    done = plot("a", "--out", "out", "--target", 98, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
+    assert "s to 98 %" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
+    written = ("report.html", "comparison.md", "comparison.csv", *FIGURES)
+    assert f"Written to out: {', '.join(written)}\n" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
+    for name in FIGURES:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+        pixels = matplotlib.image.imread(tmp_path / "out" / name)[..., :3]
+        assert pixels.shape[1] > 900 and pixels.shape[0] > 300
+        # Ink in the middle, where the data is, and not on the frame and its labels only.
+        height, width = pixels.shape[:2]
+        assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
+
+
+def test_a_figure_of_earlier_runs_goes(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path / "a", "one", [10, 1000])
+    two = write_run(tmp_path / "a", "two", [10, 1600], **ddp(2))
+    assert list(compared(tmp_path / "a").figures) == list(FIGURES)
+    two.unlink()
+    assert list(compared(tmp_path / "a").figures) == ["throughput.png", "accuracy.png"]
+
+
+def test_runs_of_before_the_model_column_give_the_same_report(tmp_path: Path, compared: Compared) -> None:
+    """The committed sample: digit for digit."""
+    sample = ROOT / "results" / "sample" / "cpu-2-cores"
+    _, table, _ = compared(sample / "runs.csv")
+    assert set(table.model) == {"Net"}
+    assert (tmp_path / "out" / "comparison.md").read_text() == (sample / "comparison.md").read_text()
+
+
+def test_own_training(tmp_path: Path, compared: Compared) -> None:
+    """Any name, network and data: its own section, its own run on one device as the baseline."""
+    for run_id, speed, facts in (
+        ("one", 1000, {}),
+        ("two", 1600, ddp(2)),
+        ("own-one", 50, own(1)),
+        ("own-two", 90, own(2)),
+        ("own-four", 160, own(4)),
+    ):
+        write_run(tmp_path, run_id, [10, speed, speed], **facts)
+    seen = compared()
+    rows = seen.table[seen.table.stage == "depth"]
+    assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
+    assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
+    assert "speedup against depth on one device: there is no equal single run." in seen.text
+    assert f"{GPU}, mnist: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
+    assert seen.text.splitlines()[-1] == (
+        "On mnist, Net: DDP on 2 workers trained 1.60x as fast as single (80 % efficiency at global batch "
+        "256); there is no DataParallel run; on rooms, UNet: depth on 4 workers trained 3.20x as fast as "
+        "depth on one (80 % efficiency at global batch 256)."
+    )
+    for name in FIGURES:
+        assert seen.titles(name) == [f"{GPU} mnist", f"{GPU} rooms, UNet"]
+    assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
+
+
+def test_own_training_alone(tmp_path: Path, compared: Compared) -> None:
+    """Nothing is said of the tutorial's stages, and the name stays as it is written."""
+    write_run(tmp_path, "one", [10, 50, 50], **own(1))
+    assert compared().text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
+
+
+def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -> None:
+    """Equal to `single` in all else: that is its baseline, and its row comes after the tutorial's."""
+    write_run(tmp_path, "one", [10, 1000])
+    write_run(tmp_path, "two", [10, 1600], **ddp(2))
+    write_run(tmp_path, "mine", [10, 1700], **ddp(2, stage="buckets"))
+    write_run(tmp_path, "mine-one", [10, 900], **ddp(1, stage="buckets"))
+    write_run(tmp_path, "threads", [10, 700], **dp(2, stage="a copy of dp"))
+    text, table, _ = compared()
+    assert list(table.stage) == ["single", "ddp", "a copy of dp", "buckets", "buckets"]
+    assert list(table.speedup) == [1, 1.6, 0.7, 0.9, 1.7] and set(table.baseline) == {"single"}
+    assert "buckets on 2 workers trained 1.70x as fast as single (85 %" in text
+    assert "a copy of dp on 2 devices trained 0.70x as fast as single" in text
+    assert "there is no" not in text
+
+
+def test_names_that_matplotlib_would_read_as_its_own(tmp_path: Path, compared: Compared) -> None:
+    """An underscore hides a line from a legend, and dollars are mathematics that may not parse."""
+    write_run(tmp_path, "one", [10, 50], **own(1, stage="_mine", dataset="$\\x$"))
+    write_run(tmp_path, "two", [10, 90], **own(2, stage="_mine", dataset="$\\x$"))
+    seen = compared()
+    assert seen.legend("accuracy.png") == ["mine x1, batch 256", "mine x2, batch 256"]
+    for figure in seen.figures.values():
+        figure.draw_without_rendering()
+
+
+def test_kinds_of_model_stay_apart(tmp_path: Path, compared: Compared) -> None:
+    """Also where the stage keeps the tutorial's name and the data are the same."""
+    for model, scale in (("Net", 10), ("UNet", 1)):
+        write_run(tmp_path, f"{model}-1", [10, 100 * scale], model=model)
+        write_run(tmp_path, f"{model}-2", [10, 160 * scale], **ddp(2, model=model))
+    text, table, _ = compared()
+    assert list(table[table.stage == "ddp"].speedup) == [1.6, 1.6]
+    assert f"{GPU}, mnist: " in text and f"{GPU}, mnist, UNet: " in text
+    assert "on UNet: DDP on 2 workers trained 1.60x" in text
+
+
+def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
+    """A regression has none: a dash in the table, and no figure."""
+    write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
+    assert list(seen.figures) == ["throughput.png"]
+
+
+def test_accuracy_of_some_runs(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000])
+    write_run(tmp_path, "own", [10, 50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert seen.titles("accuracy.png") == [f"{GPU} mnist"]
+    assert seen.legend("accuracy.png") == ["single, batch 256"]
+
+
+def test_no_figure_at_all(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [50], **own(1, test_accuracy=float("nan")))
+    seen = compared()
+    assert not seen.figures
+    assert f"Written to {tmp_path / 'out'}: report.html, comparison.md, comparison.csv\n" in seen.text
+
+
+def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:
+    """The median of the repeats whose job knew it; the column is there if there is any."""
+    paths = [write_run(tmp_path, f"one-{i}", [10, 1000 + i]) for i in range(4)]
+    assert "J/1000 img" not in compared().text
+    for path, joules in zip(paths, (40.0, 44, None), strict=False):
+        waste.beside(path).write_text(json.dumps({"joules_per_1000_images": joules}))
+    seen = compared()
+    assert seen.table.joules_per_1000_images.tolist() == [42]
+    assert "42.0" in cells(seen.text, "single", 1) and "J/1000 img: the energy of all GPUs" in seen.text
+
+
+@pytest.mark.parametrize(
+    ("device_name", "precision", "mfu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 0.0474),
+        ("NVIDIA H100 80GB HBM3", "tf32", 0.0949),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 0.150),
+        ("NVIDIA A100 80GB PCIe", "bf16", 0.150),
+        ("Tesla V100-SXM2-32GB", "fp16", 0.375),
+        ("Tesla V100-SXM2-32GB", "bf16", None),  # which has none
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),  # a part of one
+        ("NVIDIA A10G", "bf16", None),
+    ],
+)
+def test_the_share_of_what_the_datasheet_promises(
+    device_name: str, precision: str, mfu: float | None, tmp_path: Path, compared: Compared
+) -> None:
+    """655,502 images/s of 71.57 MFLOP each are 46.9 TFLOP/s, on two devices half of that on each."""
+    facts = {"device_name": device_name, "precision": precision, "flops_per_image": 71_565_312}
+    write_run(tmp_path, "one", [10, 655_502], **facts)
+    write_run(tmp_path, "two", [10, 655_502], **ddp(2, **facts))
+    write_run(tmp_path, "before", [10, 655_502], **dp(2, **facts | {"flops_per_image": "nan"}))
+    write_run(tmp_path, "cpu", [10, 655_502], **facts | {"device_name": CPU})
+    seen = compared()
+    assert seen.table.tflops.tolist() == pytest.approx(
+        [float("nan"), 46.91, float("nan"), 46.91], rel=1e-3, nan_ok=True
+    )
+    shares = [mfu, None, mfu and mfu / 2]
+    of_gpus = seen.table[seen.table.device_name == device_name].mfu
+    assert [None if pd.isna(share) else pytest.approx(share, rel=1e-2) for share in of_gpus] == shares
+    shown = (tmp_path / "out" / "comparison.md").read_text()
+    assert "| TFLOP/s |" in shown and ("| MFU % |" in shown) == ("MFU %: the" in seen.text) == bool(mfu)
+
+
+def test_a_table_of_cpus_has_no_share_of_a_peak(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], device_name=CPU, flops_per_image=71_565_312)
+    assert "MFU" not in compared().text
+    assert "TFLOP/s" not in (tmp_path / "out" / "comparison.md").read_text()
+
+
+def test_the_samples_of_a_job_are_no_runs(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000])
+    (tmp_path / "12" / "monitor").mkdir(parents=True)
+    (tmp_path / "12" / "monitor" / "n1.csv").write_text("time,what\n1,node\n")
+    assert "Skipped" not in compared().text
