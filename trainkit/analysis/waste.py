@@ -405,7 +405,10 @@ def _launch_less(job: Job, few: bool) -> str:
     remedy = "a larger batch per GPU (--batch-size)"
     if few and not job.shares:
         remedy += ", loader workers if there are none"
-    if any(row["stage"] == "dp" for row in job.steady):  # whose step cannot be captured
+    stages = " ".join(row["stage"] for row in job.steady)
+    if "captured" in stages:
+        return remedy
+    if stages.startswith("dp"):  # whose step cannot be captured
         return f"{remedy}, or DDP (03_multigpu_ddp)"
     return f"{remedy}, or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
 
