@@ -79,7 +79,7 @@ def main(own_job: str | None) -> int:
 
         judged = waste.judge(_find(own.verdict))
         lines = judged.lines(_name(own.verdict))
-        print(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
+        tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
     return 0
 
 
