@@ -34,7 +34,7 @@ TRAININGS = {
     for ranks in (1, 2)
     for recompute in ((), ("--checkpoint-activations",))
 }
-# What a copy of the script has more: where to find what is beside it, and a signal before its first step ends.
+# What a copy of the script has more: where to find what is beside it, and a signal in its first step.
 BESIDE_IT = f"import sys; sys.path.append({str(SCRIPT.parent)!r})\n"
 STOP = """\
             if here.rank == 1 and schedule.last_epoch == 0:
@@ -142,6 +142,7 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
         "--batch-size", 32, "--lr", 0.01, "--epochs", 1, ranks=2,
     )  # fmt: skip
     (row,) = rows_of(tmp_path)
+    assert row["flops_per_image"] > 6 * 32 * 0.9 * row["parameters"]
     floor = gpt_data.entropy_rate()
     assert floor < row["test_loss"] < floor + 0.25
     (path,) = (tmp_path / "runs").glob("*.csv")
