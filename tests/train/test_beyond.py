@@ -271,6 +271,7 @@ def test_a_mistake_is_one_sentence(variant: str, arguments: tuple, sentence: str
 JOBS = {
     "ddp-accumulate": ("accumulate.py", "--accumulate", 3),
     "ddp-vae": ("vae_counts.py",),
+    "gpt-shard": ("gpt.py", "--how", "shard", "--lr-warmup-images", 48),
     "tabular-exact": ("tabular.py",),
     "fsdp": ("fsdp.py",),
     "pipeline": ("pipeline.py", "--micro-batches", 4),
