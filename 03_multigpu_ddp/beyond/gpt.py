@@ -142,7 +142,8 @@ class Best:
 def main() -> None:
     check_pytorch()
     opts = options.parse(__doc__, **gpt_options.OPTIONS)
-    options.check_divides(opts.width, opts.heads, "heads")
+    if opts.width % opts.heads:
+        raise errors.UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
     here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed)  # the same weights on every rank
@@ -165,7 +166,7 @@ def main() -> None:
         split(network, here)
     optimizer, schedule = optimizer_and_schedule(opts, model, opts.epochs * len(train_batches))
 
-    name = f"gpt-{opts.how}" + ("-recomputed" if opts.checkpoint_activations else "")
+    name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
     state = {"also": {"best": best}, "sharded": sharded}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **state)

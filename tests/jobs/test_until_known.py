@@ -12,7 +12,7 @@ from trainkit.jobs import until_known
 from trainkit.jobs.stages import STAGES, geometry
 from trainkit.jobs.sweep import Cell
 
-REPLAY = runpy.run_path(str(REPOSITORY / "results" / "bench" / "until_known.py"))
+REPLAY = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "until_known.py"))
 
 
 def test_a_sweep_until_known(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 
 from trainkit import errors, records, staging
 from trainkit.analysis import text
-from trainkit.command_line import Parser, at_least
+from trainkit.command_line import Parser
 from trainkit.files import check_writable
 from trainkit.jobs import local
 from trainkit.jobs.following import LocalHandle
@@ -28,19 +28,18 @@ CASES = {
     "2 ranks": ("ddp", 2, ()),
     "2 ranks, 1 loader worker each": ("ddp", 2, ("--loader=workers", "--num-workers=1")),
 }
-DRAWS = 2_000
+PAIRS, DRAWS = 8, 2_000
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--pairs", type=at_least(2), default=8, help="of each case (default: 8)")
     parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: results/bench/out")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
     args = parser.parse_args()
     staging.check("mnist", args.data_dir)
     check_writable(args.out, "the benchmark", "give another --out.")
     rows = []
-    for pair in range(args.pairs):
+    for pair in range(PAIRS):
         for case in CASES:
             for sampled in (False, True) if pair % 2 else (True, False):
                 rows.append(

@@ -1,6 +1,6 @@
 """What does `sweep.py --until-known` save? Recorded sweeps, of which each run appears when it is asked for.
 
-python results/bench/until_known.py results/sample/cpu-xeon-2-cores/scaling/w32.csv
+python tools/bench/until_known.py results/sample/cpu-xeon-2-cores/scaling/w32.csv
 """
 
 import argparse
@@ -25,7 +25,7 @@ from trainkit.jobs.stages import STAGES, geometry
 from trainkit.jobs.sweep import Cell
 
 HERE = Path(__file__).resolve().parent
-SAMPLES = HERE.parent / "sample" / "cpu-xeon-2-cores"
+SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
 RECORDED = [SAMPLES / "scaling" / "w8.csv", SAMPLES / "scaling" / "w32.csv", SAMPLES / "width"]
 TARGETS = (94, 95, 96, 97)  # % test accuracy
 
@@ -37,7 +37,7 @@ def main() -> None:
         help="the CSVs of a sweep (default: those of results/sample)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=Path, default=HERE / "out", help="for the CSV (default: results/bench/out)"
+        "--out", type=Path, default=HERE / "out", help="for the CSV (default: tools/bench/out)"
     )
     args = parser.parse_args()
     check_writable(args.out, "the benchmark", "give another --out.")

@@ -35,7 +35,7 @@ from trainkit.command_line import Parser, at_least
 from trainkit.files import check_writable
 
 HERE = Path(__file__).resolve().parent
-SAMPLES = HERE.parent / "sample" / "cpu-xeon-2-cores"
+SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
 IMAGES, EPOCHS = 65_536, 20
 START_SECONDS, EVALUATION_SECONDS = 10.0, 1.0
 COUNTS = ((1, 2), (1, 2, 4), (1, 2, 4, 8))
@@ -46,15 +46,14 @@ Law = Callable[[int, int], float]  # seconds of a step, from devices and global 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--laws", type=at_least(0), default=2000, metavar="N", help="default: 2000")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the laws (default: 0)")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: results/bench/out)"
+        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: tools/bench/out)"
     )
     args = parser.parse_args()
     check_writable(args.out, "the benchmark", "give another --out.")
     tables = {"nodes": of_nodes(SAMPLES / "slow_network"), "runs": of_runs(SAMPLES / "scaling")}
     if args.laws:
-        tables["laws"], tables["choices"] = of_laws(args.laws, args.seed)
+        tables["laws"], tables["choices"] = of_laws(args.laws, seed=0)
     for name, table in tables.items():
         table.round(4).to_csv(args.out / f"{name}.csv", index=False)
         shown = in_short(tables["runs"]) if name == "runs" else table

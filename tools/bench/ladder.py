@@ -1,6 +1,6 @@
 """What each technique adds: train a few steps with the first N rungs of the ladder, print images/s.
 
-python results/bench/ladder.py 3 --data-dir data
+python tools/bench/ladder.py 3 --data-dir data
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
@@ -50,7 +51,6 @@ class LadderNet(ClassicNet):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("rung", type=int, choices=range(len(RUNGS)))
-    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR)
     args = parser.parse_args()
@@ -66,7 +66,7 @@ def main() -> None:
         model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adadelta(model.parameters(), foreach="foreach optimizer" in have)
 
-    order = GlobalOrder(len(train_set), args.batch_size, seed=1)
+    order = GlobalOrder(len(train_set), BATCH, seed=1)
     if "data set resident as bytes" in have:
         batches = ResidentBatches(train_set, order, device, shift=False)
     else:
@@ -75,7 +75,7 @@ def main() -> None:
     _train(model, optimizer, batches, device, have, steps=5)  # warm-up
     start = time.perf_counter()
     _train(model, optimizer, batches, device, have, args.steps)
-    print(args.steps * args.batch_size / (time.perf_counter() - start))
+    print(args.steps * BATCH / (time.perf_counter() - start))
 
 
 def _endless(batches: Iterable[Batch]) -> Iterator[Batch]:

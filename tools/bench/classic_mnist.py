@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
 from torchvision import datasets, transforms
 
+BATCH = 128
 COLUMNS = ("epoch", "images_per_s", "eval_images_per_s", "test_accuracy", "elapsed_s")
 
 
@@ -39,8 +40,6 @@ class Net(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--stop-at", type=float, default=100, help="end when this test accuracy (%%) is reached"
     )
@@ -49,13 +48,13 @@ def main() -> None:
     args = parser.parse_args()
     started = psutil.Process().create_time()
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     on_gpu = {"num_workers": 1, "pin_memory": True} if device.type == "cuda" else {}
     train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
     test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
-    train_loader = torch.utils.data.DataLoader(train_set, args.batch_size, shuffle=True, **on_gpu)
+    train_loader = torch.utils.data.DataLoader(train_set, BATCH, shuffle=True, **on_gpu)
     test_loader = torch.utils.data.DataLoader(test_set, 1000, **on_gpu)
     model = Net().to(device)
     optimizer = optim.Adadelta(model.parameters(), lr=1.0)

@@ -42,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: results/bench/out)"
+        "--out", type=Path, default=HERE / "out", help="for the CSVs (default: tools/bench/out)"
     )
     parser.add_argument("--tables-only", action="store_true", help="remake the tables from the CSVs in --out")
     args = parser.parse_args()
