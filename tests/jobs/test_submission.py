@@ -25,7 +25,8 @@ from trainkit.errors import UserError
 from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
 
-SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--precision", "fp32", "--no-cuda")
+SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
+SMALL += ("--no-cuda",)
 # A stage that only tells how it was started.
 FACTS = """
 import json, os, signal, sys

@@ -136,6 +136,7 @@ def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(stopped: Path, runs: 
     assert not checkpoints.exists()  # the job is at its end
 
 
+@pytest.mark.full
 def test_the_other_commands_use_a_checkpoint(stopped: Path, runs: Runs) -> None:
     (row,) = rows_of(stopped)
     """Whatever the options of the training were, but for the network's width."""
@@ -194,6 +195,7 @@ def test_a_dry_run_is_one_step(runs: Runs, tmp_path: Path) -> None:
     assert told.count("epoch 1/1: ") == told.count("epoch ") == 1 and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.full
 def test_its_cost_is_measured_beside_stage_03(runs: Runs, tmp_path: Path) -> None:
     """By the command of the page, with fewer and smaller trainings."""
     (words,) = re.findall(r"^python (results/bench/\S+)", (FOLDER / "README.md").read_text(), re.MULTILINE)
