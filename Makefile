@@ -54,7 +54,7 @@ data: $(VENV)/ready
 	@$(RUN) -m trainkit.data $(ARGS)
 
 bench: $(VENV)/ready
-	@$(RUN) results/bench/bench.py $(ARGS)
+	@$(RUN) tools/bench/bench.py $(ARGS)
 
 # What the lessons are made of: diffs and tables that the READMEs quote, pictures, the notebook's outputs.
 lessons: $(VENV)/ready

@@ -9,24 +9,17 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from mnist_lightning import Ranks
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import world
 
-TRAIN, TEST, BATCH = 640, 1001, 32
-STEPS = TRAIN // BATCH // 2  # of an epoch, as each of two ranks takes BATCH images
-RIGHT = TEST // 2  # the network is right about the first RIGHT test images, and no others
-
-
-def images(count: int) -> TensorDataset:
-    """Each is its own number."""
-    return TensorDataset(torch.arange(count))
+TRAIN, TEST, BATCH = torch.arange(640), torch.arange(1001), 32  # each image is its own number
+STEPS = len(TRAIN) // BATCH // 2  # of an epoch, as each of two ranks takes BATCH images
+RIGHT = len(TEST) // 2  # the network is right about the first RIGHT test images, and no others
 
 
 class Watched(LightningModule):
@@ -34,7 +27,7 @@ class Watched(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
+        self.layer = torch.nn.Linear(1, 1)
         self.trained_on, self.tested_on = [], []
 
     def configure_optimizers(self) -> tuple[list, list]:
@@ -49,75 +42,51 @@ class Watched(LightningModule):
 
     def training_step(self, batch: list, _: int) -> torch.Tensor:
         self.trained_on.append(batch[0])
-        loss = self.layer(batch[0][:, None] / TRAIN).square().mean()
-        self.log("train_loss", loss)
-        return loss
+        return self.layer(batch[0][:, None] / len(TRAIN)).square().mean()
 
     def validation_step(self, batch: list, _: int) -> None:
         self.tested_on.append(batch[0])
-        right = 100 * (batch[0] < RIGHT).float()
-        how = {"batch_size": len(right)}
+        right, how = 100 * (batch[0] < RIGHT).float(), {"batch_size": len(batch[0])}
         self.log("by_rank", right.mean(), **how)
         self.log("by_mean", right.mean(), sync_dist=True, **how)
-        self.log("by_sum", right.sum() / TEST, sync_dist=True, reduce_fx="sum", **how)
-
-    def on_validation_epoch_end(self) -> None:
-        print("told by print")
-        self.print("told by self.print")
+        self.log("by_sum", right.sum() / len(TEST), sync_dist=True, reduce_fx="sum", **how)
 
 
-def trainer(here: world.World, folder: Path, **told: object) -> Trainer:
-    ddp = DDPStrategy(parallel_devices=[here.device] * here.size, cluster_environment=Ranks(here))
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
-    return Trainer(strategy=ddp, max_epochs=1, **quiet, **told)
+def batches(images: torch.Tensor) -> DataLoader:
+    return DataLoader(TensorDataset(images), BATCH)
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     folder, here = Path(sys.argv[1]), world.join(use_cuda=False, timeout=60)
-    found: dict[str, object] = {}
-
     seed_everything(1)
     masks = world.gather((F.dropout(torch.ones(1000)) > 0).tolist())
-    found["seed_everything"] = sum(a == b for a, b in zip(*masks, strict=True))
 
-    network, asked, broadcast = Watched(), [], dist.broadcast
-    with_defaults = trainer(here, folder)
+    def trainer(**told: object) -> Trainer:
+        ddp = DDPStrategy(parallel_devices=[here.device] * here.size, cluster_environment=Ranks(here))
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+        return Trainer(strategy=ddp, max_epochs=1, **quiet, **told)
 
-    def counted(*args: object, **how: object) -> object:
-        asked.append(with_defaults.training)
-        return broadcast(*args, **how)
-
-    dist.broadcast = counted
-    with_defaults.fit(
-        network, DataLoader(images(TRAIN), BATCH, shuffle=True), DataLoader(images(TEST), BATCH)
-    )
-    dist.broadcast = broadcast
-    found["images_of_a_step"] = sum(world.gather(len(network.trained_on[0])))
-    # Of both ranks, as many as one device takes at a time.
-    first = sum(world.gather(network.trained_on[0][: BATCH // 2].tolist()), [])
-    torch.manual_seed(1)
-    (of_one,) = next(iter(DataLoader(images(TRAIN), BATCH, shuffle=True)))
-    found["also_in_the_first_batch_of_one"] = len({*first} & {*of_one.tolist()})
-    tested = world.gather(torch.cat(network.tested_on).tolist())
-    found["tested"] = sum(map(len, tested))
-    found["batches_tested_before"] = network.batches_before
-    found["rate"] = round(with_defaults.optimizers[0].param_groups[0]["lr"], 6)
-    found["broadcasts"] = sum(asked)
-    found["logged"] = sum("train_loss" in path.read_text() for path in folder.rglob("metrics.csv"))
-    found["checkpoints"] = len(list(folder.rglob("*.ckpt")))
-
-    shares = torch.arange(TEST).tensor_split([RIGHT])[here.rank]
+    with_defaults, network = trainer(), Watched()
+    with_defaults.fit(network, batches(TRAIN), batches(TEST))
     told = {"use_distributed_sampler": False, "logger": False, "enable_checkpointing": False}
-    with_shares = trainer(here, folder, **told)
-    with_shares.validate(Watched(), DataLoader(TensorDataset(shares), 250), verbose=False)
-    metrics = {name: round(value.item(), 2) for name, value in with_shares.callback_metrics.items()}
-    found["by_rank"] = [of_rank["by_rank"] for of_rank in world.gather(metrics)]
-    found |= {"by_mean": metrics["by_mean"], "by_sum": metrics["by_sum"]}
-
-    by_fours = trainer(here, folder, accumulate_grad_batches=4, **told)
-    by_fours.fit(Watched(), DataLoader(images(TRAIN // 2), BATCH))
-    found["updates"] = by_fours.global_step
+    shares = trainer(**told)
+    shares.validate(Watched(), batches(TEST.tensor_split([RIGHT])[here.rank]), verbose=False)
+    metrics = world.gather({name: round(value.item(), 2) for name, value in shares.callback_metrics.items()})
+    by_fours = trainer(accumulate_grad_batches=4, **told)
+    by_fours.fit(Watched(), batches(TRAIN[: len(TRAIN) // 2]))
+    found = {
+        "images_of_a_step": sum(world.gather(len(network.trained_on[0]))),
+        "tested": sum(world.gather(sum(map(len, network.tested_on)))),
+        "by_rank": [of_rank["by_rank"] for of_rank in metrics],
+        "by_mean": metrics[0]["by_mean"],
+        "by_sum": metrics[0]["by_sum"],
+        "batches_tested_before": network.batches_before,
+        "rate": round(with_defaults.optimizers[0].param_groups[0]["lr"], 6),
+        "updates": by_fours.global_step,
+        "seed_everything": sum(a == b for a, b in zip(*masks, strict=True)),
+        "checkpoints": len(list(folder.rglob("*.ckpt"))),
+    }
     if here.rank == 0:
         print(json.dumps(found))
     world.leave()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit import startup
 from trainkit.data import Split
 from trainkit.errors import STOP_SIGNALS, UserError, first_line
 from trainkit.options import Options, check_sizes
@@ -67,15 +68,11 @@ def testing(
 class RankOrder(Sampler[list[int]]):
     """The indices that one rank takes, in steps of `step_size`, from step `first_step` on.
 
-    A DataLoader iterates over it.
+    A DataLoader iterates over it. `indices()`: all of an epoch, int64 (n,).
     """
 
     step_size: int
     first_step = 0
-
-    def indices(self) -> torch.Tensor:
-        """All indices of an epoch, int64 (n,)."""
-        raise NotImplementedError
 
     def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """The indices of each step, on `device`."""
@@ -167,9 +164,6 @@ class Batches:
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         self.order.epoch, self.order.first_step = epoch, first_step
-
-    def __iter__(self) -> Iterator[Batch]:
-        raise NotImplementedError
 
     def _offsets(self) -> list[tuple[int, int]]:
         """For every step the pixels, down and right, by which its images are shifted: at most one."""
@@ -289,6 +283,8 @@ def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
 
 def _make(split: Split, order: RankOrder, options: Options, device: torch.device) -> Batches:
     shift = options.recipe == "fast" and isinstance(order, GlobalOrder) and split.inputs.ndim == 4
-    if options.loader == "resident":
-        return ResidentBatches(split, order, device, shift)
-    return WorkerBatches(split, order, device, shift, options.num_workers)
+    resident = options.loader == "resident"
+    kind, more = (ResidentBatches, ()) if resident else (WorkerBatches, (options.num_workers,))
+    made = kind(split, order, device, shift, *more)
+    startup.mark("data")
+    return made

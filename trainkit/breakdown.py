@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from itertools import islice, pairwise
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import nn
@@ -31,25 +30,12 @@ def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1
         every: phases from one look to the next.
     """
     clock.start(device)  # all ranks begin together
-    moments = [_moment(device)]
+    moments = [clock.moment(device)]
     for number, _ in enumerate(islice(phases, steps * len(TIMED)), start=1):
         if number % every == 0:
-            moments.append(_moment(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        seconds = [began.elapsed_time(ended) / 1000 for began, ended in pairwise(moments)]
-    else:
-        seconds = [ended - began for began, ended in pairwise(moments)]
-    return torch.tensor(seconds, dtype=torch.float64)
-
-
-def _moment(device: torch.device) -> float | torch.cuda.Event:
-    """A moment of the GPU's own time, where there is one: to wait for it here would make the step longer."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+            moments.append(clock.moment(device))
+    clock.wait_for(device)
+    return torch.tensor([clock.between(*pair) for pair in pairwise(moments)], dtype=torch.float64)
 
 
 def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor]:

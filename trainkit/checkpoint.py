@@ -37,20 +37,9 @@ from trainkit.runlog import RunLog
 if TYPE_CHECKING:
     from trainkit.sharded import Sharded
 
-VERSION = 2  # 1: the inputs of Net.fc1 were in the order height, width, channel
-KEYS = (
-    "version",
-    "epoch",
-    "part",
-    "precision",
-    "random_numbers",
-    "options",
-    "run",
-    "model",
-    "optimizer",
-    "schedule",
-)
+VERSION = 2
 SPLIT = ("model", "optimizer")  # where each rank has a part
+KEYS = {"version", "epoch", "part", "precision", "random_numbers", "options", "run", "schedule", *SPLIT}
 KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
@@ -124,13 +113,13 @@ class Checkpoints:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-        of_all_ranks = world.gather(random_numbers())
+        of_all_ranks = world.gather(_random_numbers())
         mistake = self._write_shards(path, where) if self._sharded else ""
         world.on_first(lambda: self._write(path, epoch, part, where, of_all_ranks, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
-            world.on_first(lambda: leave_word(text, self._folder))
+            world.on_first(lambda: _leave_word(text, self._folder))
             world.leave()  # when rank 0 has saved: a rank that went before would end the whole step
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
@@ -141,7 +130,7 @@ class Checkpoints:
         `ended`: the run is at its end, though there are more epochs.
         """
         keep = self._options.keep_checkpoints or (self.epochs() and not ended)
-        if not keep and world.is_first() and self._folder and ends_with_its_job(self._folder):
+        if not keep and world.is_first() and self._folder and _ends_with_its_job(self._folder):
             with suppress(OSError):  # the run went well
                 for path in _checkpoints(self._folder):
                     _remove(path)
@@ -183,8 +172,6 @@ class Checkpoints:
             was = {"model": "Net"} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            if state["version"] == 1 and was["model"] == "Net":
-                _to_classic_order(state)
             groups = self._parts["optimizer"].param_groups
             kernels = [{name: group[name] for name in KERNELS if name in group} for group in groups]
             if ("shards" in state) != (self._sharded is not None):
@@ -195,7 +182,7 @@ class Checkpoints:
                 self._sharded.load(_shards(path))
             for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
                 group.update(own)  # another stage may have made the checkpoint
-            set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
+            _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
             if self._part and len(self._part.losses) != self._part.steps:
@@ -209,7 +196,13 @@ class Checkpoints:
             tell(f"resumed from {path}")
 
     def _check_identity(self, path: Path, was: dict) -> None:
-        check_same(path, was, self._identity | {"precision": self._options.precision})
+        wanted = self._options.precision
+        # "auto": as the run chose at its start, whatever is faster today.
+        asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
+        told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        if told:
+            told = ", ".join(told).replace("None", "not given")
+            raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
         try:
             set_precision(self._parts["model"], was["precision"])
         except UserError as error:
@@ -270,7 +263,7 @@ class Checkpoints:
             ) from None
 
 
-def leave_word(text: str, folder: Path) -> None:
+def _leave_word(text: str, folder: Path) -> None:
     """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:
@@ -289,20 +282,10 @@ def leave_word(text: str, folder: Path) -> None:
         ) from None
 
 
-def ends_with_its_job(folder: Path) -> bool:
+def _ends_with_its_job(folder: Path) -> bool:
     """Whether `folder` is in a job's own: at the run's end nobody goes on from the checkpoints there."""
     job_folder = os.environ.get("TRAINKIT_JOB_DIR")
     return bool(job_folder) and folder.resolve().is_relative_to(Path(job_folder).resolve())
-
-
-def check_same(path: Path, was: dict[str, object], asked: dict[str, object]) -> None:
-    """Raise a UserError if the checkpoint `path` is of a run with other options than those `asked` for."""
-    if asked["precision"] == "auto":  # as the run chose at its start, whatever is faster today
-        asked = asked | {"precision": was["precision"]}
-    told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
-    if told:
-        told = ", ".join(told).replace("None", "not given")
-        raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
 
 
 def _called(name: str) -> str:
@@ -346,10 +329,10 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
             print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
             unreadable.append(path)
             continue
-        if state["version"] > VERSION:
+        if state["version"] != VERSION:
             raise UserError(
-                f"{path} has version {state['version']}, and this program reads {VERSION} and before: go on "
-                "with the newer program that made it, or give another --checkpoint-dir."
+                f"{path} has version {state['version']}, and this program reads {VERSION}: go on with the "
+                "program that made it, or give another --checkpoint-dir."
             )
         for broken in unreadable:  # else it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
@@ -374,9 +357,9 @@ def _read(path: Path) -> dict:
     state = read_whole(path)
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise ValueError("it has no version")
-    missing = [key for key in KEYS if key not in state]
-    if missing and state["version"] <= VERSION:  # a newer one is refused by its number, whatever its keys
-        raise ValueError(f"it has no {', '.join(missing)}")
+    missing = KEYS - set(state)
+    if missing and state["version"] == VERSION:  # another one is refused by its number, whatever its keys
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
     if shards := state.get("shards"):
         damaged = [name for name, _ in shards.items() - _checksums(path).items()]
         if damaged:
@@ -384,20 +367,12 @@ def _read(path: Path) -> dict:
     return state
 
 
-def _to_classic_order(state: dict) -> None:
-    """Bring Net.fc1's weights, and what the optimizer keeps of them, from version 1 to the order of today."""
-    for values in (state["model"], *state["optimizer"]["state"].values()):
-        for name, value in values.items():
-            if torch.is_tensor(value) and value.shape == (128, 9216):
-                values[name] = value.view(128, 144, 64).transpose(1, 2).reshape(128, 9216)
-
-
-def random_numbers() -> list[torch.Tensor]:
+def _random_numbers() -> list[torch.Tensor]:
     """The states of this rank's generators: the CPU's, then those of its GPUs."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
     """Set this rank's; new ones, of `seed`, if there were other ranks or GPUs when they were saved."""
     if len(of_all_ranks) == world.count():
         cpu, *gpus = of_all_ranks[world.rank()]

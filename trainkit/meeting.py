@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from trainkit import world
+from trainkit import clock, world
 
 # Asking after every step would make each rank wait for the others.
 SECONDS_BETWEEN = 1.0
@@ -25,8 +25,7 @@ class Meeting:
 
     def ask(self, *questions: bool) -> list[bool]:
         """For each question, whether any rank says yes."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # steps done, not steps queued
+        clock.wait_for(self._device)  # steps done, not steps queued
         now, due_after = time.monotonic(), 0
         if world.is_first():  # its clock decides, so that all ranks meet at the same step again
             steps_per_second = self._steps / (now - self._met_at)

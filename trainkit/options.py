@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from trainkit.command_line import Parser, above_0, at_least
 from trainkit.errors import UserError
@@ -137,7 +136,7 @@ class Options:
 
     precision: str = _option(
         "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
-        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: the fastest here",
+        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
     )
     no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
     timeout: int = _option(
@@ -168,9 +167,6 @@ class Options:
     results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
     save_model: bool = _option(
         "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
-    )
-    log_interval: int = _option(
-        "output", 10, at_least(1), "N", "steps between two updates of the progress bar, at most ten a second"
     )
     dry_run: bool = _option(
         "output", False, None, None, "one training step, one test batch, nothing written"
@@ -229,37 +225,19 @@ def parse(
     Raises:
         UserError: for an option or a value that is not known or makes no sense.
     """
-    parser = Parser(description=description, formatter_class=_Help)
-    kind = make_dataclass(
-        "Options", [(name, object, one) for name, one in added.items()], bases=(Options,), frozen=True
-    )
-    declare(parser, kind)
-    parser.add_argument(
-        "--local-rank",
-        "--local_rank",
-        type=_refuse_local_rank,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
-    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
-    return completed(vars(read), kind)
-
-
-def declare(parser: argparse.ArgumentParser, kind: type[Options] = Options) -> None:
-    """Have `parser` read the options, in their groups; for `completed`."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    parser, groups = Parser(description=description, formatter_class=_Help), {}
+    more = [(name, object, one) for name, one in added.items()]
+    kind = make_dataclass("Options", more, bases=(Options,), frozen=True)
     for one in fields(kind):
         name = one.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
+    return kind(**_completed(vars(read)))
 
 
-def completed(values: dict[str, object], kind: type[Options] = Options) -> Options:
-    """The options that a parser has read, with the defaults that depend on others.
-
-    Raises:
-        UserError: for values that make no sense together.
-    """
+def _completed(values: dict[str, object]) -> dict[str, object]:
+    """The options with the defaults that depend on others; a UserError if they make no sense together."""
     if values["batch_size"] and values["batch_size_per_gpu"]:
         raise UserError(
             "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."
@@ -283,14 +261,7 @@ def completed(values: dict[str, object], kind: type[Options] = Options) -> Optio
         raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
     if values["dry_run"]:
         values["epochs"], values["checkpoint_dir"] = 1, None
-    return kind(**values)
-
-
-def _refuse_local_rank(_: str) -> NoReturn:
-    raise UserError(
-        "--local-rank comes from torch.distributed.launch, which PyTorch has deprecated: start with "
-        "torchrun, which takes the same options."
-    )
+    return values
 
 
 def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:

@@ -2,8 +2,9 @@
 
 One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
 training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
-replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. And the
-file that a job of the doctor leaves, a row per size of its all-reduce.
+replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. Many
+runs may stand in one such file (analysis/packed.py). And the file that a job of the doctor leaves, a row per
+size of its all-reduce.
 """
 
 import csv
@@ -57,7 +58,8 @@ def _flag(cell: str) -> bool:
 
 
 # Column -> what reads its cells and refuses those that no run writes; results/README.md tells the meanings.
-COLUMNS: dict[str, Callable[[str], object]] = {
+Columns = dict[str, Callable[[str], object]]
+COLUMNS: Columns = {
     "run_id": _text(),
     "stage": _text(),
     "launcher": _text(),
@@ -73,6 +75,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "lr_warmup_images": _number(int, 0),
     "width": _number(int, 1),
     "parameters": _number(int, 0),
+    "flops_per_image": _or_nan(0, MOST),
     "world_size": _number(int, 1),
     "nodes": _number(int, 1),
     "devices": _number(int, 1),
@@ -83,7 +86,6 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "batch_per_device": _number(int, 1),
     "accumulate": _number(int, 1),
     "precision": _text(),
-    "compiled": _flag,
     "debug": _flag,
     "steps": _number(int, 1),
     "images": _number(int, 1),
@@ -109,7 +111,7 @@ COLUMNS: dict[str, Callable[[str], object]] = {
     "schema_version": _number(int, 1),
 }
 # Of the file beside it: how long the rank worked by itself (see own_time.py), and waited for its batches.
-RANK_COLUMNS: dict[str, Callable[[str], object]] = {
+RANK_COLUMNS: Columns = {
     "epoch": COLUMNS["epoch"],
     "rank": _number(int, 0),
     "host": _text(),
@@ -120,14 +122,14 @@ RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "peak_memory_mb": COLUMNS["peak_memory_mb"],
 }
 # Of the file beside it that a training with metrics of its own has.
-METRIC_COLUMNS: dict[str, Callable[[str], object]] = {
+METRIC_COLUMNS: Columns = {
     "epoch": COLUMNS["epoch"],
     "metric": _text(),
     "of": _text(),
     "value": _or_nan(-FLOAT32, FLOAT32),
 }
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
-ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
+ALL_REDUCE_COLUMNS: Columns = {
     "bytes": _number(int, 1),
     "seconds": _number(float, ABOVE_0),
     "ranks": _number(int, 1),
@@ -143,7 +145,8 @@ NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own 
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "recorded_at": "", "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "flops_per_image": math.nan, "debug": 0}
+ADDED |= {"recorded_at": "", "ended": ""}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
@@ -251,24 +254,25 @@ def beside(path: Path, kind: str = "ranks") -> Path:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The rows of one run's CSV, each cell as its column in `COLUMNS` reads it.
+    """The rows of a run's CSV, each cell as its column in `COLUMNS` reads it; of several, if it has them.
 
     Raises:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
             no run writes.
     """
-    return _read(path, _row_of_run)
+    return _read(path, COLUMNS, ADDED)
 
 
 def read_ranks(path: Path) -> list[dict[str, object]]:
     """The rows of the file beside a run's CSV, each cell as its column in `RANK_COLUMNS` reads it.
 
+    `run_id` tells whose row it is where the CSV has several runs, and is "" elsewhere.
+
     Raises:
         RecordError: as `read`.
     """
-    return _read(
-        beside(path), lambda line, where: _row(ADDED_TO_RANKS | line, where, RANK_COLUMNS), delimiter="\t"
-    )
+    columns = {"run_id": COLUMNS["run_id"]} | RANK_COLUMNS
+    return _read(beside(path), columns, {"run_id": ""} | ADDED_TO_RANKS, delimiter="\t")
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
@@ -277,9 +281,15 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
     Raises:
         RecordError: as `read`.
     """
-    return _read(
-        beside(path, "metrics"), lambda line, where: _row(line, where, METRIC_COLUMNS), delimiter="\t"
-    )
+    return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
+
+
+def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
+    """The rows of each run of a file, by its `run_id`."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        found.setdefault(row["run_id"], []).append(row)
+    return found
 
 
 def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
@@ -298,7 +308,7 @@ def read_all_reduce(path: Path) -> list[dict[str, object]]:
     Raises:
         RecordError: as `read`.
     """
-    return _read(path, lambda line, where: _row(line, where, ALL_REDUCE_COLUMNS), delimiter="\t")
+    return _read(path, ALL_REDUCE_COLUMNS, delimiter="\t")
 
 
 def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
@@ -321,7 +331,7 @@ def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
 
 
 def _read(
-    path: Path, row: Callable[[dict[str, str], str], dict[str, object]], **dialect: str
+    path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
 ) -> list[dict[str, object]]:
     try:
         lines = csv.DictReader(io.StringIO(_content(path), newline=""), **dialect)
@@ -330,7 +340,9 @@ def _read(
             where = f"line {lines.line_num}"
             if None in line or None in line.values():
                 raise ValueError(f"{where} is cut short or too long")
-            rows.append(row(line, where))
+            if columns is COLUMNS:
+                _check_version(line)
+            rows.append(_row((added or {}) | line, where, columns))
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
     if not rows:
@@ -352,7 +364,7 @@ def _content(path: Path) -> str:
         raise ValueError("it is not a text file") from None
 
 
-def _row_of_run(line: dict[str, str], where: str) -> dict[str, object]:
+def _check_version(line: dict[str, str]) -> None:
     if "schema_version" not in line:
         raise ValueError("it has no schema_version column: not a record of a run")
     version = line["schema_version"]
@@ -362,10 +374,9 @@ def _row_of_run(line: dict[str, str], where: str) -> dict[str, object]:
             f"its schema version {version[:30] or '(none)'} is {age} "
             f"(this program reads version {SCHEMA_VERSION})"
         )
-    return _row(ADDED | line, where, COLUMNS)
 
 
-def _row(cells: dict[str, str], where: str, columns: dict[str, Callable[[str], object]]) -> dict[str, object]:
+def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, object]:
     missing = [name for name in columns if name not in cells]
     if missing:
         raise ValueError(f"it has no column {', '.join(missing)}")

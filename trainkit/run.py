@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from trainkit import clock, machine, world
+from trainkit import clock, machine, operations, startup, world
 from trainkit.batches import Batch, Batches
 from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
 from trainkit.epoch import Metric, PartialEpoch, Tested, Trained, not_a_number
-from trainkit.errors import UserError
+from trainkit.errors import UserError, tell
 from trainkit.meeting import Meeting
 from trainkit.model import bare
 from trainkit.options import Options
@@ -67,11 +67,14 @@ class Run:
         also: dict[str, object] | None = None,
         sharded: "Sharded | None" = None,
     ) -> None:
+        startup.mark("optimizer")
         self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
         parameters = sharded.parameters() if sharded else None
+        flops = math.nan if sharded else operations.per_image(model, train_set)
+        machine.try_algorithms(flops * options.epochs * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(
-            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters)
+            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters, flops)
         )
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
@@ -79,6 +82,9 @@ class Run:
         self._own_time = OwnTime(model, optimizer, here.device)
         self._device = here.device
         self._ended = world.from_first(self._has_ended())
+        self.trained: Trained | None = None  # the epoch whose steps are done, until the next one begins
+        self._started = False
+        startup.mark("record")
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are still to be trained, counted from 1, until --stop-at or --patience end it."""
@@ -94,7 +100,7 @@ class Run:
             UserError: if a loss was not a number, a second or so later; the text tells the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
-        self._trained: Trained | None = None
+        self.trained = None
         device = batches.device
         machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
         learning_rate = self._schedule.get_last_lr()[0]
@@ -112,7 +118,6 @@ class Run:
             desc=f"epoch {epoch}",
             unit="step",
             leave=False,
-            miniters=self._options.log_interval,
             # None: shown on a terminal, not in a log file. It may be closed.
             disable=None if world.is_first() and sys.stderr else True,
         )
@@ -123,6 +128,8 @@ class Run:
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
             self._own_time.end_of_step()
+            if not self._started:
+                self._tell_of_start(bar)
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
@@ -139,7 +146,7 @@ class Run:
 
         losses = mean_over_ranks(self._losses)
         check_finite(losses, epoch)
-        self._trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
+        self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -157,13 +164,13 @@ class Run:
                 over `steps` was left before its end.
             Stopped: if a signal asked to stop.
         """
-        if self._trained is None:
+        if self.trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
         # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. Unknown
         # where a network is split: such ranks wait for each other in the middle of a step, too.
-        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
+        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self._device, own_seconds, self._data_seconds)
-        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks, metrics))
+        world.on_first(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, metrics))
         stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
 
@@ -184,6 +191,15 @@ class Run:
             if batch is None:
                 return
             yield batch
+
+    def _tell_of_start(self, bar: tqdm) -> None:
+        """Have rank 0 wait for the run's first step, and for no other, and say how long the start took."""
+        self._started = True
+        if self._log:
+            clock.wait_for(self._device)
+            startup.mark("first step")
+            bar.clear()
+            tell(startup.told())
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""

@@ -181,7 +181,7 @@ def test_every_document_command_list_is_used() -> None:
 @pytest.mark.full
 def test_bench_measures_the_ladder() -> None:
     done = subprocess.run(
-        [sys.executable, "results/bench/ladder.py", "7", "--steps", "2"],
+        [sys.executable, "tools/bench/ladder.py", "7", "--steps", "2"],
         cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_bench_measures_the_ladder() -> None:
 
 def test_bench_names_its_parts() -> None:
     done = subprocess.run(
-        [sys.executable, "results/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "tools/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 1
     assert (

@@ -116,7 +116,7 @@ def _no_rows(state: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_newer, "has version 99, and this program reads 2 and before: go on with the newer program"),
+        (_newer, "has version 99, and this program reads 2: go on with the program that made it"),
         (_other_shapes, "does not fit this training"),
         (_elsewhere, "does not fit this training (its run_id is no name of a file)"),
         (_no_rows, "does not fit this training"),

@@ -65,25 +65,3 @@ def test_weights_of_the_classic_network_load_here(images: torch.Tensor) -> None:
     ours.load_state_dict(classic.state_dict())
     ours = ours.to(memory_format=torch.channels_last)
     torch.testing.assert_close(outputs(ours, images), outputs(classic, images))
-
-
-def test_a_checkpoint_of_version_1_goes_on_the_same(script: Callable, tmp_path: Path) -> None:
-    """Its fc1 had the inputs in the order height, width, channel; and so had what Adadelta keeps of it."""
-    ends = {}
-    for version in (2, 1):
-        folder = tmp_path / str(version)
-        folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
-        done = script("single", *SMALL, "--epochs", 1, *folders)
-        assert done.returncode == 0, done.stderr
-        if version == 1:
-            path = folder / "checkpoints" / "epoch-2-step-0.pt"
-            state = torch.load(path, weights_only=True) | {"version": 1}
-            for values in (state["model"], *state["optimizer"]["state"].values()):
-                for name, value in values.items():
-                    if getattr(value, "shape", ()) == (128, 64 * 12 * 12):
-                        values[name] = value.view(128, 64, 12, 12).permute(0, 2, 3, 1).flatten(1).clone()
-            torch.save(state, path)
-        done = script("single", *SMALL, "--epochs", 2, "--save-model", *folders)
-        assert "resumed from" in done.stdout, done.stderr
-        ends[version] = weights_of(folder)
-    torch.testing.assert_close(ends[1], ends[2])

@@ -15,7 +15,7 @@ def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside what runs on the GPU, which is pretended here."""
-    monkeypatch.syspath_prepend(REPOSITORY / "results" / "bench")
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     import bench
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -33,7 +33,7 @@ def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
 
 
 def test_its_speed_has_tf32_where_the_classic_script_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "results" / "bench")
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     import bench
 
     monkeypatch.setattr(bench, "_classic", lambda *_: iter(()))

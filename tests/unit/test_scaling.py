@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 from trainkit.analysis import scaling
 from trainkit.analysis.scaling import AllReduce, Measured, Shape
 
-PREDICTIONS = runpy.run_path(str(REPOSITORY / "results" / "bench" / "predictions.py"))
+PREDICTIONS = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "predictions.py"))
 
 
 def runs_of(law: Callable[[int, int], float], counts: tuple[int, ...] = (1, 2)) -> Measured:

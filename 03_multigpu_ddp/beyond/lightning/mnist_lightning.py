@@ -4,114 +4,92 @@ Try: torchrun --standalone --nproc-per-node=2 mnist_lightning.py --epochs 2
 """
 
 import logging
-import sys
+import signal
 import warnings
-from argparse import ArgumentError, ArgumentTypeError
-from dataclasses import fields
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from trainkit import batches, data, errors, options, world
-from trainkit.errors import UserError
+from trainkit.batches import Batch
+from trainkit.evaluation import evaluate
 from trainkit.model import Net
 from trainkit.options import Options
-from trainkit.precision import choose_precision, precision_of, set_precision
+from trainkit.precision import choose_precision
 from trainkit.recipes import optimizer_and_schedule
+from trainkit.run import Run
 from trainkit.world import World
 
 import torch
 import torch.nn.functional as F
 
 try:
-    import jsonargparse  # noqa: F401  without it LightningCLI would fail later, in other words
-    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ModuleNotFoundError as missing:
     errors.fail(
         f"Lightning is not installed here ({missing}): pip install -e '.[lightning]' in the top folder."
     )
 
-from record import RecordRun, check_readable
 
-COMMANDS = tuple(LightningCLI.subcommands())  # fit, validate, test, predict
-# Options of Lightning that would be overruled, or make the record wrong, and their defaults.
-DECIDED = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1}
-DECIDED |= {"max_epochs": None, "precision": None, "accumulate_grad_batches": 1}
-
-
-class Classifier(LightningModule):
-    """The network of the stages, with its step and its optimizer."""
-
-    def __init__(self, opts: Options) -> None:
-        super().__init__()
-        self.opts = opts
-        self.net = Net(opts.width).to(memory_format=torch.channels_last)
-
-    def setup(self, stage: str) -> None:
-        self.net.to(self.device)  # Lightning would only do it later
-        choose_precision(self.net, self.opts, self.trainer.datamodule.train_set)
-
-    def configure_optimizers(self) -> dict:
-        steps = len(self.trainer.datamodule.train_batches)
-        optimizer, schedule = optimizer_and_schedule(self.opts, self.net, steps)
-        # Without "step" Lightning would call it once per epoch.
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def training_step(self, batch: batches.Batch, _: int) -> torch.Tensor:
-        images, labels = batch
-        return F.nll_loss(self.net(images), labels)  # Lightning does zero_grad, backward and both steps
-
-    def validation_step(self, batch: batches.Batch, _: int) -> None:
-        images, labels = batch
-        output = self.net(images)
-        loss = F.nll_loss(output, labels, reduction="sum")
-        right = output.argmax(1).eq(labels).float().sum()
-        # Sums, over all ranks (sync_dist): Lightning's means are wrong where ranks have unequal shares.
-        sums = {"sum_of_losses": loss, "right": right, "images": float(len(labels))}
-        self.log_dict(sums, reduce_fx="sum", sync_dist=True, batch_size=len(labels))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: batches.Batch, _: int) -> torch.Tensor:
-        return self.net(batch[0]).argmax(1)
-
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["net"] = {"precision": precision_of(self.net), "width": self.opts.width}
-
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        precision, width = checkpoint["net"].values()
-        if width != self.opts.width:
-            raise UserError(f"the checkpoint was made with --width {width}: give the same.")
-        if self.opts.precision == "auto":  # as the run chose at its start, whatever is faster today
-            set_precision(self.net, precision)
-
-
-class Images(LightningDataModule):
-    """This rank's share of the batches of the stages; the test set is shared out without padding."""
+class Training(LightningModule):
+    """The loop of mnist_ddp.py, as the methods that Lightning calls."""
 
     def __init__(self, opts: Options, here: World) -> None:
         super().__init__()
-        self.opts, self.place = opts, (here.device, here.rank, here.size)
+        train_set, test_set = data.load(opts.dataset, opts.data_dir)
+        self.train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+        self.test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+        self.net = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+        choose_precision(self.net, opts, train_set)
+        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.net, len(self.train_batches))
+        stepped = self.net, self.optimizer, self.schedule
+        self.run = Run("lightning", opts, here, train_set, *stepped, devices=here.size)
+        self.epochs = self.run.epochs()  # goes on where an earlier run stopped
+        self.epoch = next(self.epochs, None)
+        self.on_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def setup(self, stage: str) -> None:
-        self.train_set, self.test_set = data.load(self.opts.dataset, self.opts.data_dir)
-        _, _, ranks = self.place
-        if (self.opts.test_size or ranks) < ranks:  # who has no test image logs nothing, and is waited for
-            raise UserError(
-                f"--test-size {self.opts.test_size} is less than the {ranks} processes: raise it."
-            )
-        if stage == "fit":
-            self.train_batches = batches.training(self.train_set, self.opts, *self.place)
+    def configure_optimizers(self) -> dict:
+        # Without "step" Lightning would call the schedule once per epoch.
+        every_step = {"scheduler": self.schedule, "interval": "step"}
+        return {"optimizer": self.optimizer, "lr_scheduler": every_step}
 
-    def train_dataloader(self) -> batches.Batches:
-        return self.train_batches
+    def train_dataloader(self) -> "Steps":
+        return Steps(self)
 
-    def val_dataloader(self) -> batches.Batches:
-        return batches.testing(self.test_set, self.opts, *self.place)
+    def on_train_start(self) -> None:
+        # Lightning's own, set a moment ago, waits for the other ranks, wherever the signal meets this one.
+        signal.signal(signal.SIGTERM, self.on_sigterm)
 
-    test_dataloader = predict_dataloader = val_dataloader
+    def on_train_epoch_start(self) -> None:
+        self.train()
+
+    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+        images, labels = batch
+        loss = F.nll_loss(self.net(images), labels)
+        self.run.add(loss)
+        return loss  # Lightning does zero_grad, backward and both steps
+
+    def optimizer_step(self, epoch: int, step: int, optimizer: object, backward: Callable) -> None:
+        backward()  # or Lightning has it called within `step`, and the run cannot tell the rank's own time
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.run.end_of_epoch(self.epoch, evaluate(self.net, self.test_batches, F.nll_loss))
+        self.epoch = next(self.epochs, None)
+        self.trainer.should_stop = self.epoch is None  # also by --stop-at and --patience
+
+
+class Steps:
+    """The batches of an epoch, on the clock of `run`, which saves and stops between two of them."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def __len__(self) -> int:
+        return len(self.training.train_batches) + 1  # asked for one more, `run.steps` comes to its end
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.training.run.steps(self.training.epoch, self.training.train_batches)
 
 
 class Ranks(LightningEnvironment):
@@ -129,83 +107,37 @@ class Ranks(LightningEnvironment):
     def local_rank(self) -> int:
         return self.here.local_rank
 
-    def teardown(self) -> None:
-        """Leave WORLD_SIZE in the environment, which Lightning would take out."""
 
-
-class CommandLine(LightningCLI):
-    """Lightning's options and those of the stages, from the command line or from YAML. Making it runs it."""
-
-    def __init__(self) -> None:
-        strict = {"exit_on_error": False, "allow_abbrev": False}
-        always = {"default_config_files": [str(Path(__file__).with_name("config.yaml"))]}
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            save_config_callback=None,
-            seed_everything_default=False,
-            auto_configure_optimizers=False,
-            parser_kwargs=strict | dict.fromkeys(COMMANDS, strict | always),
-        )
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        options.declare(parser)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: None) -> None:
-        try:
-            super().parse_arguments(parser, args)
-        except (ArgumentError, ArgumentTypeError) as error:
-            raise UserError(f"{' '.join(str(error).split())}. See --help.") from None
-        self.asked = self.config[self.config.subcommand]
-        for name, default in DECIDED.items():
-            if self.asked.trainer[name] != default:
-                raise UserError(
-                    f"trainer.{name} is decided by what starts the processes, and by options of the stages "
-                    "(--epochs, --precision, --no-cuda): leave it out."
-                )
-        if self.asked.ckpt_path:
-            check_readable(Path(self.asked.ckpt_path))  # here, as Lightning reads it next
-
-    def before_instantiate_classes(self) -> None:
-        opts = options.completed({one.name: self.asked[one.name] for one in fields(Options)})
-        self.here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-        self.opts = opts.for_devices(self.here.size)
-        self.record = RecordRun(self.opts, self.here)
-        self.trainer_defaults["callbacks"] = [self.record]
-
-    def instantiate_trainer(self) -> Trainer:
-        here = self.here
-        ddp = DDPStrategy(
-            parallel_devices=[here.device] * here.local_size,  # the one that is taken is the local rank's
+def trainer(here: World) -> Trainer:
+    """What Lightning is told; most of it is to leave out what the run has already."""
+    return Trainer(
+        strategy=DDPStrategy(
+            parallel_devices=[here.device] * here.local_size,  # it takes that of the local rank
             cluster_environment=Ranks(here),
             gradient_as_bucket_view=True,
-        )
-        return super().instantiate_trainer(strategy=ddp, num_nodes=here.nodes, max_epochs=self.opts.epochs)
-
-    def after_instantiate_classes(self) -> None:
-        # Each rank drops other neurons; DDP makes the weights equal.
-        torch.manual_seed(self.opts.seed + self.here.rank)
-        self.model, self.datamodule = Classifier(self.opts), Images(self.opts, self.here)
-
-    def before_fit(self) -> None:
-        if newest := self.record.open_folder():
-            self.config_init.fit.ckpt_path = newest
-
-    def after_fit(self) -> None:
-        self.record.finish(self.model.net)
+        ),
+        num_nodes=here.nodes,
+        max_epochs=-1,  # until `should_stop`
+        use_distributed_sampler=False,  # the batches are shared out already
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def main() -> None:
-    if sys.argv[1:2] not in [[name] for name in COMMANDS]:
-        sys.argv.insert(1, "fit")  # the command line of a stage
     # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Of its own code, which no user can mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
-    try:
-        CommandLine()
-    except MisconfigurationException as error:
-        raise UserError(f"Lightning refuses this: {errors.first_line(error)}") from None
+    opts = options.parse(__doc__)
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+    training = Training(opts, here)
+    if training.epoch:
+        trainer(here).fit(training)
+    training.run.finish()
     world.leave()
 
 

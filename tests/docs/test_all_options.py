@@ -1,0 +1,111 @@
+"""Every option of every command: a new one is a decision, and has to be added here."""
+
+import argparse
+import runpy
+import sys
+
+import lessons
+import pytest
+from conftest import REPOSITORY
+
+OF_THE_STAGES = """
+--batch-size --batch-size-per-gpu --checkpoint-dir --checkpoint-minutes --data-dir --dataset --debug
+--dry-run --epochs --gamma --keep-checkpoints --loader --lr --lr-scale --lr-warmup-images --no-cuda
+--num-workers --patience --precision --recipe --results-dir --resume --save-model --seed --stop-at
+--test-batch-size --test-size --timeout --train-size --width
+"""
+BEYOND = "03_multigpu_ddp/beyond"
+# What each training has more than these.
+TRAININGS = {
+    "01_singlegpu/mnist_singlegpu.py": "",
+    "02_multigpu_dp/by_hand.py": "--replicas",
+    "02_multigpu_dp/mnist_multigpu.py": "",
+    "03_multigpu_ddp/breakdown.py": "--repeats --trace",
+    "03_multigpu_ddp/mnist_ddp.py": "",
+    f"{BEYOND}/accumulate.py": "--accumulate",
+    f"{BEYOND}/batchnorm.py": "--norm",
+    f"{BEYOND}/by_hand.py": "--flat --forget",
+    f"{BEYOND}/fsdp.py": "--how",
+    f"{BEYOND}/lightning/mnist_lightning.py": "",
+    f"{BEYOND}/mixed_precision.py": "",
+    f"{BEYOND}/pipeline.py": "--micro-batches",
+    f"{BEYOND}/tabular.py": "--accumulate --weights",
+    f"{BEYOND}/unused.py": "--graph",
+    f"{BEYOND}/vae_counts.py": "--graph",
+}
+SUBMIT = "--cpus-per-gpu --dry-run --gpus --nodes --partition --script --time --wait"
+OTHERS = {
+    "01_singlegpu/exercises/check.py": "--yes",
+    "01_singlegpu/submit.py": SUBMIT,
+    "02_multigpu_dp/exercises/check.py": "--yes",
+    "02_multigpu_dp/submit.py": SUBMIT,
+    "03_multigpu_ddp/exercises/check.py": "--yes",
+    "03_multigpu_ddp/submit.py": SUBMIT,
+    f"{BEYOND}/predict.py": "--data-dir --invert --no-cuda --out --precision --test-size",
+    "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
+    "results/how_many_gpus.py": """
+        --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
+        --proposal --set --target""",
+    "results/plot_results.py": "--each --out --target",
+    "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
+    "slurm/jobs.py": "--remove --unfinished",
+    "slurm/monitor.py": "--attach --json --out --plot --sample --verdict --watch",
+    "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
+    "slurm/sweep.py": """
+        --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
+        --max-jobs --min-efficiency --num-workers --out --partition --repeats --scaling --script --spend
+        --stages --target --time --train-size --until-known""",
+    "tools/bench/bench.py": "--data-dir --out --repeats --tables-only",
+    "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
+    "tools/bench/ladder.py": "--data-dir --steps",
+    "tools/bench/model_memory.py": "--precision",
+    "tools/bench/predictions.py": "--laws --out",
+    "tools/bench/sampler.py": "--data-dir --out",
+    "tools/bench/until_known.py": "--out",
+    "trainkit/data.py": "--data-dir",
+    "trainkit/jobs/checkup.py": "--data-dir --results-dir",
+    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --partition --time --wait",
+}
+EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
+WITHOUT = {
+    "slurm/doctor.py",  # starts trainkit/jobs/doctor.py
+    "slurm/practice_cluster/adopt.py",
+    "slurm/practice_cluster/init.py",
+    "trainkit/launching.py",
+    "trainkit/torchrun.py",  # torchrun's own
+    "trainkit/workshop/learn.py",
+}
+
+
+def test_every_command_is_listed() -> None:
+    commands = {
+        str(path.relative_to(REPOSITORY))
+        for path in lessons.files("*.py", ":!tests", ":!0*/exercises/*/*")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert commands == {*EVERY} | WITHOUT
+
+
+class Listed(BaseException):
+    """Raised where the command line would be read: the parser is complete."""
+
+
+@pytest.mark.parametrize("script", EVERY)
+def test_every_option_is_listed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, add = set(), argparse._ActionsContainer.add_argument
+
+    def listing(self: argparse._ActionsContainer, *names: str, **how: object) -> argparse.Action:
+        if how.get("help") != argparse.SUPPRESS:
+            found.update(name for name in names if name.startswith("--") and name != "--help")
+        return add(self, *names, **how)
+
+    def parse(*_: object) -> None:
+        raise Listed
+
+    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", listing)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.syspath_prepend((REPOSITORY / script).parent)
+    with pytest.raises(Listed):
+        runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+    assert found == {*EVERY[script].split()}

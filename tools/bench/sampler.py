@@ -1,0 +1,112 @@
+"""What the sampler of slurm/monitor.py costs: trainings with and without it, in turns, on this machine.
+
+Writes `<out>/sampler.csv`, a row per training, and the table made of it, `sampler.md`. The two trainings of a
+pair have the same seed, and every other pair begins with the one that is sampled.
+"""
+
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+
+from trainkit import errors, records, staging
+from trainkit.analysis import text
+from trainkit.command_line import Parser
+from trainkit.files import check_writable
+from trainkit.jobs import local
+from trainkit.jobs.following import LocalHandle
+from trainkit.jobs.stages import STAGES
+
+HERE = Path(__file__).resolve().parent
+TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")
+# Each computes on all cores, so that whatever the sampler takes is taken from it: stage, ranks, options.
+CASES = {
+    "2 ranks": ("ddp", 2, ()),
+    "2 ranks, 1 loader worker each": ("ddp", 2, ("--loader=workers", "--num-workers=1")),
+}
+PAIRS, DRAWS = 8, 2_000
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
+    args = parser.parse_args()
+    staging.check("mnist", args.data_dir)
+    check_writable(args.out, "the benchmark", "give another --out.")
+    rows = []
+    for pair in range(PAIRS):
+        for case in CASES:
+            for sampled in (False, True) if pair % 2 else (True, False):
+                rows.append(
+                    {"case": case, "pair": pair} | _train(case, pair, sampled, args.data_dir.absolute())
+                )
+                pd.DataFrame(rows).to_csv(args.out / "sampler.csv", index=False, float_format="%.6g")
+    table = text.markdown(summary(pd.DataFrame(rows)))
+    (args.out / "sampler.md").write_text(f"{table}\n")
+    print(table)
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each case the median ratio of its pairs' images/s, its 95 % interval, and the sampler's own load."""
+    chance, lines = np.random.default_rng(1), []
+    for case, of_case in rows.groupby("case", sort=False):
+        speeds = of_case.pivot(index="pair", columns="sampled", values="images_per_s")
+        ratios = (speeds[True] / speeds[False]).to_numpy()
+        draws = np.median(chance.choice(ratios, (DRAWS, len(ratios))), axis=1)
+        low, high = np.quantile(draws, [0.025, 0.975])
+        lines.append(
+            {
+                "training": case,
+                "pairs": str(len(ratios)),
+                "images/s, sampled / not": f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})",
+                "sampler, % of a core": f"{of_case.core_percent.median():.2f}",
+                "sampler, MB": f"{of_case.memory_mb.max():.0f}",
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, object]:
+    stage, ranks, options = CASES[case]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        handle = local.start(
+            STAGES[stage].script,
+            (*TRAINING, *options, f"--seed={seed}"),
+            folder / "job",
+            data_dir,
+            folder,
+            ranks=ranks,
+            threads=1,
+            checkpoints=False,
+            sampled=sampled,
+        )
+        load = _follow(handle)
+        if handle.state().name == "failed":
+            raise errors.UserError(f"{case}: the training failed ({handle.state().detail}).")
+        (path,) = handle.results.glob("*.csv")
+        speeds = [row["images_per_s"] for row in records.read(path) if not row["warmup"]]
+    return {"sampled": sampled, "images_per_s": float(np.median(speeds))} | load
+
+
+def _follow(handle: LocalHandle) -> dict[str, float]:
+    """Wait for its end, and return the load of its sampler while it ran."""
+    load = {}
+    while handle.state().name == "running":
+        if handle.sampler and not handle.ended():
+            with suppress(psutil.Error):
+                process = psutil.Process(handle.sampler.pid)
+                seconds = time.time() - process.create_time()
+                busy = sum(process.cpu_times()[:2])
+                load = {"core_percent": 100 * busy / seconds, "memory_mb": process.memory_info().rss / 1e6}
+        time.sleep(0.5)
+    return load
+
+
+if __name__ == "__main__":
+    errors.run(main)

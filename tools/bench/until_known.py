@@ -1,0 +1,156 @@
+"""What does `sweep.py --until-known` save? Recorded sweeps, of which each run appears when it is asked for.
+
+python tools/bench/until_known.py results/sample/cpu-xeon-2-cores/scaling/w32.csv
+"""
+
+import argparse
+import math
+from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from trainkit.analysis import comparison
+from trainkit.analysis.advice import AS_GOOD, Answer, Option, Wishes, advise, label, sets
+from trainkit.analysis.answer import InWords, checked
+from trainkit.analysis.text import markdown
+from trainkit.command_line import Parser
+from trainkit.errors import UserError, run
+from trainkit.files import check_writable
+from trainkit.jobs import until_known
+from trainkit.jobs.stages import STAGES, geometry
+from trainkit.jobs.sweep import Cell
+
+HERE = Path(__file__).resolve().parent
+SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
+RECORDED = [SAMPLES / "scaling" / "w8.csv", SAMPLES / "scaling" / "w32.csv", SAMPLES / "width"]
+TARGETS = (94, 95, 96, 97)  # % test accuracy
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sweeps", nargs="*", type=Path, default=RECORDED, metavar="PATH",
+        help="the CSVs of a sweep (default: those of results/sample)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "out", help="for the CSV (default: tools/bench/out)"
+    )
+    args = parser.parse_args()
+    check_writable(args.out, "the benchmark", "give another --out.")
+    table = pd.DataFrame([row for folder in args.sweeps for row in of_sweep(folder)])
+    table.round(4).to_csv(args.out / "until_known.csv", index=False)
+    shown = summary(table)
+    (args.out / "until_known.md").write_text(markdown(shown.astype(str)) + "\n")
+    print(f"{table.round(4).to_string(index=False)}\n\n{shown.to_string(index=False)}")
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each sweep: how often the choice was as good, and what share of the device time it took."""
+    lines = []
+    for name, rows in [*table.groupby("sweep", sort=False), ("all", table)]:
+        share = rows.hours.sum() / rows.all_hours.sum()
+        lines.append((name, len(rows), int((rows.dearer <= AS_GOOD).sum()), f"{100 * share:.0f} %"))
+    return pd.DataFrame(lines, columns=["recorded sweep", "wishes", "as good a choice", "device time"])
+
+
+def of_sweep(folder: Path) -> list[dict[str, object]]:
+    """A row for each set of comparable runs in the folder, and each wish that it can answer."""
+    rows, _ = comparison.load([folder])
+    return [
+        Replay(runs, wishes).row({"sweep": ", ".join(filter(None, [folder.stem, name]))})
+        for name, runs in sets(rows)
+        for wishes in wishes_for(runs)
+    ]
+
+
+def wishes_for(rows: pd.DataFrame) -> list[Wishes]:
+    """The targets that were reached, each as soon as can be, and each within 1.5 times the shortest time."""
+    lists = {"gpus": tuple(sorted(set(rows.devices))), "batches": tuple(sorted(set(rows.global_batch)))}
+    found = []
+    for target in TARGETS:
+        try:
+            fastest = advise(rows, Wishes(target, **lists)).best
+        except UserError:
+            continue
+        if fastest:
+            deadline = 1.5 * float(np.median(fastest.seconds))
+            found += [Wishes(target, **lists), Wishes(target, deadline_s=deadline, **lists)]
+    return found
+
+
+class Replay:
+    """A sweep with --until-known over runs that are there: `names` are those of the runs that it chose."""
+
+    def __init__(self, rows: pd.DataFrame, wishes: Wishes) -> None:
+        self._rows, self._wishes, self._cells = rows, wishes, {}
+        last = rows.sort_values("epoch").groupby("run_id").last().sort_values("started_at")
+        self._hours = last.devices * last.elapsed_s / 3600
+        repeats: Counter[tuple] = Counter()
+        for one in last.itertuples():
+            key = one.stage, one.devices, one.nodes, one.global_batch
+            repeats[key] += 1
+            stage = STAGES[one.stage]
+            shape = geometry(stage, one.devices, one.nodes)
+            self._cells[Cell(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
+        self.names: list[str] = []
+        self.told = StringIO()
+        cells = sorted(self._cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
+        with redirect_stdout(self.told):
+            until_known.search(until_known.of_use(cells), self._ask, self._finish)
+
+    def row(self, first: dict[str, object]) -> dict[str, object]:
+        """What all runs recommend, and what those that were chosen do."""
+        everything, known = advise(self._rows, self._wishes), self._answer()
+        best = known.best if known else None
+        return first | {
+            "goal": everything.goal,
+            "deadline_s": self._wishes.deadline_s or "",
+            "all_runs": len(self._cells),
+            "all_hours": self._hours.sum(),
+            "all_choose": label(everything.best),
+            "all_sure": everything.sure,
+            "runs": len(self.names),
+            "hours": self._spent(),
+            "choose": label(best) if best else "",
+            "sure": known.sure if known else 0.0,
+            "dearer": _dearer(everything, best, self._wishes) if best else math.inf,
+        }
+
+    def _ask(self, _: list[Cell]) -> tuple[set[str], float, dict]:
+        known, none = self._answer(), {"best": None, "options": [], "probes": [], "sentence": ""}
+        return set(self.names), self._spent(), InWords(known, self._rows).as_json() if known else none
+
+    def _finish(self, cell: Cell) -> bool:
+        self.names.append(cell.name)
+        return True
+
+    def _answer(self) -> Answer | None:
+        chosen = self._rows[self._rows.run_id.isin(self._runs())]
+        try:
+            return checked(advise(chosen, self._wishes)) if self.names else None
+        except UserError:
+            return None
+
+    def _runs(self) -> list[str]:
+        return [run for cell, run in self._cells.items() if cell.name in self.names]
+
+    def _spent(self) -> float:
+        return float(self._hours[self._runs()].sum())
+
+
+def _dearer(everything: Answer, chosen: Option, wishes: Wishes) -> float:
+    """By all runs, what the chosen costs over what they choose, less 1; infinite if it breaks the wishes."""
+    (alike,) = (o for o in everything.options if (o.stage, o.shape) == (chosen.stage, chosen.shape))
+    wasteful = alike.shape.devices > 1 and np.median(alike.efficiency) < wishes.min_efficiency
+    if wasteful or np.median(alike.seconds) > (wishes.deadline_s or math.inf):
+        return math.inf
+    cost, least = (np.median(o.hours if wishes.deadline_s else o.seconds) for o in (alike, everything.best))
+    return float(cost / least - 1)
+
+
+if __name__ == "__main__":
+    run(main)
