@@ -19,6 +19,7 @@ RUN_ELSEWHERE = {
     "make compare",  # test_compare.py
     'make compare ARGS="--epochs 10 --batch-size 512"',
     "make test",
+    "make test-all",
     "make bench",  # test_bench_measures_the_ladder, on one rung
     "make lessons",  # test_quotes_are_up_to_date
     "conda env create -f environment.yml",

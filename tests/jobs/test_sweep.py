@@ -222,20 +222,6 @@ esac""",
     assert [len(on_cluster.rows(cell)) for cell in CELLS] == [3] * len(CELLS)
 
 
-def test_compare_sends_its_runs_to_slurm(on_cluster: SweepCheckout) -> None:
-    arguments = (*SMALL, "--epochs", 1, "--precision", "fp32", "--workers", 1, "--repeats", 1)
-    done = on_cluster.python("results/compare.py", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Slurm found" in done.stdout
-    (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
-    assert on_cluster.compared() == [("ddp", 1), ("dp", 1), ("single", 1)]
-    for stage in ("single", "dp", "ddp"):
-        assert on_cluster.rows(f"{stage}-1gpu-batch100-train600-r1")[0]["job_id"]
-    assert most_at_a_time(on_cluster) == 1
-    done = on_cluster.python("results/compare.py", "--workers", 3)
-    assert "--workers 3 is more than the 2 found here" in done.stderr
-
-
 def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
     """On two GPUs in Slurm, which are slow at batch 256, and too small for batch 4096."""
     pretend(on_cluster)
@@ -255,6 +241,9 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
 
     before = sorted(on_cluster.sweep.rglob("runs/*.csv"))
     assert len(before) == 2 + 7
+    assert "Slurm found" in done.stdout and most_at_a_time(on_cluster) == 1
+    too_many = on_cluster.python("results/compare.py", "--workers", 3)
+    assert "--workers 3 is more than the 2 found here" in too_many.stderr
     go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
     on_cluster.plant("single", "raise errors.UserError('not again')")
     again = on_cluster.run(*shlex.split(go_on))
