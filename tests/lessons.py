@@ -1,11 +1,12 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE.md`, `table FILE.md "A, B, ..."` of these columns, of a comparison.csv `pivot FILE.csv ROWS
+`table FILE`, `table FILE "A, B, ..."` of these columns of a .md or a .csv, of a comparison.csv `pivot FILE.csv ROWS
 COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README. Run
 this file (`make lessons`) to bring all up to date.
 """
 
+import csv
 import difflib
 import re
 import shlex
@@ -77,9 +78,13 @@ def _diff(folder: Path, *names: str) -> str:
 
 
 def _table(folder: Path, name: str, columns: str = "") -> str:
-    """All columns of the table of a comparison, or those named."""
+    """All columns of a CSV or of the table of a comparison, or those named."""
     lines = (folder / name).read_text().splitlines()
-    rows = [line[2:-2].split(" | ") for line in lines if line.startswith("|")]
+    if name.endswith(".csv"):
+        head, *body = csv.reader(lines)
+        rows = [head, ["---"] * len(head), *body]
+    else:
+        rows = [line[2:-2].split(" | ") for line in lines if line.startswith("|")]
     chosen = [rows[0].index(column) for column in columns.split(", ")] if columns else range(len(rows[0]))
     return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
 

@@ -79,6 +79,7 @@ class Run:
         self._own_time = OwnTime(model, optimizer, here.device)
         self._device = here.device
         self._ended = world.from_first(self._has_ended())
+        self.trained: Trained | None = None  # the epoch whose steps are done, until the next one begins
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are still to be trained, counted from 1, until --stop-at or --patience end it."""
@@ -94,7 +95,7 @@ class Run:
             UserError: if a loss was not a number, a second or so later; the text tells the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
-        self._trained: Trained | None = None
+        self.trained = None
         device = batches.device
         machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
         learning_rate = self._schedule.get_last_lr()[0]
@@ -138,7 +139,7 @@ class Run:
 
         losses = mean_over_ranks(self._losses)
         check_finite(losses, epoch)
-        self._trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
+        self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -156,13 +157,13 @@ class Run:
                 over `steps` was left before its end.
             Stopped: if a signal asked to stop.
         """
-        if self._trained is None:
+        if self.trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
         # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. Unknown
         # where a network is split: such ranks wait for each other in the middle of a step, too.
-        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self._trained.steps
+        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self._device, own_seconds, self._data_seconds)
-        world.on_first(lambda: self._log.epoch(epoch, self._trained, tested, of_ranks, metrics))
+        world.on_first(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, metrics))
         stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
 

@@ -69,6 +69,7 @@ class RunLog:
             "batch_per_device": options.batch_size // devices,
             "accumulate": accumulate,
             "precision": precision_of(model),
+            "compiled": getattr(options, "compile", False),
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": str(torch.__version__),

@@ -9,7 +9,7 @@ Every exercise is a folder beside its stage's check.py, such as `01_clock`, and 
     check.py    `check(mine)` returns what there was to see, or raises `Wrong`
 
 check.py may also have `RECORDED`, CSV files of the repository or folders of them, for whoever cannot run the
-exercise. For tests/test_exercises.py it has `STARTS_WITH`, a part of what the untouched starter is told, and
+exercise. For test_exercises.py it has `STARTS_WITH`, a part of what the untouched starter is told, and
 `WRONG`, typical wrong answers: (file in mine/, text of the solution, what stands there instead, part of the
 hint that this gets); of runs, the file may be `runs/*.csv`.
 """

@@ -93,7 +93,7 @@ def claims() -> dict[str, tuple[float, float]]:
 
 
 def made() -> dict[str, str]:
-    """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/test_tables.py)."""
+    """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/docs/test_tables.py)."""
     lines = ["run,devices,global_batch,loader_workers,epoch,images,train_seconds,images_per_s"]
     for name, path in RUNS.items():
         for row in records.read(SAMPLE / path):

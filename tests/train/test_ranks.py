@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import Script, rows_of, run_stage
+from conftest import REPOSITORY, Script, rows_of, run_stage
 from test_checkpoint import start
 
 from trainkit import machine, records
@@ -150,7 +150,7 @@ def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
 def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
     """The CSV of a run, and what is beside it."""
     results = folder / "results"
-    sample = Path(__file__).parents[1] / "results" / "sample" / "cpu-2-cores" / "runs"
+    sample = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs"
     (source,) = sample.glob("ddp-*-041110-*.csv")
     rows = records.read(source)
     recorder = records.Recorder(results, rows[0])

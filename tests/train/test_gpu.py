@@ -1,6 +1,6 @@
 """The acceptance run of a machine with GPUs: what only they can show.
 
-    .venv/bin/python -m pytest -n0 tests/test_gpu.py
+    .venv/bin/python -m pytest -n0 tests/train/test_gpu.py
 
 One GPU is enough for most of it, two for all. No other test uses them, and of these one at a time.
 """
@@ -34,6 +34,7 @@ pytestmark = [
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
+CAPTURED = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 
@@ -90,16 +91,17 @@ def test_every_precision_and_recipe_learns(precision: str, recipe: str, goal: fl
     assert precision in ("auto", last["precision"])
 
 
-def test_a_signal_stops_a_run_and_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["single", CAPTURED], ids=["single", "captured"])
+def test_a_signal_stops_a_run_and_it_goes_on(stage: str | Path, tmp_path: Path) -> None:
     """Long epochs, as a GPU needs no time for one pass; the second process stops in another one."""
     folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
     options = (*folders, "--train-size", 50_000_000, "--batch-size", 1000, "--epochs", 1)
     steps = []
     for _ in range(2):
         with subprocess.Popen(
-            stage_command("single", *options), env=ENVIRONMENT | WITH_GPUS, stdout=subprocess.PIPE, text=True
+            stage_command(stage, *options), env=ENVIRONMENT | WITH_GPUS, stdout=subprocess.PIPE, text=True
         ) as process:
-            assert process.stdout.readline().startswith("stage single")
+            assert process.stdout.readline().startswith("stage ")
             time.sleep(3)  # into the epoch, or to its door
             process.send_signal(signal.SIGUSR2)
             told = process.stdout.read()
@@ -134,6 +136,84 @@ def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path) -> None:
     few, many = waits
     assert few > 0
     assert many < few + 100
+
+
+def planted(folder: Path, script: Path, *lines: tuple[str, str]) -> Path:
+    """A copy of the script with more lines, each in front of the one that begins as told."""
+    checkout = Checkout(folder)
+    for line, before in lines:
+        checkout.insert(script.relative_to(REPOSITORY), line, before)
+    return folder / script.relative_to(REPOSITORY)
+
+
+@pytest.mark.parametrize("how", ["captured", "graphed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("--batch-size", 1024, "--precision", "bf16"),
+        ("--batch-size", 128, "--precision", "tf32", "--recipe", "fast"),
+    ],
+    ids=["bf16", "fast"],
+)
+def test_a_captured_step_trains_as_the_eager_one(shape: tuple, how: str, tmp_path: Path) -> None:
+    """Where cuDNN has one way to compute each layer, the losses are equal to the last digit."""
+    one_way = "torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True"
+    script = planted(tmp_path / "a checkout", CAPTURED, (one_way, "optimizer, schedule"))
+    sizes = ("--epochs", 2, "--train-size", 20_480, *shape)
+    eager, other = (train(script, tmp_path / one, *sizes, "--how", one) for one in ("eager", how))
+    for loss in ("train_loss", "test_loss"):
+        assert [row[loss] for row in eager] == [row[loss] for row in other]
+    assert other[0]["stage"] == f"ddp-{how}"
+
+
+def test_a_captured_step_is_three_times_as_fast(tmp_path: Path) -> None:
+    """At batch 128, where the GPU mostly waits in an eager step. Side by side, the best epoch of each."""
+    sizes = ("--batch-size", 128, "--precision", "tf32", "--epochs", 4)
+    runs = [train(CAPTURED, tmp_path / how, *sizes, "--how", how) for how in ("eager", "captured")]
+    eager, captured = (max(row["images_per_s"] for row in rows) for rows in runs)
+    assert captured > 3 * eager
+
+
+def test_a_compiled_network_is_captured(tmp_path: Path) -> None:
+    rows = train(CAPTURED, tmp_path, "--compile", "--batch-size", 1024, "--epochs", 2)
+    assert rows[-1]["stage"] == "ddp-captured-compiled"
+    assert rows[-1]["test_accuracy"] > 95
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "why"),
+    [
+        ("loss.item()", "loss.backward()", "within it nothing may read a tensor's value"),
+        (
+            "if schedule.last_epoch == 12: images = images[1:]",
+            "loss = step(",
+            "one size, not (64, 1, 28, 28)",
+        ),
+    ],
+    ids=["reads a value", "changes its size"],
+)
+def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: str, tmp_path: Path) -> None:
+    script = planted(tmp_path / "a checkout", CAPTURED, (line, before))
+    assert why in refused(run(script, "--results-dir", tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_data_parallel_on_one_gpu_twice(recipe: str, precision: str, tmp_path: Path) -> None:
+    """Each of two replicas computes in the precision asked for, drops neurons of its own, and both learn."""
+    wrap = (
+        "model = nn.DataParallel(model, device_ids=[0, 0]); kinds = set(); model.module.dropout1."
+        "register_forward_hook(lambda _, inputs, __: kinds.add(str(inputs[0].dtype)))"
+    )
+    twice = "model.train(); halves = model(torch.cat([images, images])).chunk(2)"
+    tell = f"{twice}; print('seen', *kinds, torch.equal(*halves))"
+    stage = REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py"
+    script = planted(tmp_path / "a checkout", stage, (wrap, "choose_precision("), (tell, "run.finish()"))
+    done = run(script, *SHORT, "--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert rows_of(tmp_path)[-1]["test_accuracy"] > 85
+    kind = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    assert f"seen torch.{kind} False" in done.stdout
 
 
 def test_memory_that_is_full_is_one_sentence(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_every_do_and_dont_names_what_holds_it() -> None:
     ]
     assert len(lines) >= 25
     for line in lines:
-        held_by = re.findall(r"\[(test_\w+)\]\((\.\./tests/\w+\.py)\)", line)
+        held_by = re.findall(r"\[(test_\w+)\]\((\.\./tests/\w+/\w+\.py)\)", line)
         assert held_by, line
         for name, file in held_by:
             assert f"\ndef {name}(" in (page.parent / file).read_text(), name

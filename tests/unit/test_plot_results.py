@@ -21,7 +21,7 @@ from trainkit.errors import UserError
 from trainkit.records import ADDED, COLUMNS, Recorder
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "results" / "plot_results.py"
 GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
 FIGURES = ("throughput.png", "speedup.png", "accuracy.png")

@@ -1,0 +1,194 @@
+"""Train a small GPT on generated text, with DistributedDataParallel or split over the ranks.
+
+Try: torchrun --standalone --nproc-per-node=2 gpt.py
+"""
+
+import math
+from pathlib import Path
+
+from trainkit import errors, files, options, world
+from trainkit.evaluation import evaluate
+from trainkit.model import bare
+from trainkit.options import Options
+from trainkit.precision import set_precision
+from trainkit.run import Run
+from trainkit.sharded import Sharded, check_pytorch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import gpt_data
+import gpt_metrics
+import gpt_options
+
+
+class Block(nn.Module):
+    """Each token looks back at those before it, then works by itself; (n, t, width) to (n, t, width)."""
+
+    def __init__(self, width: int, heads: int, recompute: bool) -> None:
+        super().__init__()
+        self.heads, self.recompute = heads, recompute
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute and self.training:  # keeps x only; the backward pass computes the rest anew
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.query_key_value(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (n, heads, t, width / heads)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer in the shape of GPT-2, without biases and dropout.
+
+    Takes tokens, int64 (n, t), t at most `context`; returns the logits of what follows each, (n * t,
+    `vocabulary`). `precision` is what the layers compute in, "fp32" or "bf16"; the weights are float32.
+    """
+
+    def __init__(
+        self, vocabulary: int, context: int, width: int, layers: int, heads: int, recompute: bool = False
+    ) -> None:
+        super().__init__()
+        self.precision = "fp32"
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        for name, weights in self.named_parameters():
+            if weights.dim() == 2:  # what 2 * layers layers add up should not grow with their number
+                adds_up = name.endswith(("mix.weight", "down.weight"))
+                nn.init.normal_(weights, std=0.02 / math.sqrt(2 * layers) if adds_up else 0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            x = self.words(tokens) + self.positions[: tokens.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            # A word is told by the vector that it is read as: one matrix for both.
+            return F.linear(self.norm(x), self.words.weight).flatten(0, 1)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """What the true next tokens cost, in nats, in float32 whatever the logits are."""
+    return F.cross_entropy(logits.float(), targets, reduction=reduction)
+
+
+def split(model: GPT, here: world.World) -> None:
+    """Leave each rank its share of every weight. A block is put together for its own turn only."""
+    how = {"mesh": init_device_mesh(here.device.type, (here.size,))}
+    if model.precision == "bf16":  # weights travel in bf16, gradients are added up in float32
+        how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fsdp.fully_shard(block, **how)
+    fsdp.fully_shard(model, **how)
+
+
+def optimizer_and_schedule(
+    opts: Options, model: nn.Module, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, which pulls matrices towards 0 and nothing else; warm-up, then a cosine down to a tenth."""
+    matrices, others = (
+        [weights for weights in model.parameters() if (weights.dim() >= 2) == matrix]
+        for matrix in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=opts.scaled_lr, betas=(0.9, 0.95), fused=True)
+    warmup = opts.lr_warmup_images // opts.batch_size
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class Best:
+    """The weights of the lowest validation loss so far, in best.pt of the folder of the checkpoints."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.loss = folder, math.inf
+
+    def state_dict(self) -> dict[str, float]:
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.loss = state["loss"]
+
+    def keep(self, loss: float, model: nn.Module, sharded: Sharded | None) -> None:
+        """Keep the weights if `loss` is lower than before; all ranks call it, and rank 0 writes."""
+        if self.folder and loss < self.loss:
+            self.loss = loss
+            weights = sharded.weights() if sharded else bare(model).state_dict()
+            world.on_first(lambda: self._write(weights))
+
+    def _write(self, weights: dict[str, torch.Tensor]) -> None:
+        with files.replacing(self.folder / "best.pt", "wb") as file:
+            torch.save(weights, file)
+
+
+def main() -> None:
+    check_pytorch()
+    opts = options.parse(__doc__, **gpt_options.OPTIONS)
+    options.check_divides(opts.width, opts.heads, "heads")
+    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed)  # the same weights on every rank
+
+    paths = world.from_first(world.on_first(lambda: gpt_data.write(opts.data_dir, opts.shards)))
+    train_text, text = gpt_data.Text(paths[1:], opts.context), gpt_data.Text(paths[:1], opts.context)
+    train_batches = gpt_data.training(train_text, opts, here)
+    test_batches = gpt_data.validating(text, opts, here)
+
+    shape = opts.vocabulary, opts.context, opts.width, opts.layers, opts.heads
+    model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(here.device)
+    set_precision(network, opts.precision)
+    flops = gpt_metrics.flops_per_token(network)
+    if opts.compile:  # one block for all: they are alike
+        for block in network.blocks:
+            block.compile()
+    if opts.how == "ddp":
+        model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    else:
+        split(network, here)
+    optimizer, schedule = optimizer_and_schedule(opts, model, opts.epochs * len(train_batches))
+
+    name = f"gpt-{opts.how}" + ("-recomputed" if opts.checkpoint_activations else "")
+    sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
+    state = {"also": {"best": best}, "sharded": sharded}
+    run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **state)
+    train_loss = torch.compile(loss_of) if opts.compile else loss_of
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for tokens, targets in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = train_loss(model(tokens), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        tested = evaluate(model, test_batches, loss_of)
+        best.keep(tested.loss, model, sharded)
+        metrics = gpt_metrics.of_epoch(run.trained, opts, here, flops)
+        run.end_of_epoch(epoch, tested, metrics)
+        if here.rank == 0:
+            errors.tell(gpt_metrics.in_one_line(metrics))
+    run.finish()
+    world.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)

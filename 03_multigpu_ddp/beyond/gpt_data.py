@@ -1,0 +1,167 @@
+"""Text for gpt.py by a small grammar, so that nothing is downloaded and the lowest possible loss is known.
+
+Tokens are words. They lie on disk in shards, which every rank maps into its memory, and of which it reads
+what it needs: a text may be larger than the memory.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from trainkit import batches, errors, files, options
+from trainkit.options import Options
+from trainkit.world import World
+
+import numpy as np
+import torch
+
+SHARD = 2**18  # tokens, uint16 each
+VALIDATION_TOKENS = 2**16
+
+
+def _of_words(words: str) -> dict[str, float]:
+    """Frequent words first, as in a language: the second is half as likely as the first, and so on (Zipf)."""
+    weights = {word: 1 / rank for rank, word in enumerate(words.split(), start=1)}
+    return {word: weight / sum(weights.values()) for word, weight in weights.items()}
+
+
+# What a symbol becomes, and how likely; what is no symbol is a word. A verb goes with its subject, in number,
+# whatever stands between them. A text can be read in one way only, or else `entropy_rate` were too high.
+RULES: dict[str, dict[str, float]] = {
+    "sentence": {"singular does .": 0.5, "plural do .": 0.5},
+    "singular": {"the noun": 0.5, "the adjective noun": 0.3, "the noun that singular SEES": 0.1}
+    | {"the noun that plural SEE": 0.1},
+    "plural": {"the nouns": 0.5, "the adjective nouns": 0.3, "the nouns that singular SEES": 0.1}
+    | {"the nouns that plural SEE": 0.1},
+    "does": {"SLEEPS": 0.5, "SEES singular": 0.25, "SEES plural": 0.25},
+    "do": {"SLEEP": 0.5, "SEE singular": 0.25, "SEE plural": 0.25},
+    "noun": _of_words("cat dog bird horse fox cow goat hen pig duck owl bear"),
+    "nouns": _of_words("cats dogs birds horses foxes cows goats hens pigs ducks owls bears"),
+    "adjective": _of_words("old small quick brown lazy clever"),
+    "SEES": _of_words("sees hears likes follows knows"),
+    "SEE": _of_words("see hear like follow know"),
+    "SLEEPS": _of_words("sleeps runs waits sings jumps"),
+    "SLEEP": _of_words("sleep run wait sing jump"),
+}
+WORDS = sorted({word for rule in RULES.values() for text in rule for word in text.split()} - RULES.keys())
+
+
+def entropy_rate() -> float:
+    """What a token costs a model that knows the grammar and all tokens before, in nats: no loss is lower."""
+    symbols = list(RULES)
+    # Row i: what one symbol i becomes, in the mean.
+    children = np.array([[_expected(rule, one) for one in symbols] for rule in RULES.values()])
+    words = [sum(_expected(rule, word) for word in WORDS) for rule in RULES.values()]
+    choices = [-sum(p * math.log(p) for p in rule.values()) for rule in RULES.values()]
+    # How often a sentence uses each symbol: once if it is the first, and as a child of the others.
+    uses = np.linalg.solve(np.eye(len(symbols)) - children.T, [one == "sentence" for one in symbols])
+    return float(uses @ choices / (uses @ words))
+
+
+def _expected(rule: dict[str, float], symbol: str) -> float:
+    return sum(p * text.split().count(symbol) for text, p in rule.items())
+
+
+def tokens(seed: str) -> Iterator[int]:
+    """Sentences without end, each independent of the others, as places of words in `WORDS`."""
+    random = Random(seed)
+    rules = {
+        symbol: ([text.split()[::-1] for text in rule], list(itertools.accumulate(rule.values())))
+        for symbol, rule in RULES.items()
+    }
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    while True:
+        to_say = ["sentence"]  # what comes next is last
+        while to_say:
+            one = to_say.pop()
+            if one in numbers:
+                yield numbers[one]
+            else:
+                texts, bounds = rules[one]
+                to_say += random.choices(texts, cum_weights=bounds)[0]
+
+
+def write(data_dir: Path, shards: int) -> list[Path]:
+    """Write the shards that are not there yet; returns all: the text for validation, then those to train on.
+
+    Raises:
+        UserError: if they cannot be written.
+    """
+    folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # another grammar, another text
+    files.check_writable(folder, "the text", "give another --data-dir.")
+    paths = [folder / f"{name}.uint16" for name in ("validation", *map("{:05}".format, range(shards)))]
+    for path in paths:
+        if path.exists():
+            continue
+        count = VALIDATION_TOKENS if path.stem == "validation" else SHARD
+        text = np.fromiter(tokens(path.stem), np.uint16, count)
+        try:
+            with files.replacing(path, "wb") as file:
+                file.write(text.tobytes())
+        except OSError as error:
+            raise errors.UserError(
+                f"{path} cannot be written ({error.strerror}): free the space, or give another --data-dir."
+            ) from None
+    return paths
+
+
+class Text:
+    """Shards as windows of `context` tokens and the one that follows; two windows share one token."""
+
+    name = "grammar"
+
+    def __init__(self, shards: list[Path], context: int) -> None:
+        self._shards = [np.memmap(path, np.uint16, mode="r") for path in shards]
+        self._context, self._of_each = context, (len(self._shards[0]) - 1) // context
+
+    def __len__(self) -> int:
+        return len(self._shards) * self._of_each
+
+    def windows(self, indices: list[int]) -> torch.Tensor:
+        """int64 (n, context + 1)."""
+        places = [divmod(index, self._of_each) for index in indices]
+        starts = [(self._shards[shard], self._context * window) for shard, window in places]
+        chosen = [shard[start : start + self._context + 1] for shard, start in starts]
+        return torch.from_numpy(np.stack(chosen).astype(np.int64))
+
+
+class TextBatches(batches.Batches):
+    """Windows without their last token, int64 (n, context), and what follows each, int64 (n * context,)."""
+
+    def __init__(self, text: Text, order: batches.RankOrder, device: torch.device) -> None:
+        super().__init__(text, order, device, shift=False)
+
+    def __iter__(self) -> Iterator[batches.Batch]:
+        for indices in self.order:
+            windows = self.split.windows(indices)
+            if self.device.type == "cuda":  # a copy from pinned memory does not wait for the GPU
+                windows = windows.pin_memory()
+            windows = windows.to(self.device, non_blocking=True)
+            yield windows[:, :-1].contiguous(), windows[:, 1:].flatten()
+
+
+def training(text: Text, opts: Options, here: World) -> TextBatches:
+    """This rank's share of the batches, in a new order every epoch, as `trainkit.batches.training`."""
+    options.check_sizes(opts, len(text), here.size)
+    size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
+    of_ranks = opts.batch_size, opts.seed, here.rank, here.size
+    return TextBatches(text, batches.GlobalOrder(min(size, len(text)), *of_ranks, size), here.device)
+
+
+def validating(text: Text, opts: Options, here: World) -> TextBatches:
+    """This rank's share of the windows for validation, each once, in batches as large as those of training.
+
+    Raises:
+        UserError: if there are fewer windows than --test-size, or too few for each rank to have its share.
+    """
+    size = opts.test_size or len(text)
+    if not 3 * here.size <= size <= len(text):  # with fewer, ranks may have unequal numbers of steps
+        raise errors.UserError(
+            f"{size} windows for validation are not within {3 * here.size} (three for each process) and "
+            f"{len(text)} (all there are): change --test-size or --context."
+        )
+    step_size = max(2, opts.test_batch_size or opts.batch_size // here.size)
+    return TextBatches(text, batches.TestOrder(size, step_size, here.rank, here.size), here.device)

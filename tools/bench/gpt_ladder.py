@@ -1,0 +1,132 @@
+"""What each step buys a GPT of 124 million weights on one GPU: from fp32 to bf16, compiled, recomputed, split.
+
+Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
+
+Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a process of its own, with a time limit of its
+own (6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table
+beside it for the page, FILE.md. A section that fails has its error in place of numbers.
+"""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from trainkit import errors, files, records
+from trainkit.command_line import Parser
+
+SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
+LARGE = "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --batch-size 16 --test-size 32"
+TINY = "--context 16 --batch-size 8 --test-size 32 --no-cuda"
+EPOCHS = 3  # the first warms up, and is not counted
+
+
+class Section(NamedTuple):
+    name: str
+    arguments: str
+    steps: int  # of an epoch
+    limit: int  # seconds for the process
+
+
+SECTIONS = [
+    Section("fp32", "", 10, 60),
+    Section("tf32", "--precision tf32", 25, 45),
+    Section("bf16", "--precision bf16", 50, 45),
+    Section("bf16, checkpointing", "--precision bf16 --checkpoint-activations", 50, 45),
+    Section("bf16, split over one rank", "--precision bf16 --how shard", 50, 45),
+    Section("bf16, compiled", "--precision bf16 --compile", 50, 120),
+]
+FACTS = ["parameters", "global_batch", "device_name", "torch_version", "cuda_version", "started_at"]
+NUMBERS = ["tokens_per_s", "slowest", "fastest", "mfu_percent", "peak_memory_mb", "train_loss"]
+COLUMNS = ["section", *NUMBERS, "process_seconds", "error", "arguments", *FACTS]
+
+
+def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
+    """The row of one section."""
+    arguments = f"{size} {section.arguments}".split()
+    batch = int(arguments[arguments.index("--batch-size") + 1])
+    results, log = folder / section.name, folder / "log.txt"
+    command = [sys.executable, SCRIPT, *arguments, "--train-size", section.steps * batch, "--epochs", EPOCHS]
+    command += ["--lr-warmup-images", batch, "--data-dir", folder, "--results-dir", results]
+    row = {"section": section.name, "arguments": " ".join(arguments)}
+    started = time.monotonic()
+    error = _run(list(map(str, command)), section.limit, log)
+    row["process_seconds"] = round(time.monotonic() - started, 1)
+    if error:
+        return row | {"error": error}
+    (path,) = (path for path in (results / "runs").glob("*.csv") if ".ranks" not in path.name)
+    counted = records.read(path)[1:]
+    of_epochs = [one for one in records.read_metrics(path) if one["epoch"] > 1]
+    speeds = [one["value"] for one in of_epochs if one["metric"] == "tokens_per_s"]
+    row |= {
+        "tokens_per_s": round(median(speeds)),
+        "slowest": round(min(speeds)),
+        "fastest": round(max(speeds)),
+    }
+    used = median(one["value"] for one in of_epochs if one["metric"] == "mfu_percent")
+    row |= {"mfu_percent": round(used, 1), "train_loss": round(counted[-1]["train_loss"], 4)}
+    row["peak_memory_mb"] = round(max(epoch["peak_memory_mb"] for epoch in counted))
+    return row | {name: counted[-1][name] for name in FACTS}
+
+
+def _run(command: list[str], limit: int, log: Path) -> str:
+    """Returns what went wrong, or ""."""
+    with log.open("w") as told:
+        how = {"stdout": told, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, **how)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and what compiles for it
+            process.wait()
+            return f"not done after {limit} s"
+    lines = log.read_text().strip().splitlines()
+    if code:
+        print("\n".join(lines[-15:]), file=sys.stderr, flush=True)
+    return (lines or [""])[-1] or f"exit code {code}" if code else ""
+
+
+def in_table(row: dict[str, object], first: dict[str, object]) -> str:
+    """A row of the table for people."""
+    if "error" in row:
+        return f"| {row['section']} | {row['error']} | | | |"
+    gain = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if "error" not in first else "-"
+    cells = f"{row['tokens_per_s']:,}", gain, row["mfu_percent"], f"{row['peak_memory_mb'] / 1000:.1f}"
+    return "| " + " | ".join(map(str, (row["section"], *cells))) + " |"
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
+    parser.add_argument("--smoke", action="store_true", help="a tiny network on the CPU: does it all work?")
+    chosen = parser.parse_args()
+    table = [
+        "| what | tokens/s | times the first | MFU % | peak memory GB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    print(*table, sep="\n", flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for section in SECTIONS:
+            if chosen.smoke:
+                section = section._replace(steps=3, limit=300)
+            rows.append(measure(section, TINY if chosen.smoke else LARGE, Path(folder)))
+            table.append(in_table(rows[-1], rows[0]))
+            print(table[-1], flush=True)
+            chosen.out.parent.mkdir(parents=True, exist_ok=True)
+            with files.replacing(chosen.out) as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            with files.replacing(chosen.out.with_suffix(".md")) as file:
+                file.write("\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,217 @@
+"""Measure on one GPU what the lessons tell of GPUs: every table that a machine without one cannot make.
+
+PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
+
+Each section stands alone: it has a time limit of its own, and prints and writes its table at once. All
+together take about 15 minutes. Name sections to run only these.
+"""
+
+import argparse
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from trainkit import records
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SINGLE = "01_singlegpu/mnist_singlegpu.py"
+DDP = "03_multigpu_ddp/mnist_ddp.py"
+CAPTURED = "03_multigpu_ddp/beyond/captured.py"
+SHAPES = {
+    "128 tf32": ("--batch-size", 128, "--precision", "tf32", "--epochs", 5),
+    "1024 bf16": ("--batch-size", 1024, "--precision", "bf16", "--epochs", 8),
+    "4096 bf16": ("--batch-size", 4096, "--precision", "bf16", "--epochs", 12),
+}
+WAYS = {
+    "eager": (DDP,),
+    "graphed": (CAPTURED, "--how", "graphed"),
+    "captured": (CAPTURED,),
+    "compiled": (CAPTURED, "--how", "eager", "--compile"),
+    "compiled and captured": (CAPTURED, "--compile"),
+}
+Row = dict[str, object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the tables and the runs")
+    args = parser.parse_args()
+    if unknown := set(args.sections) - set(SECTIONS):
+        parser.error(f"there is no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}.")
+    for name in args.sections or SECTIONS:
+        section, seconds = SECTIONS[name]
+        print(f"== {name}", flush=True)
+        folder, started = args.out / name, time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            write(folder.with_suffix(".csv"), section(folder, started + seconds))
+        except subprocess.TimeoutExpired:
+            print(f"not whole: it took more than {seconds} s", flush=True)
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows as they come, and print them."""
+    with path.open("w", newline="") as file:
+        for number, row in enumerate(rows):
+            if number == 0:
+                writer = csv.DictWriter(file, row, lineterminator="\n")
+                writer.writeheader()
+                print(" | ".join(row), flush=True)
+            writer.writerow(row)
+            file.flush()
+            print(" | ".join(map(str, row.values())), flush=True)
+
+
+def run(until: float, *command: object) -> str:
+    """What a program of ours printed; what went wrong is printed here."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=max(until - time.monotonic(), 1),
+    )
+    if done.returncode:
+        print(f"{command[0]} ended with {done.returncode}: {done.stderr[-1500:]}", flush=True)
+    return done.stdout
+
+
+def train(until: float, folder: Path, *command: object) -> list[Row]:
+    """The rows of the training's record, which goes to `folder`/runs."""
+    before = set(folder.glob("runs/*.csv"))
+    run(until, *command, "--results-dir", folder)
+    new = set(folder.glob("runs/*.csv")) - before
+    return records.read(new.pop()) if new else []
+
+
+def steady(rows: list[Row]) -> float:
+    """Images per second of the median epoch past the warm-up."""
+    values = sorted(row["images_per_s"] for row in rows if not row["warmup"])
+    return values[len(values) // 2]
+
+
+def speed(folder: Path, until: float) -> Iterator[Row]:
+    """A step as it is, graphed, captured, compiled: images/s side by side."""
+    for shape, options in SHAPES.items():
+        ways = WAYS if shape != "4096 bf16" else {name: WAYS[name] for name in ("eager", "captured")}
+        eager = None
+        for way, command in ways.items():
+            if rows := train(until, folder, *command, *options):
+                eager = eager or steady(rows)
+                yield {
+                    "batch, precision": shape,
+                    "step": way,
+                    "images/s": round(steady(rows)),
+                    "x eager": f"{steady(rows) / eager:.2f}",
+                    "ms a step": f"{1000 * rows[-1]['train_seconds'] / rows[-1]['steps']:.2f}",
+                    "acc. %": rows[-1]["test_accuracy"],
+                    "first epoch s": f"{rows[0]['train_seconds']:.1f}",
+                }
+
+
+def accuracy(folder: Path, until: float) -> Iterator[Row]:
+    """99 % by the recipe fast, captured."""
+    options = ("--batch-size", 128, "--precision", "tf32", "--recipe", "fast", "--epochs", 3)
+    for seed in (1, 2, 3):
+        if rows := train(until, folder, CAPTURED, *options, "--seed", seed):
+            yield {
+                "seed": seed,
+                "acc. %": rows[-1]["test_accuracy"],
+                "seconds of the epochs": " ".join(f"{row['train_seconds']:.2f}" for row in rows),
+                "wall s": f"{rows[-1]['elapsed_s']:.1f}",
+            }
+
+
+def kernels(folder: Path, until: float) -> Iterator[Row]:
+    """What the GPU does in a step of stage 03, from the profiler's trace."""
+    for shape in ("128 tf32", "1024 bf16", "4096 bf16"):
+        run(until, "03_multigpu_ddp/breakdown.py", *SHAPES[shape][:4], "--trace", "--results-dir", folder)
+        for trace in folder.glob("breakdown/*.json"):
+            (table,) = folder.glob(f"breakdown/{trace.name.split('.')[0]}.tsv")
+            with table.open() as file:
+                steps = [float(row["seconds"]) for row in csv.DictReader(file, delimiter="\t")
+                         if row["phase"] == "step"]  # fmt: skip
+            events = json.loads(trace.read_text())["traceEvents"]
+            ours = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+            launched = sum(one["cat"] == "kernel" for one in ours)
+            yield {
+                "batch, precision": shape,
+                "kernels a step": launched // 3,  # breakdown.py traces three steps
+                "GPU works ms": f"{sum(one['dur'] for one in ours) / 3000:.2f}",
+                "step ms": f"{1000 * sorted(steps)[len(steps) // 2]:.2f}",
+            }
+            trace.unlink()  # some MB
+
+
+def traces(folder: Path, until: float) -> Iterator[Row]:
+    """Sampled trainings of 20 seconds or more, and their verdicts."""
+    long = {
+        "launch_bound_64_tf32": (SINGLE, "--batch-size", 64, "--precision", "tf32", "--epochs", 8),
+        "captured_64_tf32": (CAPTURED, "--batch-size", 64, "--precision", "tf32", "--epochs", 22),
+        "batch_1024_bf16": (SINGLE, *SHAPES["1024 bf16"][:4], "--train-size", 1_000_000, "--epochs", 4),
+        "captured_1024_bf16": (CAPTURED, *SHAPES["1024 bf16"][:4], "--train-size", 2_000_000, "--epochs", 4),
+        "healthy_4096_bf16": (SINGLE, *SHAPES["4096 bf16"][:4], "--train-size", 4_000_000, "--epochs", 3),
+    }
+    for name, (script, *options) in long.items():
+        results = folder / name / "training"
+        told = run(
+            until, "slurm/monitor.py", "--", sys.executable, script, *options, "--results-dir", results
+        )
+        if found := re.search(r"--verdict (\S+)", told) or re.search(r"--plot (\S+)", told):
+            for samples in Path(found[1]).glob("monitor/*.csv"):
+                shutil.copy(samples, folder / name)
+        rows = [row for path in results.glob("runs/*.csv") for row in records.read(path)]
+        watched = [line for line in told.splitlines() if line.startswith("watch ")]
+        if rows:
+            yield {"trace": name, "images/s": round(steady(rows)), "verdict": " ".join(watched)}
+
+
+def start(folder: Path, until: float) -> Iterator[Row]:
+    """Where the time before the first step goes: a short run of each stage, and the imports."""
+    for script in (SINGLE, DDP):
+        told = run(until, script, "--epochs", 1, "--precision", "tf32", "--results-dir", folder)
+        line = next((line for line in told.splitlines() if line.startswith("started in")), "")
+        yield {"what": script, "told": line}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", SINGLE, "--help"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:")][1:]
+    slowest = sorted(lines, key=lambda line: -int(line[1]))[:12]
+    yield from (
+        {"what": f"import {name.strip()}", "told": f"{int(us) / 1e6:.2f} s"} for _, us, name in slowest
+    )
+
+
+def compare(folder: Path, until: float) -> Iterator[Row]:
+    """`make compare` as it is, on one GPU."""
+    started = time.monotonic()
+    told = run(until, "results/compare.py", "--local", "--out", folder)
+    print(told[-3000:], flush=True)
+    yield {"make compare, seconds": round(time.monotonic() - started)}
+
+
+SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row]], int]] = {
+    "speed": (speed, 330),
+    "kernels": (kernels, 90),
+    "accuracy": (accuracy, 70),
+    "traces": (traces, 220),
+    "start": (start, 60),
+    "compare": (compare, 330),
+}
+
+if __name__ == "__main__":
+    main()

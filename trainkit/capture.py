@@ -1,0 +1,79 @@
+"""A part of the training step captured in a CUDA graph, so that the GPU does not wait for Python's launches.
+
+A graph starts all kernels by one launch: the same ones, on the same tensors, with nothing left to decide.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.errors import UserError, first_line
+from trainkit.model import bare
+
+
+def side_stream(model: nn.Module) -> torch.cuda.Stream:
+    """A stream to capture on, as the default one cannot be. DDP has to be wrapped on it, too."""
+    _eager_steps(model)  # or why there is nothing to capture
+    return torch.cuda.Stream()
+
+
+def graphed(model: nn.Module, inputs: torch.Tensor) -> None:
+    """Make the forward and the backward pass of the network a CUDA graph each, for `inputs` of this size."""
+    warm_up = _eager_steps(model)
+    with torch.random.fork_rng([inputs.device]):  # its trials are not to change the training's dropout
+        torch.cuda.make_graphed_callables(bare(model).train(), (inputs,), num_warmup_iters=warm_up)
+
+
+class CapturedStep:
+    """Calls `step(*batch)`, which returns the loss: at first as it is, then as a CUDA graph.
+
+    It writes to the same gradients and loss each time: `step` calls `zero_grad(set_to_none=False)`.
+    """
+
+    def __init__(self, step: Callable, model: nn.Module, stream: torch.cuda.Stream) -> None:
+        self._step, self._stream, self._graph = step, stream, None
+        self._eager_steps = _eager_steps(model)
+
+    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Raises a UserError if the step cannot be captured, or the batch has another size."""
+        if self._eager_steps:
+            self._eager_steps -= 1
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                loss = self._step(*batch)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
+        if not self._graph:
+            self._capture(batch)
+        for fixed, given in zip(self._batch, batch, strict=True):
+            if fixed.shape != given.shape:
+                sizes = f"{tuple(fixed.shape)} and now {tuple(given.shape)}"
+                raise UserError(f"a captured step needs batches of one size, not {sizes}: or --how eager.")
+            fixed.copy_(given)
+        self._graph.replay()
+        return self._loss
+
+    def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
+        self._batch, graph = [given.clone() for given in batch], torch.cuda.CUDAGraph()
+        try:
+            # thread_local: a loader's thread may ask for pinned memory meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._loss = self._step(*self._batch)
+        except RuntimeError as error:
+            cause = first_line(error.__context__ or error)  # what comes after it ends the capture only
+            raise UserError(
+                f"this training step cannot be captured ({cause}): within it nothing may read a "
+                "tensor's value, as .item(), print, if and GradScaler.step do. Or train with --how eager."
+            ) from None
+        self._graph = graph
+
+
+def _eager_steps(model: nn.Module) -> int:
+    """Real steps before the capture: DDP looks at the clock in its first ten."""
+    if isinstance(model, nn.DataParallel):
+        raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
+    if next(model.parameters()).device.type != "cuda":
+        raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
+    return 11 if isinstance(model, DistributedDataParallel) else 3
