@@ -84,6 +84,7 @@ COLUMNS: Columns = {
     "batch_per_device": _number(int, 1),
     "accumulate": _number(int, 1),
     "precision": _text(),
+    "compiled": _flag,
     "debug": _flag,
     "steps": _number(int, 1),
     "images": _number(int, 1),
