@@ -2,8 +2,9 @@
 
 One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
 training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
-replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. And the
-file that a job of the doctor leaves, a row per size of its all-reduce.
+replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. Many
+runs may stand in one such file (analysis/packed.py). And the file that a job of the doctor leaves, a row per
+size of its all-reduce.
 """
 
 import csv
@@ -252,7 +253,7 @@ def beside(path: Path, kind: str = "ranks") -> Path:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The rows of one run's CSV, each cell as its column in `COLUMNS` reads it.
+    """The rows of a run's CSV, each cell as its column in `COLUMNS` reads it; of several, if it has them.
 
     Raises:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
@@ -264,10 +265,14 @@ def read(path: Path) -> list[dict[str, object]]:
 def read_ranks(path: Path) -> list[dict[str, object]]:
     """The rows of the file beside a run's CSV, each cell as its column in `RANK_COLUMNS` reads it.
 
+    `run_id` tells whose row it is where the CSV has several runs, and is "" elsewhere.
+
     Raises:
         RecordError: as `read`.
     """
-    return _read(beside(path), RANK_COLUMNS, ADDED_TO_RANKS, delimiter="\t")
+    columns = {"run_id": COLUMNS["run_id"]} | RANK_COLUMNS
+    added = {"run_id": ""} | ADDED_TO_RANKS
+    return _read(beside(path), columns, added, delimiter="\t")
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
@@ -277,6 +282,14 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
         RecordError: as `read`.
     """
     return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
+
+
+def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
+    """The rows of each run of a file, by its `run_id`."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        found.setdefault(row["run_id"], []).append(row)
+    return found
 
 
 def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:

@@ -142,7 +142,8 @@ class Best:
 def main() -> None:
     check_pytorch()
     opts = options.parse(__doc__, **gpt_options.OPTIONS)
-    options.check_divides(opts.width, opts.heads, "heads")
+    if opts.width % opts.heads:
+        raise errors.UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
     here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed)  # the same weights on every rank

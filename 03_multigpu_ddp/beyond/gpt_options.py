@@ -21,7 +21,7 @@ OPTIONS = {
         shapes_training=True,
     ),
     "shards": options.own(
-        4, at_least(1, 10_000), "N", f"files of {gpt_data.SHARD:,} tokens to train on", shapes_training=True
+        2, at_least(1, 10_000), "N", f"files of {gpt_data.SHARD:,} tokens to train on", shapes_training=True
     ),
     "how": options.own("ddp", ("ddp", "shard"), None, "all of the network on each rank, or a share of it"),
     "compile": options.own(False, None, None, "have torch.compile make fewer and larger kernels"),
@@ -40,7 +40,7 @@ OPTIONS = {
         0.003, above_0(), "X", "learning rate, with --lr-scale that of batch 64", shapes_training=True
     ),
     "lr_warmup_images": options.own(
-        2048, at_least(0, MOST_IMAGES), "N", "windows over which the learning rate rises from 0",
+        1024, at_least(0, MOST_IMAGES), "N", "windows over which the learning rate rises from 0",
         shapes_training=True, column="lr_warmup_images",
     ),
 }

@@ -24,6 +24,7 @@ from cluster import RunningCluster
 from conftest import REPOSITORY
 
 from trainkit import records
+from trainkit.analysis import packed
 
 SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
@@ -95,10 +96,10 @@ CELLS = [f"mine-1gpu-batch100-r{number}" for number in range(1, 7)]
 
 def own_sweep(checkout: SweepCheckout, runs: int) -> tuple:
     """The arguments of a sweep of so many runs of a script of one's own."""
-    sample = sorted((REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs").glob("*.csv"))[0]
-    folder = checkout.folder / "03_multigpu_ddp"
-    (folder / "mine.py").write_text(f"SAMPLE = {records.read(sample)[0]['run_id']!r}\n{OWN}")
-    (folder / "sample.csv").write_text(sample.read_text())
+    sample, folder = "ddp-20261121-041110-f2fc72", checkout.folder / "03_multigpu_ddp"
+    packed.unpack(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv", folder, [sample])
+    (folder / "mine.py").write_text(f"SAMPLE = {sample!r}\n{OWN}")
+    (folder / f"{sample}.csv").rename(folder / "sample.csv")
     options = ("--precision", "fp32", "--batch-size", 100, "--gpus", 1, "--repeats", runs)
     return ("--script", "mine.py", *options)
 

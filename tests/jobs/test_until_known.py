@@ -59,7 +59,7 @@ def test_bad_input(arguments: str, sentence: str, tmp_path: Path) -> None:
 
 def test_the_choice_is_that_of_all_runs_for_less_device_time() -> None:
     """On a recorded sweep of two numbers of workers, six batches, and two repeats."""
-    folder = REPLAY["SAMPLES"] / "scaling" / "w8"
+    folder = REPLAY["SAMPLES"] / "scaling" / "w8.csv"
     rows, _ = REPLAY["comparison"].load([folder])
     found = REPLAY["Replay"](rows, REPLAY["Wishes"](target=94.0)).row({})
     assert found["all_sure"] > 0.9

@@ -144,7 +144,7 @@ def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
     assert table.speedup.notna().all()
     assert "tables on 2 CPU workers trained" in done.stdout
 
-    mnist = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs"
+    mnist = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
     done = checkout.python("results/plot_results.py", out, mnist, "--out", checkout.folder / "both")
     assert done.returncode == 0, done.stdout + done.stderr
     both = pd.read_csv(checkout.folder / "both" / "comparison.csv")

@@ -150,9 +150,8 @@ def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
 def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
     """The CSV of a run, and what is beside it."""
     results = folder / "results"
-    sample = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs"
-    (source,) = sample.glob("ddp-*-041110-*.csv")
-    rows = records.read(source)
+    sample = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+    rows = records.by_run(records.read(sample))["ddp-20261121-041110-f2fc72"]
     recorder = records.Recorder(results, rows[0])
     for epoch in range(1, epochs + 1):
         beside = [

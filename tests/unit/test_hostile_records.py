@@ -17,8 +17,8 @@ from trainkit.analysis.report import report
 from trainkit.errors import UserError
 from trainkit.records import COLUMNS, Recorder
 
-SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs"
-GOOD = next(SAMPLE.glob("ddp-*-041110-*.csv"))  # two workers
+SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers
 FORMULA, TAG, MATHS = "=cmd|'/c calc'!A0", "<script>alert(1)</script>", "$\\frac{$"
 NUMBERS = ("nan", "inf", "-inf", "-5", "1e308", "", "many", "9" * 5000)
 # Column -> cells that it never holds.
@@ -44,9 +44,10 @@ REFUSED = {
 
 
 def made(folder: Path, name: str, last: dict[str, str] | None = None, **cells: str) -> Path:
-    """A copy of a good CSV with other cells in all its rows, or with those of `last` in its last one."""
-    with GOOD.open() as file:
-        rows = [{"model": "Net"} | row | {"run_id": name} | cells for row in csv.DictReader(file)]
+    """A copy of a good run with other cells in all its rows, or with those of `last` in its last one."""
+    with SAMPLE.open() as file:
+        good = [row for row in csv.DictReader(file) if row["run_id"] == GOOD]
+    rows = [{"model": "Net"} | row | {"run_id": name} | cells for row in good]
     rows[-1] |= last or {}
     folder.mkdir(exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -128,9 +129,9 @@ def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
 def test_a_damaged_file_never_raises_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two hundred random damages to a good file, which is still compared in the end."""
+    """Two hundred random damages to a good file of several runs; a good one is still compared in the end."""
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: path.touch())
-    good, chance = GOOD.read_bytes(), random.Random(8)
+    good, chance = SAMPLE.read_bytes(), random.Random(8)
     junk = (b"", b",", b"\n", b'"', b"\0", b"-", b"e99", b"nan", b"\xff", b"=1", b"\x1b[2J", b"0" * 5000)
     for i in range(200):
         content = bytearray(good)

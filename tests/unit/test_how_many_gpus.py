@@ -16,7 +16,7 @@ from test_plot_results import ddp, write_run
 from trainkit import options, records
 
 SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
-SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32"
+SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"
 FIGURES = {f"how_many_{name}.png" for name in ("speedup", "cost", "time_to_accuracy", "break_even")}
 COUNTS, BATCHES = (1, 2, 4), (256, 512, 1024)
 Asked = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,6 +15,7 @@ from trainkit.analysis import page
 from trainkit.analysis.report import report, report_each
 
 SAMPLES = REPOSITORY / "results" / "sample"
+RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
 HOSTILE = f'"{TAG}" onload=alert(1) {{{{ 1 + 1 }}}} {MATHS}'
 PHONE, PAPER = 390, 1047  # CSS pixels: a phone's width, and that of A4 between its margins
 # The tables of runs; others say what to ask for.
@@ -29,7 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for device in ("CPU: a", "CPU: b"):
         name = f"hostile-{device[-1]}"
         made(folder / "runs", name, stage=HOSTILE, device_name=device, node_list=HOSTILE, torch_version=TAG)
-    report([SAMPLES / "cpu-2-cores" / "runs", folder / "runs"], folder / "out")
+    report([RUNS, folder / "runs"], folder / "out")
     return folder / "out" / "report.html"
 
 
@@ -70,8 +71,8 @@ def test_without_a_script(written: Path) -> None:
     lines = re.findall(r"^\| (.*) \|$", written.with_name("comparison.md").read_text(), re.MULTILINE)
     cells = {cell for line in lines for cell in line.split(" | ") if cell.replace(".", "").isalnum()}
     assert len(cells) > 30 and all(f">{cell}<" in text for cell in cells)
-    for run in (SAMPLES / "cpu-2-cores" / "runs").glob("*.csv"):
-        assert f"<td>{run.stem}</td>" in text and f"<td>{run}</td>" in text
+    for run_id in set(pd.read_csv(RUNS).run_id):
+        assert f"<td>{run_id}</td>" in text and f"<td>{RUNS}</td>" in text
 
 
 def test_a_page_of_anything(tmp_path: Path, browser: Browser) -> None:
@@ -94,7 +95,7 @@ def test_a_page_of_anything(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_each_folder_has_a_page(tmp_path: Path, browser: Browser) -> None:
-    report_each([SAMPLES / "cpu-xeon-2-cores" / "lessons", SAMPLES / "cpu-2-cores" / "runs"], tmp_path)
+    report_each([SAMPLES / "cpu-xeon-2-cores" / "lessons.csv", RUNS], tmp_path)
     browser.open(tmp_path / "each.html")
     rows = browser.evaluate("document.querySelectorAll('.sortable > tbody').length")
     assert rows == len(pd.read_csv(tmp_path / "each.csv"))

@@ -667,7 +667,7 @@ def test_a_figure_of_earlier_runs_goes(tmp_path: Path, compared: Compared) -> No
 def test_runs_of_before_the_model_column_give_the_same_report(tmp_path: Path, compared: Compared) -> None:
     """The committed sample: digit for digit."""
     sample = ROOT / "results" / "sample" / "cpu-2-cores"
-    _, table, _ = compared(sample / "runs")
+    _, table, _ = compared(sample / "runs.csv")
     assert set(table.model) == {"Net"}
     assert (tmp_path / "out" / "comparison.md").read_text() == (sample / "comparison.md").read_text()
 

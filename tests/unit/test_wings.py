@@ -15,8 +15,16 @@ BARE = ("slurm", "site", "stages", "finding", "judging", "doctor", "login_node",
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
 OF_ANALYSIS = ("records", "samples", "files", "errors")
 # What an exercise may need, and learn.py to tell of the machine.
-OF_THE_WORKSHOP = ("workshop", "analysis.comparison", "command_line", "errors", "files", "machine", "staging")
-OF_THE_WORKSHOP += ("jobs.site", "jobs.slurm", "jobs.stages")
+OF_THE_WORKSHOP = (
+    "workshop",
+    "analysis.comparison",
+    "analysis.packed",
+    "command_line",
+    "errors",
+    "files",
+    "machine",
+)
+OF_THE_WORKSHOP += ("staging", "jobs.site", "jobs.slurm", "jobs.stages")
 FRONT_DOORS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
 
 

@@ -1,13 +1,15 @@
-"""What each step buys a GPT of 124 million weights on one GPU: from fp32 to bf16, compiled, recomputed, split.
+"""What each step buys a GPT of 124 million weights on one GPU: tf32, bf16, recomputing, splitting, compiling.
 
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
 Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a process of its own, with a time limit of its
 own (6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table
-beside it for the page, FILE.md. A section that fails has its error in place of numbers.
+beside it for the page, FILE.md. A section that fails has its error in place of numbers. Name sections to run
+only these.
 """
 
 import csv
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from trainkit import errors, files, records
-from trainkit.command_line import Parser
+from trainkit.command_line import Parser, one_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
 LARGE = "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --batch-size 16 --test-size 32"
@@ -60,7 +62,7 @@ def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
     row["process_seconds"] = round(time.monotonic() - started, 1)
     if error:
         return row | {"error": error}
-    (path,) = (path for path in (results / "runs").glob("*.csv") if ".ranks" not in path.name)
+    (path,) = (results / "runs").glob("*.csv")
     counted = records.read(path)[1:]
     of_epochs = [one for one in records.read_metrics(path) if one["epoch"] > 1]
     speeds = [one["value"] for one in of_epochs if one["metric"] == "tokens_per_s"]
@@ -97,7 +99,8 @@ def in_table(row: dict[str, object], first: dict[str, object]) -> str:
     if "error" in row:
         return f"| {row['section']} | {row['error']} | | | |"
     gain = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if "error" not in first else "-"
-    cells = f"{row['tokens_per_s']:,}", gain, row["mfu_percent"], f"{row['peak_memory_mb'] / 1000:.1f}"
+    mfu = "-" if math.isnan(row["mfu_percent"]) else row["mfu_percent"]
+    cells = f"{row['tokens_per_s']:,}", gain, mfu, f"{row['peak_memory_mb'] / 1000:.1f}"
     return "| " + " | ".join(map(str, (row["section"], *cells))) + " |"
 
 
@@ -105,6 +108,8 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
     parser.add_argument("--smoke", action="store_true", help="a tiny network on the CPU: does it all work?")
+    names = [section.name for section in SECTIONS]
+    parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
     table = [
         "| what | tokens/s | times the first | MFU % | peak memory GB |",
@@ -114,6 +119,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:
+            if chosen.sections and section.name not in chosen.sections:
+                continue
             if chosen.smoke:
                 section = section._replace(steps=3, limit=300)
             rows.append(measure(section, TINY if chosen.smoke else LARGE, Path(folder)))

@@ -221,7 +221,7 @@ def in_short(table: pd.DataFrame) -> pd.DataFrame:
 
 def of_nodes(folder: Path) -> pd.DataFrame:
     """A step on two nodes, by the images of each: predicted from one node and the doctor's, and measured."""
-    one, two = (comparison.load([folder / name / "runs"])[0] for name in ("one_node", "two_nodes"))
+    one, two = (comparison.load([folder / name])[0] for name in ("one_node", "two_nodes"))
     doctor, _ = all_reduces([folder / "two_nodes"], two)
     alone, together = (Training(rows, Wishes()).measured("ddp") for rows in (one, two))
     gradient_bytes = 4 * one.parameters.max()

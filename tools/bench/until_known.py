@@ -1,6 +1,6 @@
 """What does `sweep.py --until-known` save? Recorded sweeps, of which each run appears when it is asked for.
 
-python tools/bench/until_known.py results/sample/cpu-xeon-2-cores/scaling/w32
+python tools/bench/until_known.py results/sample/cpu-xeon-2-cores/scaling/w32.csv
 """
 
 import argparse
@@ -26,15 +26,15 @@ from trainkit.jobs.sweep import Cell
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
-RECORDED = [SAMPLES / "scaling" / "w8", SAMPLES / "scaling" / "w32", SAMPLES / "width"]
+RECORDED = [SAMPLES / "scaling" / "w8.csv", SAMPLES / "scaling" / "w32.csv", SAMPLES / "width"]
 TARGETS = (94, 95, 96, 97)  # % test accuracy
 
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "sweeps", nargs="*", type=Path, default=RECORDED, metavar="FOLDER",
-        help="with the CSVs of a sweep (default: those of results/sample)",
+        "sweeps", nargs="*", type=Path, default=RECORDED, metavar="PATH",
+        help="the CSVs of a sweep (default: those of results/sample)",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSV (default: tools/bench/out)"
@@ -61,7 +61,7 @@ def of_sweep(folder: Path) -> list[dict[str, object]]:
     """A row for each set of comparable runs in the folder, and each wish that it can answer."""
     rows, _ = comparison.load([folder])
     return [
-        Replay(runs, wishes).row({"sweep": ", ".join(filter(None, [folder.name, name]))})
+        Replay(runs, wishes).row({"sweep": ", ".join(filter(None, [folder.stem, name]))})
         for name, runs in sets(rows)
         for wishes in wishes_for(runs)
     ]

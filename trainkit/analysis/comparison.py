@@ -8,13 +8,13 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pandas as pd
 
 from trainkit import records, samples
-from trainkit.analysis import trust, waste
+from trainkit.analysis import packed, trust, waste
 from trainkit.errors import UserError, printable
 from trainkit.files import check_regular
 
@@ -77,7 +77,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """All epochs of all runs, one row each, and a sentence for every file, folder or run left out.
 
     Args:
-        paths: CSV files, or folders that are searched for `*.csv` at any depth.
+        paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
         Rows with the columns of `records.COLUMNS`, and four that are of the whole run: `file`, its name;
@@ -104,26 +104,29 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     columns: dict[str, list] = {}  # of all runs at once: a table for each would take most of the time
     for _, file in sorted(files.items()):
         try:
-            run = records.read(file)
+            runs = records.by_run(records.read(file))
         except records.RecordError as error:
             skipped.append(str(error))
             continue
-        of_ranks = []
+        of_ranks, joules = {}, {}
         if records.beside(file).exists():  # not of earlier programs
             try:
-                of_ranks = records.read_ranks(file)
+                of_ranks = records.by_run(records.read_ranks(file))
             except records.RecordError as error:
                 skipped.append(str(error))
         try:
-            joules = _joules(waste.beside(file))
+            joules = _joules(waste.beside(file), runs)
         except ValueError as error:
-            joules = math.nan
             skipped.append(f"{waste.beside(file)}: not read, {error}.")
-        of_the_run = {"file": printable(str(file)), "joules_per_1000_images": joules}
-        of_the_run |= _by_rank(run, of_ranks)
-        for row in run:
-            for name, cell in (row | of_the_run).items():
-                columns.setdefault(name, []).append(cell)
+        for run_id, run in runs.items():
+            of_the_run = {
+                "file": printable(str(file)),
+                "joules_per_1000_images": joules.get(run_id, math.nan),
+            }
+            of_the_run |= _by_rank(run, of_ranks.get(run_id, of_ranks.get("", [])))
+            for row in run:
+                for name, cell in (row | of_the_run).items():
+                    columns.setdefault(name, []).append(cell)
     rows = pd.DataFrame(columns, columns=None if columns else list(records.COLUMNS))
     # Files of earlier programs lack these: they pool among each other, and with no others.
     for name in ("lr", "gamma"):
@@ -288,26 +291,26 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     }
 
 
-def _joules(file: Path) -> float:
-    """What the verdict on a run's job tells; NaN if there is none, or it does not know.
+def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
+    """What the verdicts on the jobs of these runs tell, where they know.
 
     Raises:
         ValueError: if it is not as a job writes it.
     """
     if not file.exists():
-        return math.nan
+        return {}
     check_regular(file)
     try:
         with file.open(encoding="utf-8") as opened:
             facts = json.loads(opened.read(LONGEST_VERDICT))
-    except (OSError, ValueError, RecursionError) as error:
+            verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
+        found = {run_id: verdict.get("joules_per_1000_images", "") for run_id, verdict in verdicts.items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(getattr(error, "strerror", None) or "it is damaged") from None
-    joules = facts.get("joules_per_1000_images", "") if isinstance(facts, dict) else ""
-    if joules is None:
-        return math.nan
-    if not isinstance(joules, float | int) or not 0 <= joules <= records.MOST:
-        raise ValueError(f"{str(joules)[:30]!r} are no joules_per_1000_images")
-    return joules
+    for joules in found.values():
+        if joules is not None and not (isinstance(joules, float | int) and 0 <= joules <= records.MOST):
+            raise ValueError(f"{str(joules)[:30]!r} are no joules_per_1000_images")
+    return {run_id: joules for run_id, joules in found.items() if joules is not None}
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:

@@ -8,10 +8,11 @@ Every exercise is a folder beside its stage's check.py, such as `01_clock`, and 
     solution/   the files of starter/ that change, done
     check.py    `check(mine)` returns what there was to see, or raises `Wrong`
 
-check.py may also have `RECORDED`, CSV files of the repository or folders of them, for whoever cannot run the
-exercise. For test_exercises.py it has `STARTS_WITH`, a part of what the untouched starter is told, and
-`WRONG`, typical wrong answers: (file in mine/, text of the solution, what stands there instead, part of the
-hint that this gets); of runs, the file may be `runs/*.csv`.
+check.py may also have `RECORDED`, files of the repository for whoever cannot run the exercise: logs, and CSVs
+of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
+`STARTS_WITH`, a part of what the untouched starter is told, and `WRONG`, typical wrong answers: (file in
+mine/, text of the solution, what stands there instead, part of the hint that this gets); of runs, the file
+may be `runs/*.csv`.
 """
 
 import difflib
@@ -28,6 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+from trainkit.analysis import packed
 from trainkit.command_line import Parser
 from trainkit.errors import UserError, tell
 from trainkit.files import replacing
@@ -106,9 +108,11 @@ class Exercise:
             own = runs.rename(_free(self.mine.folder / "own-runs"))
             tell(f"Your own runs are kept in {shown(own)}.")
         runs.mkdir()
-        for path in [repository / name for name in recorded]:
-            for file in path.glob("*.csv") if path.is_dir() else [path]:
-                shutil.copy(file, runs)
+        for name, run_ids in recorded.items():
+            if name.endswith(".csv"):
+                packed.unpack(repository / name, runs, run_ids)
+            else:
+                shutil.copy(repository / name, runs)
 
     def diff(self) -> str:
         """From the learner's files to those of the solution."""

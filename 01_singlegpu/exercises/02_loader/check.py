@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
-RECORDED = [
-    f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
-    f"{EXERCISES}/workers/single-20261122-021127-4ffdbdd1.csv",  # without loader processes
-]
+RECORDED = {
+    f"{EXERCISES}/strong_weak.csv": ["single-20261122-021517-5602262a"],  # resident
+    f"{EXERCISES}/runs.csv": ["single-20261122-021127-4ffdbdd1"],  # without loader processes
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1201", "Is the first epoch in"),

@@ -3,10 +3,15 @@
 from trainkit.workshop.work import Mine, Wrong, near
 
 EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
-RECORDED = [
-    f"{EXERCISES}/workers",
-    f"{EXERCISES}/strong_weak/single-20261122-021517-5602262a.csv",  # resident
-]
+RECORDED = {
+    f"{EXERCISES}/runs.csv": [  # with 0, 1, 2 and 4 loader workers
+        "single-20261122-021127-4ffdbdd1",
+        "single-20261122-021209-dfa6a2e8",
+        "single-20261122-021249-6f0cc289",
+        "single-20261122-021329-3f1d50f9",
+    ],
+    f"{EXERCISES}/strong_weak.csv": ["single-20261122-021517-5602262a"],  # resident
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "best = 1", "best = 0", "but another one 1,336"),

@@ -2,12 +2,13 @@
 
 from trainkit.workshop.work import Mine, Wrong
 
-WIDTH = "results/sample/cpu-xeon-2-cores/width/runs"
-RECORDED = [
-    f"{WIDTH}/single-20261121-235235-50a33448.csv",  # batch 64
-    f"{WIDTH}/single-20261121-235310-46aedae6.csv",  # 256
-    f"{WIDTH}/single-20261121-235344-69ec62a3.csv",  # 1024
-]
+RECORDED = {
+    "results/sample/cpu-xeon-2-cores/width/runs.csv": [
+        "single-20261121-235235-50a33448",  # batch 64
+        "single-20261121-235310-46aedae6",  # 256
+        "single-20261121-235344-69ec62a3",  # 1024
+    ]
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),

@@ -10,12 +10,7 @@ from trainkit import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-_RUNS = "results/sample/cpu-xeon-2-cores/exercises/waiting_loader/single-20261122-10"
-RECORDED = [
-    f"{_RUNS}{run}{kind}"
-    for run in ("0133-f70386a6", "0219-a59c7524")
-    for kind in (".csv", ".ranks.tsv", ".monitor.json")
-]
+RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader.csv": []}
 WRONG = [
     ("answers.txt", "waited = 60", "waited = 40", "so much it trained"),
     ("answers.txt", "waited = 60", "waited = 0.6", "in percent"),

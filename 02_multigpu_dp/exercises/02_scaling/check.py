@@ -3,7 +3,7 @@
 from trainkit.workshop.work import Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-RECORDED = ["results/sample/cpu-xeon-2-cores/exercises/strong_weak"]
+RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/strong_weak.csv": []}
 WRONG = [
     ("scaling.py", "STRONG = (128, 128)", "STRONG = (128, 256)", "the unfair one"),
     ("scaling.py", "WEAK = (128, 256)", "WEAK = (128, 128)", "STRONG and WEAK compare the same"),

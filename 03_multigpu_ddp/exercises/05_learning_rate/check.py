@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
-RECORDED = ["results/sample/cpu-xeon-2-cores/learning_rate/runs"]
+RECORDED = {"results/sample/cpu-xeon-2-cores/learning_rate/runs.csv": []}
 STARTS_WITH = "`prediction`"
 SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
 WARM = "step * global_batch / warmup_images"

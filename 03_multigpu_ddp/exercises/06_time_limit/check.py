@@ -6,8 +6,8 @@ from trainkit import records
 from trainkit.workshop.work import Mine, Wrong
 
 STARTS_WITH = "`prediction`"
-_RUN = "results/sample/cpu-xeon-2-cores/exercises/time_limit"
-RECORDED = [f"{_RUN}/job.txt", f"{_RUN}/ddp-20261122-023235-013c9ba4.csv"]
+_EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
+RECORDED = {f"{_EXERCISES}/job.txt": [], f"{_EXERCISES}/runs.csv": ["ddp-20261122-023235-013c9ba4"]}
 WRONG = [
     ("runs/job.txt", "resumed from", "began", "never says `resumed from`"),
     ("runs/job.txt", "stopped after", "went on after", "was not stopped"),

@@ -19,16 +19,16 @@ WRONG = [
     ("answers.txt", "D_true = 1306", "D_true = 1240", "not 1240"),
 ]  # fmt: skip
 SAMPLE = Path(__file__).resolve().parents[3] / "results" / "sample" / "cpu-xeon-2-cores"
-RUNS = {  # by what epochs.csv calls them
-    "one-64": "width/runs/single-20261121-235235-50a33448.csv",
-    "two-64": "width/runs/ddp-20261121-235558-5918f389.csv",
-    "one-256": "width/runs/single-20261121-235310-46aedae6.csv",
-    "two-256": "width/runs/ddp-20261121-235625-2823ff25.csv",
-    "one-1024": "width/runs/single-20261121-235344-69ec62a3.csv",
-    "one-1024-again": "exercises/busy/single-20261122-022009-3de2a529.csv",
-    "two-1024": "width/runs/ddp-20261121-235645-456a5dec.csv",
-    "workers-1": "exercises/workers/single-20261122-021209-dfa6a2e8.csv",
-    "workers-4": "exercises/workers/single-20261122-021329-3f1d50f9.csv",
+RUNS = {  # file and run, by what epochs.csv calls them
+    "one-64": ("width/runs.csv", "single-20261121-235235-50a33448"),
+    "two-64": ("width/runs.csv", "ddp-20261121-235558-5918f389"),
+    "one-256": ("width/runs.csv", "single-20261121-235310-46aedae6"),
+    "two-256": ("width/runs.csv", "ddp-20261121-235625-2823ff25"),
+    "one-1024": ("width/runs.csv", "single-20261121-235344-69ec62a3"),
+    "one-1024-again": ("exercises/runs.csv", "single-20261122-022009-3de2a529"),
+    "two-1024": ("width/runs.csv", "ddp-20261121-235645-456a5dec"),
+    "workers-1": ("exercises/runs.csv", "single-20261122-021209-dfa6a2e8"),
+    "workers-4": ("exercises/runs.csv", "single-20261122-021329-3f1d50f9"),
 }
 LIES = {"A": "rank0", "B": "upside_down", "C": "batch", "D": "warmup", "E": "busy"}
 WHY = {
@@ -77,7 +77,13 @@ def check(mine: Mine) -> str:
 
 def speed(run: str, since: int = 2) -> float:
     """Mean images/s from the epoch `since` on."""
-    return statistics.fmean(row["images_per_s"] for row in records.read(SAMPLE / RUNS[run])[since - 1 :])
+    return statistics.fmean(row["images_per_s"] for row in epochs(run)[since - 1 :])
+
+
+def epochs(run: str) -> list[dict[str, object]]:
+    """The rows of its record."""
+    file, run_id = RUNS[run]
+    return records.by_run(records.read(SAMPLE / file))[run_id]
 
 
 def claims() -> dict[str, tuple[float, float]]:
@@ -95,8 +101,8 @@ def claims() -> dict[str, tuple[float, float]]:
 def made() -> dict[str, str]:
     """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/docs/test_tables.py)."""
     lines = ["run,devices,global_batch,loader_workers,epoch,images,train_seconds,images_per_s"]
-    for name, path in RUNS.items():
-        for row in records.read(SAMPLE / path):
+    for name in RUNS:
+        for row in epochs(name):
             columns = "devices", "global_batch", "workers_per_loader", "epoch", "images"
             cells = [
                 *(row[column] for column in columns),

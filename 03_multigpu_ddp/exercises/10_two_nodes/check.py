@@ -7,12 +7,11 @@ from trainkit import records
 from trainkit.workshop.work import Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-_RUNS = "results/sample/cpu-xeon-2-cores/exercises/two_nodes"
-RECORDED = [
-    f"{_RUNS}/{name}"
-    for run in ("ddp-20261122-023625-b4a10eee", "ddp-20261122-023724-b4896d8a")
-    for name in (f"{run}.csv", f"{run}.ranks.tsv")
-] + [f"{_RUNS}/two.txt"]
+_EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
+RECORDED = {
+    f"{_EXERCISES}/runs.csv": ["ddp-20261122-023625-b4a10eee", "ddp-20261122-023724-b4896d8a"],
+    f"{_EXERCISES}/two.txt": [],
+}
 WRONG = [
     ("runs/*.csv", ",2,2,2,CPU", ",4,2,4,CPU", "no run on 2 node(s) with two ranks"),
     ("runs/*.tsv", "\tn2\t", "\tn1\t", "one GPU on each of two nodes"),

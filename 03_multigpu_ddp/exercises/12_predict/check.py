@@ -6,15 +6,14 @@ from trainkit.analysis import advice, comparison
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 STARTS_WITH = "`prediction`"
-RECORDED = [  # each twice: one worker and two at batch 128, then at 512
-    f"results/sample/cpu-xeon-2-cores/scaling/w32/{run}.csv"
-    for run in (
+RECORDED = {  # each twice: one worker and two at batch 128, then at 512
+    "results/sample/cpu-xeon-2-cores/scaling/w32.csv": [
         "single-20261122-051438-83bb0ea1", "single-20261122-052850-9d48f0c7",
         "ddp-20261122-052150-0428d3b8", "ddp-20261122-053552-e086724d",
         "single-20261122-051552-d4ea067b", "single-20261122-053003-5ab77490",
         "ddp-20261122-052237-b6e7be4c", "ddp-20261122-053639-e1b02513",
-    )
-]  # fmt: skip
+    ]
+}  # fmt: skip
 WRONG = [
     ("answers.txt", "serial_ms = 19.6", "serial_ms = 38.6", "half of p"),
     ("answers.txt", "serial_ms = 19.6", "serial_ms = 58.1", "whole step on two devices"),

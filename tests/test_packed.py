@@ -1,0 +1,97 @@
+"""Many runs in one CSV, by tools/pack_runs.py: read as the folder was, and taken apart again to the byte."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+from trainkit import records
+from trainkit.analysis import comparison, packed, waste
+
+SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+JOULES = {"one": 40.0, "two": None}
+
+
+def pack(*folders: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "tools" / "pack_runs.py", *folders]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three runs: with a verdict that tells the energy, with one that does not, and with a slow rank."""
+    (row, *_) = records.read(SAMPLE)
+    for run_id, slowest in {"one": 1.0, "two": 1.1, "slow": 2.0}.items():
+        recorder = records.Recorder(tmp_path, row | {"run_id": run_id})
+        for epoch in (1, 2):
+            ranks = [{"rank": rank, "own_seconds": seconds} for rank, seconds in enumerate([1.0, slowest])]
+            of_all = {
+                "epoch": epoch,
+                "host": "n1",
+                "device": "cpu",
+                "device_name": "CPU",
+                "peak_memory_mb": 1,
+            }
+            metric = {"epoch": epoch, "metric": "recall", "of": "cats", "value": 0.5}
+            recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
+        if run_id in JOULES:
+            verdict = json.dumps({"findings": [], "joules_per_1000_images": JOULES[run_id]}, indent=1)
+            waste.beside(recorder.path).write_text(verdict)
+    return tmp_path / "runs"
+
+
+def test_packed_runs_are_read_as_the_folder(folder: Path) -> None:
+    """Also which ranks and which verdict belong to which run."""
+    done = pack(folder)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    single, no = comparison.load([folder])
+    many, none = comparison.load([folder.with_suffix(".csv")])
+    assert (no, none) == ([], [])
+    assert many.drop(columns="file").equals(single.drop(columns="file"))
+    last = many.groupby("run_id").last()
+    assert last.slow_rank.astype(bool).to_dict() == {"one": False, "two": False, "slow": True}
+    assert last.joules_per_1000_images.dropna().to_dict() == {"one": 40.0}
+
+
+@pytest.mark.parametrize("chosen", [[], ["two"]])
+def test_taken_apart_the_files_are_those_of_before(folder: Path, tmp_path: Path, chosen: list[str]) -> None:
+    pack(folder)
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    packed.unpack(folder.with_suffix(".csv"), apart, chosen)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    kept = {name: text for name, text in before.items() if not chosen or name.partition(".")[0] in chosen}
+    assert {file.name: file.read_bytes() for file in apart.iterdir()} == kept
+    assert len(kept) == (4 if chosen else 11)
+
+
+def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_path: Path) -> None:
+    one = folder / "one.csv"
+    with one.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = [name for name in rows[0] if name != "model"]  # as of an earlier program
+    with one.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "empty").mkdir()
+    for place, told in {folder: "unequal columns", tmp_path / "empty": "has no runs"}.items():
+        done = pack(place)
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert str(place) in done.stderr and told in done.stderr
+    one.write_text("broken off")
+    assert f"{one}: not read" in pack(folder).stderr
+    assert not folder.with_suffix(".csv").exists()
+
+
+def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(folder: Path) -> None:
+    pack(folder)
+    ranks = folder.with_suffix(".ranks.tsv")
+    ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
+    rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
+    assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")

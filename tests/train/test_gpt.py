@@ -1,0 +1,262 @@
+"""The GPT on generated text: 1 and 2 ranks, whole and split, train alike; no loss is below its floor."""
+
+import itertools
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of, weights_of
+from forking import Forking
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainkit import records, sharded
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
+)
+SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "gpt.py"
+PAGE = SCRIPT.parent / "GPT.md"
+# Two epochs of 10 steps.
+SMALL = ("--width", 16, "--heads", 2, "--context", 16, "--shards", 1, "--batch-size", 12, "--train-size", 120)
+SMALL += ("--test-size", 31, "--epochs", 2, "--lr-warmup-images", 48, "--timeout", 60, "--save-model")
+TRAININGS = {
+    (how, ranks, recompute)
+    for how in ("ddp", "shard")
+    for ranks in (1, 2)
+    for recompute in ((), ("--checkpoint-activations",))
+}
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+
+
+@pytest.fixture
+def gpt_data(beyond: None) -> ModuleType:
+    import gpt_data
+
+    return gpt_data
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("texts")
+
+
+@pytest.fixture(scope="module")
+def train(forking: Forking, texts: Path) -> Train:
+    """Trains, which has to go well; returns what all ranks have told."""
+
+    def run(folder: Path, *arguments: object, ranks: int) -> str:
+        places = ("--data-dir", texts, "--results-dir", folder)
+        done = forking.run(SCRIPT, *SMALL, *places, *arguments, "--no-cuda", env=ENVIRONMENT, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank has left that trained with DistributedDataParallel and kept all activations."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, ranks=1)
+    return folder
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    """But for rounding, which came to a thousandth of this."""
+    losses, expected = (
+        [row[name] for row in rows_of(place) for name in ("train_loss", "test_loss")]
+        for place in (folder, other)
+    )
+    assert losses == pytest.approx(expected, rel=1e-4)
+    # Adam makes a step of full length of any gradient, however small.
+    torch.testing.assert_close(weights_of(folder), weights_of(other), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("how", "ranks", "recompute"), sorted(TRAININGS - {("ddp", 1, ())}))
+def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
+    how: str, ranks: int, recompute: tuple, whole: Path, train: Train, tmp_path: Path
+) -> None:
+    train(tmp_path, "--how", how, *recompute, ranks=ranks)
+    assert_same_end(tmp_path, whole)
+    facts = {tuple(row[name] for name in ("model", "images", "test_images")) for row in rows_of(tmp_path)}
+    assert facts == {("GPT", 120, 31 * 16)}
+
+
+@pytest.mark.parametrize("how", ["ddp", "shard"])
+def test_a_run_that_was_stopped_ends_as_one_in_one_go(
+    how: str, whole: Path, train: Train, tmp_path: Path
+) -> None:
+    """From a checkpoint within the second epoch; the best weights are kept over the stop, too."""
+    checkpoints = tmp_path / "checkpoints"
+    goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
+    train(tmp_path, *goes_on, "--checkpoint-minutes", 1e-6, ranks=2)
+    best = torch.load(checkpoints / "best.pt", weights_only=True)
+    torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)  # the last were the best
+    within, last = sorted(checkpoints.glob("epoch-*.pt"))
+    assert re.fullmatch(r"epoch-2-step-[1-9]\.pt", within.name) and last.name == "epoch-3-step-0.pt"
+    last.unlink()
+    for folder in ("runs", "models"):
+        shutil.rmtree(tmp_path / folder)
+    assert f"resumed from {within}" in train(tmp_path, *goes_on, ranks=2)
+    assert_same_end(tmp_path, whole)
+
+
+def test_the_best_weights_stay_when_the_loss_rises_again(train: Train, tmp_path: Path) -> None:
+    """With a learning rate that wrecks what the first epoch has learned."""
+    folder = ("--checkpoint-dir", tmp_path / "checkpoints")
+    train(tmp_path, *folder, "--epochs", 4, "--lr", 0.5, "--lr-warmup-images", 360, ranks=1)
+    losses = [row["test_loss"] for row in rows_of(tmp_path)]
+    assert min(losses) < losses[-1]
+    state = torch.load(tmp_path / "checkpoints" / "epoch-5-step-0.pt", weights_only=True)
+    assert state["best"] == {"loss": min(losses)}
+    best = torch.load(tmp_path / "checkpoints" / "best.pt", weights_only=True)
+    assert any(not best[name].equal(last) for name, last in weights_of(tmp_path).items())
+
+
+def test_the_loss_comes_down_to_its_floor_and_not_below(
+    train: Train, gpt_data: ModuleType, tmp_path: Path
+) -> None:
+    train(
+        tmp_path, "--width", 32, "--context", 32, "--train-size", 8000, "--test-size", 1000,
+        "--batch-size", 32, "--lr", 0.01, "--epochs", 1, ranks=2,
+    )  # fmt: skip
+    (row,) = rows_of(tmp_path)
+    floor = gpt_data.entropy_rate()
+    assert floor < row["test_loss"] < floor + 0.25
+    (path,) = (tmp_path / "runs").glob("*.csv")
+    told = {one["metric"]: one["value"] for one in records.read_metrics(path)}
+    assert told["lowest_possible_loss"] == pytest.approx(floor)
+    assert told["tokens_per_s"] == pytest.approx(32 * row["images_per_s"])
+    assert math.isnan(told["mfu_percent"])  # of a CPU no peak is known
+
+
+def test_the_text_costs_what_its_grammar_says(gpt_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the choices that were made for it; and no text can come of two different rows of choices."""
+    made = []
+
+    class Noting(random.Random):
+        def choices(self, texts: list, *, cum_weights: list) -> list:
+            (place,) = super().choices(range(len(texts)), cum_weights=cum_weights)
+            below = cum_weights[place - 1] if place else 0
+            made.append((place, -math.log(cum_weights[place] - below)))
+            return [texts[place]]
+
+    monkeypatch.setattr(gpt_data, "Random", Noting)
+    stop, count, costs, choices_of = gpt_data.WORDS.index("."), 0, [], {}
+    sentence = []
+    for token in itertools.islice(gpt_data.tokens("a test"), 200_000):
+        sentence.append(token)
+        if token == stop:
+            places, nats = zip(*made, strict=True)
+            assert choices_of.setdefault(tuple(sentence), places) == places
+            costs.append(sum(nats))
+            count += len(sentence)
+            made.clear()
+            sentence.clear()
+    assert len(choices_of) > 10_000
+    assert sum(costs) / count == pytest.approx(gpt_data.entropy_rate(), rel=0.01)
+
+
+def test_windows_cover_each_shard_and_share_one_token(gpt_data: ModuleType, tmp_path: Path) -> None:
+    paths = gpt_data.write(tmp_path, shards=2)
+    made = [path.stat().st_mtime_ns for path in paths]
+    assert gpt_data.write(tmp_path, shards=2) == paths and made == [path.stat().st_mtime_ns for path in paths]
+    assert [path.stat().st_size for path in paths] == [2 * 2**16, 2 * 2**18, 2 * 2**18]
+    text = gpt_data.Text(paths[1:], context=100)
+    one_shard = (2**18 - 1) // 100
+    assert len(text) == 2 * one_shard
+    first, second, of_other = text.windows([0, 1, one_shard])
+    assert first.shape == (101,) and first[-1] == second[0]
+    for window, path, start in ((first, paths[1], 0), (second, paths[1], 100), (of_other, paths[2], 0)):
+        content = path.read_bytes()[2 * start : 2 * (start + 101)]
+        assert window.tolist() == torch.frombuffer(bytearray(content), dtype=torch.int16).tolist()
+
+
+def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
+    import gpt
+    import gpt_metrics
+
+    model, tokens = (
+        gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4),
+        torch.zeros(2, 64).long(),
+    )
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).sum().backward()
+    assert gpt_metrics.flops_per_token(model) == pytest.approx(counted.get_total_flops() / 128, rel=0.01)
+
+
+def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
+    import gpt
+    import gpt_options
+
+    from trainkit import options
+
+    opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt_options.OPTIONS)
+    model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
+    optimizer, schedule = gpt.optimizer_and_schedule(opts, model, steps=100)
+    decays = {
+        weights.dim(): group["weight_decay"]
+        for group in optimizer.param_groups
+        for weights in group["params"]
+    }
+    assert decays == {2: 0.1, 1: 0.0}
+    rates = []
+    for _ in range(101):
+        rates += schedule.get_last_lr()[:1]
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(1 / 16) and max(rates) == rates[16] == 1
+    assert rates[16:] == sorted(rates[16:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_the_program_prints_what_the_page_says() -> None:
+    program, printed = re.search(
+        r"```python\n(import.*?)```\n\n```\n(.*?)```", PAGE.read_text(), re.DOTALL
+    ).groups()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout == printed, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--heads", 3), "--width 16 is not a multiple of --heads 3"),
+        (("--test-size", 2), "2 windows for validation are not within 3"),
+        (("--vocabulary", 10), "argument --vocabulary: 10 is too small"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: tuple, sentence: str, script: Script, texts: Path, tmp_path: Path
+) -> None:
+    done = script(SCRIPT, *SMALL, "--data-dir", texts, "--results-dir", tmp_path, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+
+
+def test_the_ladder_goes_on_after_a_section_that_fails(tmp_path: Path) -> None:
+    """tf32 needs a GPU; the CPU does bf16 at a tiny size."""
+    command = [sys.executable, REPOSITORY / "tools" / "bench" / "gpt_ladder.py", "--smoke", "tf32", "bf16"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "ladder.csv"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (tmp_path / "ladder.md").read_text()
+    of_tf32, of_bf16 = pd.read_csv(tmp_path / "ladder.csv").to_dict("records")
+    assert "--precision tf32 needs an NVIDIA GPU" in of_tf32["error"]
+    assert of_bf16["tokens_per_s"] > 0 and of_bf16["peak_memory_mb"] > 0

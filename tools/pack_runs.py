@@ -1,0 +1,21 @@
+"""Put the files of a folder's runs into one CSV beside it, FOLDER.csv, which is read wherever a folder is.
+
+Try: python tools/pack_runs.py results/comparisons/NAME/probes/runs
+"""
+
+from pathlib import Path
+
+from trainkit.analysis.packed import pack
+from trainkit.command_line import Parser
+from trainkit.errors import run
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="with the CSVs of runs")
+    for folder in parser.parse_args().folders:
+        pack(folder)
+
+
+if __name__ == "__main__":
+    run(main)

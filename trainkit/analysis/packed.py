@@ -1,0 +1,71 @@
+"""The files of many runs as few: `runs.csv` in place of the folder `runs`, and what is beside them likewise.
+
+In `runs.csv` the rows of all runs stand under one header. `runs.ranks.tsv` and `runs.metrics.tsv` have the
+column `run_id` before the others, and `runs.monitor.json` has the verdicts by it. comparison.load reads both.
+"""
+
+import csv
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from trainkit import records
+from trainkit.errors import UserError
+from trainkit.files import replacing
+
+TABLES = {".csv": ",", ".ranks.tsv": "\t", ".metrics.tsv": "\t"}  # suffix: what is between two cells
+VERDICT = ".monitor.json"
+OF_RUNS = "runs"  # what has them in that file
+
+Row = dict[str, str]
+
+
+def pack(folder: Path) -> None:
+    """Put the runs of `folder` into files beside it, which are called as it is.
+
+    Raises:
+        UserError: if it has no runs, one that cannot be read, or runs with unequal columns.
+    """
+    files = sorted(folder.glob("*.csv"))
+    if not files:
+        raise UserError(f"{folder} has no runs: give a folder with the CSVs of some.")
+    for file in files:
+        records.read(file)
+    for suffix, delimiter in TABLES.items():
+        of_runs = {file.stem: _rows(file.with_suffix(suffix), delimiter) for file in files}
+        rows = [{"run_id": run_id} | row for run_id, rows in of_runs.items() for row in rows]
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise UserError(f"the {suffix} files in {folder} have unequal columns: pack the runs apart.")
+        _write(folder.with_suffix(suffix), rows, delimiter)
+    verdicts = {file.stem: file.with_suffix(VERDICT) for file in files}
+    verdicts = {run_id: json.loads(file.read_text()) for run_id, file in verdicts.items() if file.exists()}
+    if verdicts:
+        folder.with_suffix(VERDICT).write_text(json.dumps({OF_RUNS: verdicts}, indent=1))
+
+
+def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
+    """Put the files of these runs, or of all, into `folder` as the runs have written them."""
+    for suffix, delimiter in TABLES.items():
+        for run_id, rows in records.by_run(_rows(packed.with_suffix(suffix), delimiter)).items():
+            if run_id in (run_ids or [run_id]):
+                own = rows if suffix == ".csv" else [dict(list(row.items())[1:]) for row in rows]
+                _write(folder / f"{run_id}{suffix}", own, delimiter)
+    if packed.with_suffix(VERDICT).exists():
+        for run_id, verdict in json.loads(packed.with_suffix(VERDICT).read_text())[OF_RUNS].items():
+            if run_id in (run_ids or [run_id]):
+                (folder / f"{run_id}{VERDICT}").write_text(json.dumps(verdict, indent=1))
+
+
+def _rows(file: Path, delimiter: str) -> list[Row]:
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines, delimiter=delimiter))
+
+
+def _write(file: Path, rows: list[Row], delimiter: str) -> None:
+    if rows:
+        with replacing(file) as lines:
+            writer = csv.DictWriter(lines, rows[0], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
