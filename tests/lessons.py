@@ -1,9 +1,9 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE`, `table FILE "A, B, ..."` of these columns of a .md or a .csv, of a comparison.csv `pivot FILE.csv ROWS
-COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README. Run
-this file (`make lessons`) to bring all up to date.
+`table FILE` (.md or .csv), `table FILE "A, B, ..."` of these columns, of a comparison.csv `pivot FILE.csv
+ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README.
+Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv

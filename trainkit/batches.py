@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit import startup
 from trainkit.data import Split
 from trainkit.errors import STOP_SIGNALS, UserError, first_line
 from trainkit.options import Options, check_sizes
@@ -282,6 +283,8 @@ def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
 
 def _make(split: Split, order: RankOrder, options: Options, device: torch.device) -> Batches:
     shift = options.recipe == "fast" and isinstance(order, GlobalOrder) and split.inputs.ndim == 4
-    if options.loader == "resident":
-        return ResidentBatches(split, order, device, shift)
-    return WorkerBatches(split, order, device, shift, options.num_workers)
+    resident = options.loader == "resident"
+    kind, more = (ResidentBatches, ()) if resident else (WorkerBatches, (options.num_workers,))
+    made = kind(split, order, device, shift, *more)
+    startup.mark("data")
+    return made

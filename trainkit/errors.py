@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from trainkit import startup
+
 
 def _quiet_on_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
@@ -41,6 +43,7 @@ def run(main: Callable[[], int | None]) -> None:
     A `UserError` prints its sentence on stderr and exits with 1, `Stopped` exits with 0, Ctrl-C with
     130. In a job each rank also leaves a note on how it ended (`note`).
     """
+    startup.mark("imports")
     note("started")
     if _rank() is not None:  # NCCL aborts a rank that has waited for too long
         with suppress(ValueError):  # a hard limit of 0

@@ -6,7 +6,6 @@ import platform
 import re
 import resource
 import subprocess
-import time
 import warnings
 from collections import Counter
 from contextlib import suppress
@@ -18,6 +17,7 @@ import torch
 from trainkit.errors import UserError, first_line
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
+TRIALS_PAY = 1e15  # operations of a training: about 20 s of an H100 at 5 % of its peak
 
 
 def device_name(device: torch.device) -> str:
@@ -167,17 +167,19 @@ def take_all_gpus(seed: int) -> None:
         seed_gpus(seed)
 
 
+def try_algorithms(operations: float) -> None:
+    """Have cuDNN try its algorithms for convolutions if a training of so many operations earns that back.
+
+    All steps have the same shapes, so each is tried once, which took 3.5 s on an H100. NaN, where it is not
+    known how many they are: it tries, as a long training must not be slow.
+    """
+    torch.backends.cudnn.benchmark = not operations < TRIALS_PAY
+
+
 def seed_gpus(seed: int) -> None:
     """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
     for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
         generator.manual_seed(seed + index)
-
-
-def process_start() -> float:
-    """When this process started, on the clock of `time.monotonic`, which nobody sets back (proc(5), stat)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age
 
 
 def git_commit() -> str:

@@ -136,7 +136,7 @@ class Options:
 
     precision: str = _option(
         "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
-        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: the fastest here",
+        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
     )
     no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
     timeout: int = _option(

@@ -75,6 +75,7 @@ COLUMNS: Columns = {
     "lr_warmup_images": _number(int, 0),
     "width": _number(int, 1),
     "parameters": _number(int, 0),
+    "flops_per_image": _or_nan(0, MOST),
     "world_size": _number(int, 1),
     "nodes": _number(int, 1),
     "devices": _number(int, 1),
@@ -85,7 +86,6 @@ COLUMNS: Columns = {
     "batch_per_device": _number(int, 1),
     "accumulate": _number(int, 1),
     "precision": _text(),
-    "compiled": _flag,
     "debug": _flag,
     "steps": _number(int, 1),
     "images": _number(int, 1),
@@ -145,7 +145,8 @@ NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own 
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "debug": 0, "recorded_at": "", "ended": ""}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "flops_per_image": math.nan, "debug": 0}
+ADDED |= {"recorded_at": "", "ended": ""}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
@@ -271,8 +272,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
         RecordError: as `read`.
     """
     columns = {"run_id": COLUMNS["run_id"]} | RANK_COLUMNS
-    added = {"run_id": ""} | ADDED_TO_RANKS
-    return _read(beside(path), columns, added, delimiter="\t")
+    return _read(beside(path), columns, {"run_id": ""} | ADDED_TO_RANKS, delimiter="\t")
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:

@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from trainkit import clock, machine, world
+from trainkit import clock, machine, operations, startup, world
 from trainkit.batches import Batch, Batches
 from trainkit.checkpoint import Checkpoints
 from trainkit.data import Split
 from trainkit.epoch import Metric, PartialEpoch, Tested, Trained, not_a_number
-from trainkit.errors import UserError
+from trainkit.errors import UserError, tell
 from trainkit.meeting import Meeting
 from trainkit.model import bare
 from trainkit.options import Options
@@ -67,11 +67,14 @@ class Run:
         also: dict[str, object] | None = None,
         sharded: "Sharded | None" = None,
     ) -> None:
+        startup.mark("optimizer")
         self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
         parameters = sharded.parameters() if sharded else None
+        flops = math.nan if sharded else operations.per_image(model, train_set)
+        machine.try_algorithms(flops * options.epochs * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(
-            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters)
+            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters, flops)
         )
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
@@ -80,6 +83,8 @@ class Run:
         self._device = here.device
         self._ended = world.from_first(self._has_ended())
         self.trained: Trained | None = None  # the epoch whose steps are done, until the next one begins
+        self._started = False
+        startup.mark("record")
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are still to be trained, counted from 1, until --stop-at or --patience end it."""
@@ -123,6 +128,8 @@ class Run:
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
             self._own_time.end_of_step()
+            if not self._started:
+                self._tell_of_start(bar)
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
@@ -184,6 +191,15 @@ class Run:
             if batch is None:
                 return
             yield batch
+
+    def _tell_of_start(self, bar: tqdm) -> None:
+        """Have rank 0 wait for the run's first step, and for no other, and say how long the start took."""
+        self._started = True
+        if self._log:
+            clock.wait_for(self._device)
+            startup.mark("first step")
+            bar.clear()
+            tell(startup.told())
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""

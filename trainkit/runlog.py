@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit import machine, samples
+from trainkit import machine, samples, startup
 from trainkit.epoch import Metric, Tested, Trained, why_ended
 from trainkit.errors import UserError, reason, tell
 from trainkit.files import replacing
@@ -30,7 +30,7 @@ class RunLog:
 
     `devices` is the number of devices that really compute, `dataset` the name of the training data,
     `accumulate` the number of micro-batches of a step, `parameters` that of a network of which `model` is
-    only a part.
+    only a part, `flops_per_image` is of `trainkit.operations`.
     Raises UserError if the results directory cannot be written to.
     """
 
@@ -44,9 +44,10 @@ class RunLog:
         model: nn.Module,
         accumulate: int = 1,
         parameters: int | None = None,
+        flops_per_image: float = math.nan,
     ) -> None:
         self._options = options
-        self._started = machine.process_start()
+        self._started = startup.process_start()
         self._before_s = 0.0  # what earlier processes of this run took
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
@@ -61,6 +62,7 @@ class RunLog:
             "model": name_of(model),
             "parameters": parameters
             or sum(weights.numel() for weights in model.parameters() if weights.requires_grad),
+            "flops_per_image": flops_per_image,
             "world_size": here.size,
             "nodes": here.nodes,
             "devices": devices,
@@ -69,7 +71,6 @@ class RunLog:
             "batch_per_device": options.batch_size // devices,
             "accumulate": accumulate,
             "precision": precision_of(model),
-            "compiled": getattr(options, "compile", False),
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "torch_version": str(torch.__version__),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
-from trainkit import debugging, machine
+from trainkit import debugging, machine, startup
 from trainkit.errors import PeerError, UserError, fail, first_line
 
 PATIENCE_SECONDS = 20  # beyond --timeout, with processes that meet
@@ -60,6 +60,7 @@ def alone(use_cuda: bool, debug_dir: Path | None = None) -> World:
     machine.limit_threads([machine.cores()])
     if debug_dir:
         debugging.introduce(debug_dir, place["rank"], device, gather)
+    startup.mark("device")
     return World(**place, device=device)
 
 
@@ -98,6 +99,7 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
     machine.limit_threads(gather(machine.cores()))
     if debug_dir:
         debugging.introduce(debug_dir, place["rank"], device, gather)
+    startup.mark("process group")
     return World(**place, device=device)
 
 
@@ -325,7 +327,6 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", _index(place))
     machine.try_gpu(device)
-    torch.backends.cudnn.benchmark = True  # worth its trials, as every step has the same shapes
     return device
 
 

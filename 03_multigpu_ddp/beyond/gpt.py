@@ -166,7 +166,7 @@ def main() -> None:
         split(network, here)
     optimizer, schedule = optimizer_and_schedule(opts, model, opts.epochs * len(train_batches))
 
-    name = f"gpt-{opts.how}" + ("-recomputed" if opts.checkpoint_activations else "")
+    name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
     state = {"also": {"best": best}, "sharded": sharded}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **state)

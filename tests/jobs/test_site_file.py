@@ -84,7 +84,7 @@ def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     assert done.stderr.startswith(refused), done.stderr
     (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text.replace("sultats", "s\nultats")))
     assert checkout.submit_py("single", "--dry-run").stderr.startswith(refused)
-    found = login_node.check_folders(site.read_site(), several_nodes=False, in_job_too=False)
+    found = login_node.check_folders(site.read_site())
     assert any(f.message.startswith(refused.removeprefix("error: ")) for f in found if f.level == FAULT)
 
 
@@ -101,7 +101,7 @@ def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
     jobs = checkout.folder / "results" / "jobs"
     jobs.mkdir()
     jobs.chmod(0o777)
-    found = login_node.check_folders(site.read_site(), several_nodes=False, in_job_too=False)
+    found = login_node.check_folders(site.read_site())
     assert [f"everybody can write to {jobs}" in f.message for f in found if f.level == FAULT] == [True]
     if os.getuid() == 0:
         os.chown(file, 0, 12345)

@@ -8,7 +8,7 @@ import pytest
 from checkout import copy_project
 from cluster import RunningCluster, run_program, running_cluster
 
-from trainkit.jobs.judging import in_words
+from trainkit.jobs.checkup import in_words
 from trainkit.records import ALL_REDUCE_COLUMNS, RecordError, put_all_reduce, read_all_reduce
 
 BYTES_PER_S = 100e6 / 8

@@ -561,18 +561,10 @@ WAITING, RUNNING, DONE = (
 )
 
 
-def test_following_writes_every_change_into_a_log(capsys: pytest.CaptureFixture) -> None:
+def test_following_prints_every_change(capsys: pytest.CaptureFixture) -> None:
     assert following.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
     seen = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in seen] == ["queued", "running", "queued", "running", "done"]
-
-
-def test_following_keeps_one_line_on_a_terminal(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert following.follow(Script(WAITING, RUNNING, DONE)) == 0
-    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> None:

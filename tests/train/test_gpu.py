@@ -75,6 +75,7 @@ def test_a_record_names_the_gpu(loader: str, tmp_path: Path) -> None:
     assert row["devices"] == 1
     assert row["cuda_version"] == (torch.version.cuda or f"ROCm {torch.version.hip}")
     assert row["peak_memory_mb"] > 0
+    assert row["flops_per_image"] == 71_565_312
     assert row["test_accuracy"] > 90
 
 
@@ -89,6 +90,30 @@ def test_every_precision_and_recipe_learns(precision: str, recipe: str, goal: fl
     last = rows_of(tmp_path)[-1]
     assert last["test_accuracy"] > goal
     assert precision in ("auto", last["precision"])
+
+
+TEN_CHOICES = """
+import torch
+from trainkit import data, options
+from trainkit.model import Net
+from trainkit.precision import choose_precision, precision_of
+
+opts = options.parse("").for_devices(1)  # batch 64, where each step waits for its launches
+images = data.Split("noise", torch.randn(64, 1, 28, 28), torch.zeros(64))
+for _ in range(10):
+    network = Net().to("cuda", memory_format=torch.channels_last)
+    choose_precision(network, opts, images)
+    print(precision_of(network))
+"""
+
+
+def test_ten_starts_choose_the_same_precision() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TEN_CHOICES], env=ENVIRONMENT | WITH_GPUS, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    chosen = done.stdout.split()
+    assert len(chosen) == 10 and len(set(chosen)) == 1, chosen
 
 
 @pytest.mark.parametrize("stage", ["single", CAPTURED], ids=["single", "captured"])

@@ -65,6 +65,7 @@ def test_it_trains_goes_on_and_is_recorded_as_what_it_is(loader: tuple, tmp_path
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert (row["stage"], row["dataset"], row["model"]) == ("tables", "random tables", "Tables")
+        assert row["flops_per_image"] == 2 * (2 * 20 * 64 + 3 * 64 * 3)  # no gradient of the inputs
         assert (row["precision"], row["images"], row["test_images"]) == ("fp32", 2000, 500)
     assert 0 < rows[-1]["train_loss"] < rows[0]["train_loss"] < 3
     assert rows[-1]["test_accuracy"] > 80  # chance is below 50

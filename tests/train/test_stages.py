@@ -1,5 +1,6 @@
 """The three stages, run as their users run them: what they record, and that N ranks equal one."""
 
+import re
 import signal
 import subprocess
 import time
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, run_stage, stage_command, weights_of
+from checkout import Checkout
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage, stage_command, weights_of
 from forking import free_port
 
 from trainkit import batches, data, options, staging
@@ -45,6 +47,7 @@ def test_a_stage_learns_and_records_every_epoch(
         assert row["device_name"].startswith("CPU: ")
         assert row["threads_per_worker"] == 1
         assert row["precision"] == precision
+        assert row["flops_per_image"] == 71_565_312
     assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
 
 
@@ -183,7 +186,38 @@ def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
     # But for PyTorch 2.9's own, and for what a busy machine adds: that a rank was slow.
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line and " takes " not in line]
     assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-    assert len(lines) == 6  # what runs and how, two epochs, the memory of each, where the results are
+    # What runs and how, how long that took to start, two epochs, the memory of each, where the results are.
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "place"), [("single", None, "device"), ("ddp", 2, "process group")]
+)
+def test_the_log_tells_what_the_start_went_into(
+    stage: str, processes: int | None, place: str, tmp_path: Path
+) -> None:
+    done = run_stage(stage, *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=processes)
+    ((all_of_it, parts),) = re.findall(r"^started in (\S+) s: (.*)$", done.stdout, re.MULTILINE)
+    seconds = {what: float(part) for what, _, part in (one.rpartition(" ") for one in parts.split(", "))}
+    words = ["imports", place, "data", "network", "precision", "optimizer", "record", "first step"]
+    assert list(seconds) == words
+    assert sum(seconds.values()) == pytest.approx(float(all_of_it), abs=0.5)  # they are rounded
+    assert float(all_of_it) < rows_of(tmp_path)[0]["elapsed_s"] + 0.1
+
+
+@pytest.mark.parametrize(("epochs", "tries"), [(14, False), (1000, True)])
+def test_cudnn_tries_its_algorithms_where_a_run_is_long_enough(
+    epochs: int, tries: bool, script: Script, tmp_path: Path
+) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert(
+        "single", 'print("tries:", torch.backends.cudnn.benchmark); return', before="for epoch in run.epochs"
+    )
+    done = script(
+        checkout.script("single"), "--epochs", epochs, "--precision", "fp32", "--results-dir", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"tries: {tries}" in done.stdout
 
 
 def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Path) -> None:

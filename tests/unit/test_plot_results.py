@@ -50,7 +50,6 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
         "lr": 1.0,
         "gamma": 0.7,
         "precision": "fp32",
-        "compiled": False,
         "seed": 1,
         "test_images": 10_000,
         "torch_version": "2.15.0",
@@ -444,7 +443,6 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
         ({"model": "UNet"}, "in model (UNet, Net)"),
         ({"loader": "workers", "workers_per_loader": 4}, "in loader (workers, resident) and loader"),
         ({"recipe": "fast"}, "in recipe (fast, classic)"),
-        ({"compiled": True}, "in compiled (True, False)"),
         ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
         ({"debug": True}, "in --debug (True, False)"),
         ({"lr": 0.5}, "in learning rate (0.5, 1)"),
@@ -772,6 +770,45 @@ def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:
     seen = compared()
     assert seen.table.joules_per_1000_images.tolist() == [42]
     assert "42.0" in cells(seen.text, "single", 1) and "J/1000 img: the energy of all GPUs" in seen.text
+
+
+@pytest.mark.parametrize(
+    ("device_name", "precision", "mfu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 0.0474),
+        ("NVIDIA H100 80GB HBM3", "tf32", 0.0949),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 0.150),
+        ("NVIDIA A100 80GB PCIe", "bf16", 0.150),
+        ("Tesla V100-SXM2-32GB", "fp16", 0.375),
+        ("Tesla V100-SXM2-32GB", "bf16", None),  # which has none
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),  # a part of one
+        ("NVIDIA A10G", "bf16", None),
+    ],
+)
+def test_the_share_of_what_the_datasheet_promises(
+    device_name: str, precision: str, mfu: float | None, tmp_path: Path, compared: Compared
+) -> None:
+    """655,502 images/s of 71.57 MFLOP each are 46.9 TFLOP/s, on two devices half of that on each."""
+    facts = {"device_name": device_name, "precision": precision, "flops_per_image": 71_565_312}
+    write_run(tmp_path, "one", [10, 655_502], **facts)
+    write_run(tmp_path, "two", [10, 655_502], **ddp(2, **facts))
+    write_run(tmp_path, "before", [10, 655_502], **dp(2, **facts | {"flops_per_image": "nan"}))
+    write_run(tmp_path, "cpu", [10, 655_502], **facts | {"device_name": CPU})
+    seen = compared()
+    assert seen.table.tflops.tolist() == pytest.approx(
+        [float("nan"), 46.91, float("nan"), 46.91], rel=1e-3, nan_ok=True
+    )
+    shares = [mfu, None, mfu and mfu / 2]
+    of_gpus = seen.table[seen.table.device_name == device_name].mfu
+    assert [None if pd.isna(share) else pytest.approx(share, rel=1e-2) for share in of_gpus] == shares
+    shown = (tmp_path / "out" / "comparison.md").read_text()
+    assert "| TFLOP/s |" in shown and ("| MFU % |" in shown) == ("MFU %: the" in seen.text) == bool(mfu)
+
+
+def test_a_table_of_cpus_has_no_share_of_a_peak(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], device_name=CPU, flops_per_image=71_565_312)
+    assert "MFU" not in compared().text
+    assert "TFLOP/s" not in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_the_samples_of_a_job_are_no_runs(tmp_path: Path, compared: Compared) -> None:

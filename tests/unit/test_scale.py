@@ -28,13 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         facts = dict.fromkeys(COLUMNS, "") | ADDED | {"stage": stage, "run_id": f"{stage}-{number}-{seed}"}
         facts |= {"dataset": "mnist", "device_name": "made up", "loader": "resident", "recipe": "classic"}
         facts |= {"workers_per_loader": 0, "precision": "bf16", "images": 4096, "lr": 1, "gamma": 0.7}
-        facts |= {
-            "width": width,
-            "global_batch": batch,
-            "batch_per_device": batch // devices,
-            "steps": 4,
-            "compiled": 0,
-        }
+        facts |= {"width": width, "global_batch": batch, "batch_per_device": batch // devices, "steps": 4}
         facts |= {"devices": devices, "world_size": devices, "nodes": 1, "threads_per_worker": 1}
         facts |= {"accumulate": 1, "train_loss": 0.1, "test_loss": 0.1, "learning_rate": 1, "seed": seed}
         facts |= {"eval_seconds": 1, "peak_memory_mb": 300, "schema_version": SCHEMA_VERSION}

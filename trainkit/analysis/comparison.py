@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit import records, samples
-from trainkit.analysis import packed, trust, waste
+from trainkit.analysis import packed, peaks, trust, waste
 from trainkit.errors import UserError, printable
 from trainkit.files import check_regular
 
@@ -33,7 +33,6 @@ MUST_BE_EQUAL = {
     "lr_warmup_images": "--lr-warmup-images",
     "width": "width",
     "precision": "precision",
-    "compiled": "compiled",
     "debug": "--debug",
     "accumulate": "micro-batches per step",
     "images": "images per epoch",
@@ -60,7 +59,6 @@ _LABELS = {
     "lr_warmup_images": ("lr warm-up {}", 0),
     "width": ("width {}", 32),
     "precision": ("{}", None),
-    "compiled": ("compiled", False),
     "debug": ("with --debug", False),
     "accumulate": ("accumulate {}", 1),
     "train_images": ("{} images", None),
@@ -160,7 +158,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
     such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
     last epoch's, `joules_per_1000_images` over those that tell it; `peak_memory_mb` is the largest, of a
-    warm-up only where there is nothing else.
+    warm-up only where there is nothing else. `tflops` is what all devices compute together (TFLOP/s, NaN on
+    CPUs), and `mfu` the share of what they promise (1 is all of it, NaN where that is not known).
     `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
     settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
     the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
@@ -181,6 +180,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
         least_memory_mb=groups.least_memory_mb.min(),
+        flops_per_image=groups.flops_per_image.median(),
         runs=epochs.size(),
         epochs=[
             f"{least}..{most}" if least < most else str(least)
@@ -192,6 +192,10 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         table = table.join(_reached(rows, target))
         table["target_runs"] = table.target_runs.fillna(0).astype(int)
     table["batch_per_device"] = table.global_batch // table.devices
+    on_gpus = ~table.device_name.map(is_cpu)
+    table["tflops"] = (table.images_per_s * table.flops_per_image / 1e12).where(on_gpus)
+    promised = [peaks.peak(row.device_name, row.precision) * row.devices for row in table.itertuples()]
+    table["mfu"] = table.tflops / promised
     for name, made in {"train_images": _train_images, "variant": _variants}.items():
         table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
     settings = [name for name in MUST_BE_EQUAL if name != "images"]

@@ -28,6 +28,8 @@ SHOWN = {
     "wall s": ("elapsed_s", ".1f"),
     "mem. MB": ("memory", ""),
     "J/1000 img": ("joules_per_1000_images", ".1f"),
+    "TFLOP/s": ("tflops", ".1f"),
+    "MFU %": ("mfu_percent", ".1f"),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
@@ -37,7 +39,9 @@ LEAST_NEEDED = (
     "mem. MB",
     "epochs",
     "runs",
+    "TFLOP/s",
     "J/1000 img",
+    "MFU %",
     "wall s",
     "min..max",
     "eff. %",
@@ -64,6 +68,10 @@ WEAK_LEGEND = (
 MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
 ENERGY_LEGEND = (
     "J/1000 img: the energy of all GPUs of the job for 1,000 training images, evaluations between included."
+)
+MFU_LEGEND = (
+    "MFU %: the TFLOP/s that the network needs, of all devices together, as a share of what the GPUs' "
+    "datasheets promise in this precision (dense)."
 )
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
@@ -182,6 +190,7 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
         efficiency_percent=100 * table.efficiency,
         # On one device it is that of the column before.
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
+        mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],
         memory=[_memory(row) for row in table.itertuples()],
     )
@@ -196,13 +205,15 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
         },
         index=table.index,
     )
-    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img"]
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img", "TFLOP/s", "MFU %"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     if "weak eff. %" not in silent:
         legends.append(WEAK_LEGEND)
     if "J/1000 img" not in silent:
         legends.append(ENERGY_LEGEND)
+    if "MFU %" not in silent:
+        legends.append(MFU_LEGEND)
     if shown["mem. MB"].str.contains("..", regex=False).any():
         legends.append(MEMORY_LEGEND)
     if target is not None:

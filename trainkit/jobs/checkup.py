@@ -2,120 +2,108 @@
 
     srun ... python -m trainkit.jobs.checkup --data-dir DIR --results-dir DIR
 
-`slurm/doctor.py --job` puts this in the place of the training script. A rank prints each thing that
-it measures as one line of JSON, so that what it found is told even if it hangs or dies later. For
-the same reason nothing is imported before it is needed, and nothing waits without a limit. The
-doctor collects the lines (`finding.read_facts`) and judges them (`judging.judge`).
+`slurm/doctor.py --job` puts this in the place of the training script. A rank prints each finding as one
+line of JSON, so that what it found is told even if it hangs or dies later. For the same reason nothing is
+imported before it is needed, and nothing waits without a limit.
 """
 
 import json
 import os
 import platform
 import re
+import shutil
 import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from trainkit import errors, files
-from trainkit.command_line import Parser
+from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError, first_line
-from trainkit.jobs.finding import NOTE, facts_line
-from trainkit.network import interface
+from trainkit.jobs.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_of, has_fault
 
-# Seconds. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode), and
-# the ranks then come to the group as far apart.
+# Seconds of a step. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode),
+# and the ranks then come to the group as far apart.
 LIMITS = {
     "cores": 10,
-    "memory": 10,
     "names": 30,
-    "folders": 30,
-    "meeting": 45,
-    "common-folders": 30,
-    "torch": 180,
+    "folders": 60,
+    "software": 180,
     "data": 60,
-    "shm": 30,
-    "gpu": 120,
+    "gpus": 120,
+    "memory": 10,
+    "shm": 10,
     "group": 180,
     "all-reduce": 75,
 }
-MEETING_SECONDS = 20  # until all ranks have come to the first one; Python starts slowly from a cold disk
+# What to do about an error that does not say it itself.
+FIXES = {
+    "names": "an admin has to mend the address of the node (DNS or /etc/hosts)",
+    "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
+    "software": "mend activate_environment in slurm/site.sh: one environment, which every node sees",
+    "data": "python -m trainkit.data, and a folder that every node sees",
+    "gpus": "see `nvidia-smi` there, and tell your admin",
+    "group": "mend what is said of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
+    "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
+}
 NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
+
+# What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
+# main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
+# are reported to take 2 to 4 GB of the host's memory.
+RANK_GB, GPU_RANK_GB, LOADER_WORKER_GB = 1.0, 4.0, 0.25
+SHM_GB = 1.0
+GB = 1e9
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 7  # the median of them
 SLOW_SECONDS = 1.0  # of a sum: fewer repeats then, and no larger size, which would take four times as long
-
-GB = 1e9
-TENSOR_BYTES = 2**24  # put into /dev/shm: more than a loader's prefetched batches of MNIST
+SLOW_NETWORK_GB_S = 0.1  # what gigabit Ethernet carries
 
 
 def main() -> None:
-    """Measure, and print the facts. Ends well whatever it finds: the doctor judges."""
+    """Measure, and tell. Ends well whatever it finds."""
     parser = Parser(prog="python -m trainkit.jobs.checkup", description="Started by slurm/doctor.py.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
+    parser.add_argument("--num-workers", type=at_least(0), default=0)
     options, _ = parser.parse_known_args()  # the job script's other options are the training's
-    if "SLURM_STEP_NUM_TASKS" not in os.environ:
+    env = os.environ
+    if "SLURM_STEP_NUM_TASKS" not in env:
         raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")
-    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
-    speaks_for_node = os.environ["SLURM_LOCALID"] == "0"
+    size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+    tasks = max(size // nodes, 1)  # of a node
+    speaks_for_node = env["SLURM_LOCALID"] == "0"
+    folders = {"results": options.results_dir, "job": Path(env["TRAINKIT_JOB_DIR"])}
 
-    _tell("place", **_place(size))
-    _step("cores", _cores)
-    _step("memory", _memory)
-    _step("names", _names)
-    with ExitStack() as notes:
-        folders = {"results": options.results_dir, "job": Path(os.environ["TRAINKIT_JOB_DIR"])}
-        if speaks_for_node:
-            _step("folders", _leave_notes, folders, notes)
-        met = _step("meeting", _receive if rank == 0 else _visit, rank, size)
-        complete = met.get("absent") == []
-        if speaks_for_node and complete:
-            _step("common-folders", _look_for_notes, folders, met["nodes"])
-        _step("torch", _torch)
-        if speaks_for_node:
-            _step("data", _load_data, options.data_dir)
-        _step("shm", _shared_memory)
-        usable = "error" not in _step("gpu", _gpu)
-        if complete and usable:
-            joined = _step("group", _join)
-            if "error" not in joined:
-                _step("all-reduce", _time_all_reduce)
-    _tell("end")
-    errors.note("finished")
-    os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
+    tell(size=size, folder=env["TRAINKIT_JOB_DIR"])
+    _step("cores", _cores, options.num_workers)
+    able = _step("names", _names)
+    if speaks_for_node:
+        _step("folders", _leave_notes, folders)
+    if not _step("software", _software):
+        _end()
+    able &= _step("gpus", _gpus, tasks if speaks_for_node else None)
+    if speaks_for_node:
+        _step("data", _data, options.data_dir)
+        _step("memory", _memory, tasks, options.num_workers)
+        _step("shm", _shared_memory, options.num_workers)
+        _step("folders", _look_for_notes, folders, nodes)
+    if able and _step("group", _join):
+        _step("all-reduce", _all_reduce, nodes)
+    _end()
 
 
-def _tell(topic: str, **facts: object) -> None:
-    line = facts_line(int(os.environ["SLURM_PROCID"]), topic, **facts)
-    # One write, and short: the lines of several ranks go through one pipe.
+def tell(**facts: object) -> None:
+    """A line for the doctor. One write, and short: the lines of several ranks go through one pipe."""
+    line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
-
-
-def _step(topic: str, measure: Callable[..., dict], *arguments: object) -> dict:
-    """Tell what `measure` returns, or that it failed, or that it took too long, which ends this rank."""
-
-    def give_up() -> None:
-        _tell(topic, error=f"not done after {LIMITS[topic]} s")
-        os._exit(0)  # the main thread hangs
-
-    _tell(topic, begun=True)
-    watch = threading.Timer(LIMITS[topic], give_up)
-    watch.daemon = True
-    watch.start()
-    try:
-        facts = measure(*arguments)
-    except Exception as error:  # whatever it is, the doctor tells it
-        facts = {"error": (first_line(error) or repr(error))[:500]}
-    watch.cancel()
-    _tell(topic, **facts)
-    return facts
 
 
 def _node() -> str:
@@ -123,277 +111,242 @@ def _node() -> str:
     return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
-def _place(size: int) -> dict:
-    env = os.environ
-    return {
-        "size": size,
-        "job": env["SLURM_JOB_ID"],
-        "node": _node(),
-        "nodes": int(env.get("SLURM_STEP_NUM_NODES", 1)),
-        "cluster": env.get("SLURM_CLUSTER_NAME"),
-        "gpus_on_node": int(env.get("SLURM_GPUS_ON_NODE", 0)),
-        "gpu_bind": env.get("SLURMD_TRES_BIND", ""),
-        "visible": env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES")),
-        "folder": env["TRAINKIT_JOB_DIR"],
-    }
+def _end() -> NoReturn:
+    tell(ended=True)
+    errors.note("finished")
+    os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
 
 
-def _cores() -> dict:
-    """The CPUs this rank may use, as a bit mask, which keeps the line short on large nodes."""
-    return {
-        "mask": sum(1 << core for core in os.sched_getaffinity(0)),
-        "per_task": int(os.environ.get("SLURM_CPUS_PER_TASK", 1)),
-    }
+def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object) -> bool:
+    """Tell what `check` finds, or that it failed, or took too long, which ends this rank.
 
-
-def _memory() -> dict:
-    """Memory in GB: what the node has left, and the smallest limit that Slurm or a cgroup sets."""
-    import psutil
-
-    limits = list(_cgroup_limits())
-    env = os.environ
-    if "SLURM_MEM_PER_NODE" in env:
-        limits.append(int(env["SLURM_MEM_PER_NODE"]) * 2**20)
-    elif "SLURM_MEM_PER_CPU" in env:
-        limits.append(int(env["SLURM_MEM_PER_CPU"]) * int(env["SLURM_CPUS_ON_NODE"]) * 2**20)
-    return {
-        "available_gb": psutil.virtual_memory().available / GB,
-        "limit_gb": min(limits) / GB if limits else None,
-    }
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """Bytes, of this process's memory cgroup and those above it; version 1 and 2, see cgroups(7)."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError):
-                text = (folder / file).read_text().strip()
-                if text != "max":
-                    yield int(text)
-            if folder == root:
-                break
-
-
-def _names() -> dict:
-    """What this node makes of the master's name, and of its own, by which gloo finds its network."""
-    import psutil
-
-    master, own = os.environ["MASTER_ADDR"], platform.node()
-    interfaces = psutil.net_if_addrs()
-    mine = {entry.address for addresses in interfaces.values() for entry in addresses}
-    addresses = _addresses(master)
-    return {
-        "master": master,
-        "addresses": addresses,
-        "master_is_here": not mine.isdisjoint(addresses),
-        "own": own,
-        "own_addresses": _addresses(own),
-        "wanted": os.environ.get("GLOO_SOCKET_IFNAME"),
-        "interfaces": list(interfaces)[:20],
-    }
-
-
-def _addresses(name: str) -> list[str]:
-    try:
-        return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})[:4]
-    except OSError:
-        return []
-
-
-def _leave_notes(folders: dict[str, Path], notes: ExitStack) -> dict:
-    """A file in each shared folder, for the other nodes to see; it goes when `notes` closes."""
-    for name, folder in folders.items():
-        fix = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders of yours on every node"
-        files.check_writable(folder, f"the {name} folder's files", fix)
-        note = folder / _note(_node())
-        note.touch()
-        notes.callback(note.unlink, missing_ok=True)
-    return {}
-
-
-def _note(node: str) -> str:
-    return NOTE.format(job=os.environ["SLURM_JOB_ID"], node=node)
-
-
-def _look_for_notes(folders: dict[str, Path], nodes: list[str]) -> dict:
-    """For each folder, the nodes whose note is not seen from here."""
-    wanted = {_note(node): node for node in nodes}
-    deadline = time.monotonic() + NOTES_SECONDS
-    while True:
-        # By listing, since opening a folder makes NFS ask its server anew.
-        seen = {name: {entry.name for entry in folder.iterdir()} for name, folder in folders.items()}
-        unseen = {name: sorted(wanted[note] for note in wanted.keys() - seen[name]) for name in folders}
-        if not any(unseen.values()) or time.monotonic() > deadline:
-            return unseen
-        time.sleep(0.5)
-
-
-def _receive(rank: int, size: int) -> dict:
-    """Rank 0 takes the port of the job and waits for the others, plain TCP, before PyTorch does.
-
-    Every visitor gets this node's time, and, when all are here or the time is up, who is absent.
+    Returns whether there is no fault. That all is well one rank of a node tells.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+
+    def tell_of(finding: Finding) -> None:
+        rank = None if finding.level == OK else int(os.environ["SLURM_PROCID"])
+        tell(finding=finding._replace(node=_node(), rank=rank)._asdict())
+
+    def give_up() -> None:
+        tell_of(Finding(step, FAULT, f"not done after {LIMITS[step]} s", FIXES.get(step, "tell your admin")))
+        _end()  # the main thread hangs
+
+    tell(begun=step)
+    watch = threading.Timer(LIMITS[step], give_up)
+    watch.daemon = True
+    watch.start()
     try:
-        server = socket.create_server(("", port), family=family, backlog=size)
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
-        raise UserError(
-            f"port {port} is not free on {_node()} ({why}): submit again, the port follows the job's number"
-        ) from None
-    deadline = time.monotonic() + MEETING_SECONDS
-    nodes, visitors = {_node()}, {}
-    with server, ExitStack() as connections:
-        while len(visitors) < size - 1 and time.monotonic() < deadline:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            with suppress(OSError, ValueError, KeyError):  # a port scanner is no rank
-                connection, _ = server.accept()
-                connections.enter_context(connection)
-                connection.settimeout(2)
-                lines = connections.enter_context(connection.makefile("rw"))
-                hello = json.loads(lines.readline())
-                if hello["job"] == os.environ["SLURM_JOB_ID"]:
-                    _send(lines, time=time.time())
-                    visitors[hello["rank"]] = lines
-                    nodes.add(hello["node"])
-        absent = sorted(set(range(1, size)) - visitors.keys())
-        for lines in visitors.values():
-            with suppress(OSError):
-                _send(lines, absent=absent, nodes=sorted(nodes))
-                lines.readline()  # until the visitor closes: whoever closes first keeps the port busy
-    return {"absent": absent, "nodes": sorted(nodes)}
+        found = list(check(*arguments))
+    except Exception as error:  # whatever it is, the doctor tells it
+        text = (first_line(error) or repr(error))[:500]
+        found = [fault_of(step, text, FIXES.get(step, "tell your admin"))]
+    watch.cancel()
+    worse = [finding for finding in found if finding.level != OK]
+    for finding in worse or (found if os.environ["SLURM_LOCALID"] == "0" else []):
+        tell_of(finding)
+    return not has_fault(found)
 
 
-def _visit(rank: int, size: int) -> dict:
-    """The other ranks go to rank 0, compare clocks with it, and hear who is absent."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + MEETING_SECONDS
-    while True:
-        try:
-            connection = socket.create_connection((address, port), timeout=2)
-            break
-        except socket.gaierror as error:
-            raise UserError(f"{address} cannot be resolved ({error.strerror}): mend its name first") from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"{address}:{port} cannot be reached ({error.strerror or error})") from None
-            time.sleep(0.2)
-    with connection, connection.makefile("rw") as lines:
-        try:
-            connection.settimeout(10)  # rank 0 answers one after the other
-            sent = time.time()
-            _send(lines, job=os.environ["SLURM_JOB_ID"], rank=rank, node=_node())
-            master_time = json.loads(lines.readline())["time"]
-            offset = (sent + time.time()) / 2 - master_time
-            connection.settimeout(MEETING_SECONDS + 10)
-            verdict = json.loads(lines.readline())
-        except (OSError, ValueError, TypeError, KeyError):
-            raise UserError(
-                f"what answers at {address}:{port} is not rank 0 (it may be another program): submit again, "
-                "the port follows the job's number"
-            ) from None
-        return verdict | {"offset_s": offset, "interface": interface(connection.getsockname()[0])}
+def _cores(num_workers: int) -> Iterator[Finding]:
+    """Whether this rank has the CPUs that it asked for, and enough of them for its loader."""
+    asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
+    if own < asked:
+        message = f"asked for {asked} cores and may run on {own}"
+        fix = "give --cpus-per-task to srun, too (Slurm 22.05 and later), and no --cpu-bind that pins all"
+        yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
+    usable = min(asked, own)
+    if usable < num_workers:
+        message = f"{usable} CPU(s) per task for the training and {num_workers} loader workers"
+        fix = f"sbatch --cpus-per-task={num_workers + 1}, or fewer --num-workers"
+        yield Finding("cores", FAULT if usable == 1 else WARNING, message, fix)
+    yield Finding("cores", OK, f"{usable} per rank")
 
 
-def _send(lines: object, **message: object) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+def _names() -> Iterator[Finding]:
+    """Whether this node knows the way to the master, and has the network interface that was asked for."""
+    master, wanted = os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(master, None)}
+    except OSError:
+        yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", FIXES["names"])
+        return
+    # On the practice cluster several nodes may be one machine.
+    elsewhere = os.environ["SLURM_NODEID"] != "0" and os.environ.get("SLURM_CLUSTER_NAME") != "practice"
+    if elsewhere and all(address.startswith("127.") or address == "::1" for address in addresses):
+        message = f"the master's name {master} is {min(addresses)} here, which is this node itself"
+        yield Finding("names", FAULT, message, FIXES["names"])
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for unknown in set(filter(None, wanted.split(","))) - set(interfaces):
+        message = f"there is no network interface {unknown}, only {', '.join(interfaces[:20])}"
+        yield Finding("names", FAULT, message, "correct SITE_NETWORK_INTERFACE in slurm/site.sh")
+    yield Finding("names", OK, f"every node resolves the master, {master}")
 
 
-def _load_data(data_dir: Path) -> dict:
-    from trainkit import data
+def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
+    """A file in each shared folder, for the other nodes to see; the doctor removes it."""
+    for name, folder in folders.items():
+        files.check_writable(folder, f"the {name} folder's files", FIXES["folders"])
+        (folder / NOTE.format(job=os.environ["SLURM_JOB_ID"], node=_node())).touch()
+    return []
 
-    train, test = data.load("mnist", data_dir)
-    return {"images": len(train) + len(test)}
+
+def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
+    pattern = NOTE.format(job=os.environ["SLURM_JOB_ID"], node="*")
+    deadline = time.monotonic() + NOTES_SECONDS
+    for name, folder in folders.items():
+        # By listing, since opening a folder makes NFS ask its server anew.
+        while (seen := len(list(folder.glob(pattern)))) < nodes and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if seen < nodes:
+            message = f"files of {seen} of {nodes} nodes are seen in the {name} folder here: it is not shared"
+            yield Finding("folders", FAULT, message, FIXES["folders"])
+    yield Finding("folders", OK, "every node writes the results and job folders, and sees the others' files")
 
 
-def _torch() -> dict:
-    started = time.monotonic()
+def _software() -> Iterator[Finding]:
     import torch
 
     from trainkit.machine import git_commit
 
-    facts = {"import_s": time.monotonic() - started, "commit": git_commit()}
-    return facts | software() | {"devices": torch.cuda.device_count()}
+    commit = git_commit() or "unknown (no git there)"
+    yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
 
 
-def software() -> dict:
-    """PyTorch's version, what it is built for, and with which NCCL; and the driver that it finds."""
-    import torch
-    import torch.distributed as dist
+def _data(data_dir: Path) -> Iterator[Finding]:
+    from trainkit import data
 
-    from trainkit import machine
-
-    nccl = ""
-    if dist.is_nccl_available():
-        name = "RCCL" if torch.version.hip else "NCCL"
-        nccl = f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    driver = "" if torch.version.hip else machine.driver()
-    return {"version": torch.__version__, "build": machine.build(), "nccl": nccl, "driver": driver}
+    data.load("mnist", data_dir)
+    yield Finding("data", OK, f"MNIST in {data_dir}")
 
 
-def seen_from_login_node() -> dict:
-    """The job's Python, what it can compute on here, and why it cannot, if so."""
+def _gpus(tasks: int | None) -> Iterator[Finding]:
+    """This rank's GPU, as the training would choose it, and for one rank those of its node's `tasks`."""
     import torch
 
-    from trainkit import machine
-
-    facts = {"python": sys.executable} | software()
-    try:
-        machine.check_usable()
-        return facts | {"gpus": [_properties(number) for number in range(torch.cuda.device_count())]}
-    except (UserError, RuntimeError) as error:
-        return facts | {"unusable": first_line(error)}
-
-
-def _properties(device: object) -> dict:
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return {"name": properties.name, "gib": properties.total_memory / 2**30}
-
-
-def _gpu() -> dict:
-    """This rank's GPU, as the training would choose it, after it has computed something."""
-    import torch
-
-    from trainkit import machine, world
+    from trainkit import world
 
     device = world.own_device(use_cuda=True)
-    if device.type == "cpu":
-        return {"name": None}
-    free, size = torch.cuda.mem_get_info(device)
-    return _properties(device) | {"free": free / size, "card": machine.card(device)}
+    if device.type == "cuda":
+        free, size = torch.cuda.mem_get_info(device)
+        if free < 0.8 * size:
+            message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
+            fix = f"something else computes there; without the node: sbatch --exclude={_node()}"
+            yield Finding("gpus", WARNING, message, fix)
+    if tasks:
+        yield from _gpus_of_node(tasks)
 
 
-def _shared_memory() -> dict:
-    """Sizes of /dev/shm in GB, after a tensor was put there, as DataLoader's workers do with batches."""
+def _gpus_of_node(tasks: int) -> Iterator[Finding]:
     import torch
 
-    space = os.statvfs("/dev/shm")
-    size, free = space.f_blocks * space.f_frsize / GB, space.f_bavail * space.f_frsize / GB
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        try:
-            # Asked before: writing to a full /dev/shm is no error but a bus error, which kills the rank.
-            os.posix_fallocate(file.fileno(), 0, TENSOR_BYTES)
-        except OSError as error:
-            raise UserError(
-                f"a tensor of {TENSOR_BYTES / 1e6:.0f} MB does not fit into /dev/shm, {free:.2f} of "
-                f"{size:.2f} GB free ({error.strerror})"
-            ) from None
-    torch.ones(TENSOR_BYTES, dtype=torch.uint8).share_memory_()
-    return {"size_gb": size, "free_gb": free}
+    from trainkit import machine
+
+    given, seen = machine.gpus_given() or 0, torch.cuda.device_count()
+    if not given and not seen:
+        message = "the job has no GPU: it will train on the CPU"
+        yield Finding("gpus", WARNING, message, "sbatch --gpus-per-node=2")
+    if given and given != tasks:
+        message = f"{tasks} task(s) for {given} GPU(s): it has to be one task per GPU"
+        fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
+        yield Finding("gpus", FAULT, message, fix)
+    if given and not seen:  # else it would have been refused before
+        message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
+        yield Finding("gpus", OK, message)
+    if seen:
+        # Slices of cards (MIG) never copy to each other directly.
+        if seen < given and " MIG " not in torch.cuda.get_device_properties(0).name:
+            message = (
+                f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
+            )
+            fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
+            yield Finding("gpus", WARNING, message, fix)
+        driver = "" if torch.version.hip else machine.driver()
+        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), driver, machine.build(), _nccl()])))
 
 
-def _join() -> dict:
-    """Join the process group as the training does; tells about NCCL's network."""
+def _cards() -> str:
+    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB"."""
+    import torch
+
+    all_of_them = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in all_of_them)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _nccl() -> str:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return ""
+    name = "RCCL" if torch.version.hip else "NCCL"
+    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def look_from_login_node(data_dir: str, most_gpus: int) -> None:
+    """The job's Python and, read by it, the data; `most_gpus` are those of the largest node.
+
+    Raises:
+        UserError: if the data cannot be read.
+    """
+    import numpy, tqdm, psutil, filelock  # noqa: E401, F401, I001  what a job needs
+    import torch
+
+    from trainkit import data, machine
+
+    version = f"torch {torch.__version__.partition('+')[0]} for {machine.build()}"
+    gpus, found = "no GPU here, as usual on a login node", []
+    try:
+        machine.check_usable()
+        if torch.cuda.is_available():
+            driver = "" if torch.version.hip else machine.driver()
+            gpus = ", ".join(filter(None, [_cards(), driver]))
+    except (UserError, RuntimeError) as error:  # no job's GPU
+        unusable = fault_of("gpus", first_line(error), "see `nvidia-smi` here, ask your admin")
+        found = [unusable._replace(level=WARNING)]
+    if machine.build() == "the CPU only" and most_gpus:
+        message = f"{version}, but nodes of this cluster have up to {most_gpus} GPUs"
+        fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
+        found.append(Finding("gpus", FAULT, message, fix))
+    software = ", ".join(filter(None, [sys.executable, version, _nccl()]))
+    for finding in (Finding("environment", OK, f"{software}; {gpus}"), *found):
+        tell(finding=finding._asdict())
+    data.load("mnist", Path(data_dir))
+    tell(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
+
+
+def _memory(tasks: int, num_workers: int) -> Iterator[Finding]:
+    """Whether what the node has left, and the job may take of it, is enough for its ranks."""
+    import psutil
+    import torch
+
+    from trainkit.jobs import processes
+
+    limit = processes.memory_limit(processes.memory_cgroups())
+    room = min(psutil.virtual_memory().available, limit) / GB
+    least = tasks * (GPU_RANK_GB if torch.cuda.is_available() else RANK_GB)
+    need = least + tasks * num_workers * LOADER_WORKER_GB
+    if room < need:
+        message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
+        if num_workers:
+            message += f" with {num_workers} loader workers each"
+        yield Finding("memory", FAULT if room < least else WARNING, message, f"sbatch --mem={int(need) + 1}G")
+    yield Finding("memory", OK, f"{room:.1f} GB")
+
+
+def _shared_memory(num_workers: int) -> Iterator[Finding]:
+    """Through /dev/shm the workers of a DataLoader hand over their batches."""
+    space = shutil.disk_usage("/dev/shm")
+    message = f"{space.free / GB:.2f} of {space.total / GB:.2f} GB free in /dev/shm, for loaders' batches"
+    if num_workers and space.free < SHM_GB * GB:
+        fix = (
+            "a larger /dev/shm (of a container: apptainer --bind, docker --shm-size), or fewer --num-workers"
+        )
+        yield Finding("shm", WARNING, message, fix)
+    yield Finding("shm", OK, message)
+
+
+def _join() -> Iterator[Finding]:
+    """Join the process group as the training does; tells NCCL's network."""
     import torch.distributed as dist
 
     from trainkit import world
@@ -405,7 +358,8 @@ def _join() -> dict:
         world.join(use_cuda=True, timeout=LIMITS["group"] - 5)
         world.barrier()  # NCCL connects at its first operation
         network = nccl_network(log.read_text(errors="replace")) if log.exists() else None
-    return {"backend": dist.get_backend(), "network": network}
+    way = dist.get_backend() + (f" over {network}" if network else "")
+    yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {way}")
 
 
 def nccl_network(log: str) -> str | None:
@@ -422,35 +376,57 @@ def nccl_network(log: str) -> str | None:
     return f"{chosen[1]}: {', '.join(adapters)}" if adapters else chosen[1]
 
 
-def _time_all_reduce() -> dict:
-    """Median seconds of a sum over all ranks for each of `SIZES`, by the slowest rank's clock.
-
-    The sum is checked, number by number. On a slow network the largest sizes are left out.
-    """
+def _all_reduce(nodes: int) -> Iterator[Finding]:
+    """Whether sums over all ranks are correct, and what the network carries; rank 0 tells the rows."""
     import torch
+    import torch.distributed as dist
 
     from trainkit import machine, world
 
-    rank, size = world.rank(), world.count()
-    number = torch.cuda.current_device() if torch.cuda.is_available() else None
-    device = torch.device("cpu") if number is None else torch.device("cuda", number)
-    seconds = []
-    for size_in_bytes in SIZES:
-        ramp = torch.arange(size_in_bytes // 4, device=device, dtype=torch.float32) % 1000
-        values = world.sum_in_place(ramp + rank)
-        expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
-        wrong = int((values != expected).sum())
-        if world.largest(wrong, values.device):  # on any rank: all of them stop here
-            return {"wrong": wrong, "of": len(values), "at_bytes": size_in_bytes}
-        times = [_time_one(values)]
-        while len(times) < REPEATS and sum(times) < 2 * SLOW_SECONDS:
-            times.append(_time_one(values))
-        seconds.append(statistics.median(times))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": world.count()}
+    facts |= {"backend": dist.get_backend(), "device_name": machine.device_name(device)}
+    seconds: list[float] = []
+    for number_of_bytes in SIZES:
+        wrong = _wrong_sums(number_of_bytes, device)
+        if wrong:
+            message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
+            yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
+        if world.largest(wrong, device):  # on any rank: all of them stop here
+            return
+        seconds.append(_seconds_of_sum(number_of_bytes, device))
         if seconds[-1] > SLOW_SECONDS:
             break
+    if world.is_first():
+        rows = bandwidths(facts, seconds)
+        tell(rows=rows)
+        yield _judge_network(rows, nodes)
     world.leave()
-    measured = {"bytes": SIZES[: len(seconds)], "seconds": seconds}
-    return measured | {"device_name": machine.device_name(device)}
+
+
+def _wrong_sums(number_of_bytes: int, device: object) -> int:
+    """How many of the numbers of a sum over all ranks are wrong on this one."""
+    import torch
+
+    from trainkit import world
+
+    rank, size = world.rank(), world.count()
+    ramp = torch.arange(number_of_bytes // 4, device=device, dtype=torch.float32) % 1000
+    expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
+    return int((world.sum_in_place(ramp + rank) != expected).sum())
+
+
+def _seconds_of_sum(number_of_bytes: int, device: object) -> float:
+    """The median of a sum over all ranks, by the slowest rank's clock."""
+    import torch
+
+    values = torch.zeros(number_of_bytes // 4, device=device)
+    times = [_time_one(values)]
+    while len(times) < REPEATS and sum(times) < 2 * SLOW_SECONDS:
+        times.append(_time_one(values))
+    return statistics.median(times)
 
 
 def _time_one(values: object) -> float:
@@ -467,6 +443,37 @@ def _time_one(values: object) -> float:
     if on_gpu:
         torch.cuda.synchronize()
     return world.largest(time.perf_counter() - started, values.device)
+
+
+def bandwidths(facts: dict[str, object], seconds: list[float]) -> list[dict[str, object]]:
+    """One row per message size: `facts`, bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
+
+    For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
+    of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    n, rows = facts["ranks"], []
+    for size, time_of_one in zip(SIZES, seconds, strict=False):
+        algorithm = size / time_of_one / GB
+        measured = {"bytes": size, "seconds": time_of_one}
+        rates = {"algorithm_gb_s": algorithm, "bus_gb_s": algorithm * 2 * (n - 1) / n}
+        rows.append(facts | measured | rates)
+    return rows if n > 1 else []
+
+
+def _judge_network(rows: list[dict], nodes: int) -> Finding:
+    if not rows:
+        return Finding("all-reduce", OK, "one rank only: nothing to exchange")
+    rate = rows[-1]["bus_gb_s"]
+    message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
+    if rate < SLOW_NETWORK_GB_S and nodes > 1:
+        fix = "see that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
+        return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
+    return Finding("all-reduce", OK, message)
+
+
+def in_words(number_of_bytes: int) -> str:
+    """Such as 4 MB."""
+    return f"{number_of_bytes // 2**10} KB" if number_of_bytes < 2**20 else f"{number_of_bytes // 2**20} MB"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
 
-Inside an allocation (salloc), --job looks at that allocation. The job is stage 03's own job script
-with the training replaced by `trainkit.jobs.checkup`, so what holds for it holds for the training.
+The job is stage 03's own job script with the training replaced by `trainkit.jobs.checkup`, so what holds
+for it holds for the training.
 
 Exit code 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on will
 do: only the standard library is needed here, and the job's own environment is among the things looked at.
@@ -21,10 +21,10 @@ from collections.abc import Iterator
 
 from trainkit import errors
 from trainkit.command_line import Parser, at_least
-from trainkit.errors import UserError, printable
+from trainkit.errors import UserError, printable, tell
 from trainkit.jobs import checkup_job, login_node
+from trainkit.jobs.checkup import in_words
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, has_fault
-from trainkit.jobs.judging import in_words
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", FAULT: "\033[31m"}
@@ -32,14 +32,7 @@ COLOURS = {OK: "\033[32m", WARNING: "\033[33m", FAULT: "\033[31m"}
 
 def main() -> int:
     """Look at everything and show it; returns the exit code."""
-    try:
-        return _diagnose(_parse())
-    except BrokenPipeError:  # of `doctor.py | head`; Python would complain again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def _diagnose(options: argparse.Namespace) -> int:
+    options = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is cancelled then, too
     findings: list[Finding] = []
     rows: list[dict] = []
@@ -50,10 +43,10 @@ def _diagnose(options: argparse.Namespace) -> int:
     count = {level: sum(finding.level == level for finding in findings) for level in LABELS}
     if options.json:
         document = {"findings": [finding._asdict() for finding in findings], "all_reduce": rows}
-        print(json.dumps(document, indent=1))
+        tell(json.dumps(document, indent=1))
     else:
         _show_bandwidths(rows)
-        print(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
+        tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 
 
@@ -63,7 +56,6 @@ def _parse() -> argparse.Namespace:
     add("--job", action="store_true", help="also look inside a short job, on every node")
     add("--nodes", type=at_least(1), metavar="N", help="nodes of the job (default: the job script's)")
     add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: the job script's)")
-    add("--partition", metavar="NAME", help="default: the site file's, else Slurm's")
     add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
     in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
     add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
@@ -77,12 +69,6 @@ def _parse() -> argparse.Namespace:
     for word in options.sbatch_options:
         if not word.startswith("-"):
             raise UserError(f"{word!r} is not an option: those for sbatch are like this: -- --mem=8G")
-    shape = [options.nodes, options.gpus, options.partition, *options.sbatch_options]
-    if options.job and "SLURM_JOB_ID" in os.environ and any(shape):
-        raise UserError(
-            f"this shell is inside job {os.environ['SLURM_JOB_ID']}, whose shape is given: leave out "
-            "--nodes, --gpus, --partition and options for sbatch, or run the doctor on the login node."
-        )
     return options
 
 
@@ -94,12 +80,12 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     yield found
     blocked = site is None or has_fault(found)
     if site:
-        if not blocked and "SLURM_JOB_ID" not in os.environ:
+        if not blocked:
             found = checkup_job.check_submission(options, site)
             blocked = has_fault(found)
             yield found
         yield login_node.check_environment(site, in_job_too=options.job)
-        found = login_node.check_folders(site, several_nodes=(options.nodes or 1) > 1, in_job_too=options.job)
+        found = login_node.check_folders(site)
         blocked = blocked or has_fault(found)
         yield found
     if options.job and blocked:
@@ -117,10 +103,9 @@ def _show(found: list[Finding]) -> None:
         label = f"{LABELS[level]:8}"
         if sys.stdout.isatty() and "NO_COLOR" not in os.environ:  # https://no-color.org
             label = f"{COLOURS[level]}{label}\033[0m"
-        print(f"{label} {check:12} {_where(alike)}{printable(message)}")
+        tell(f"{label} {check:12} {_where(alike)}{printable(message)}")
         if fix:
-            print(f"{'':21} fix: {fix}")
-    sys.stdout.flush()
+            tell(f"{'':21} fix: {fix}")
 
 
 def _where(alike: list[Finding]) -> str:
@@ -131,10 +116,10 @@ def _where(alike: list[Finding]) -> str:
 
 def _show_bandwidths(rows: list[dict]) -> None:
     if rows:
-        print("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
+        tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
     for row in rows:
         milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
-        print(f"{in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
+        tell(f"{in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What a check found, and the lines in which a job's ranks tell the doctor what they measured.
+"""What a check found, and the lines in which a job's ranks tell the doctor about it.
 
 Only the standard library is needed.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
-MARK = "checkup "  # begins every line that carries facts
+MARK = "checkup "  # begins every line for the doctor
 NOTE = ".doctor-{job}-{node}"  # a file that shows whether a folder is shared
-Ranks = dict[int, dict[str, dict]]  # rank -> topic -> facts
 
 
 class Finding(NamedTuple):
@@ -29,29 +29,21 @@ def has_fault(findings: Iterable[Finding]) -> bool:
     return any(finding.level == FAULT for finding in findings)
 
 
-def fault_of(
-    check: str, error: str, fix: str = "", node: str | None = None, rank: int | None = None
-) -> Finding:
+def fault_of(check: str, error: str, fix: str = "") -> Finding:
     """The fault that an error's text tells; `fix` is for one that does not say itself what to do.
 
     A `UserError` mostly does: "what is wrong (why): what to do".
     """
     what, _, own_fix = error.removeprefix("error: ").partition("): ")
-    return Finding(check, FAULT, f"{what})" if own_fix else what, own_fix or fix, node, rank)
+    return Finding(check, FAULT, f"{what})" if own_fix else what, own_fix or fix)
 
 
-def facts_line(rank: int, topic: str, **facts: object) -> str:
-    """The line in which a rank tells its facts about `topic`."""
-    return MARK + json.dumps({"rank": rank, "topic": topic, **facts})
+def read_lines(log: str) -> Iterator[dict]:
+    """What was told, from a job's log; lines that are no such lines, or cut short, are passed over."""
+    for text in re.findall(MARK + r'(\{"rank": .*)', log):
+        with suppress(ValueError):
+            yield json.loads(text)
 
 
-def read_facts(log: str) -> Ranks:
-    """What the ranks told, from a job's log; lines that are not theirs, or cut short, are passed over."""
-    ranks: Ranks = {}
-    for line in log.splitlines():
-        _, mark, text = line.partition(MARK)
-        if mark:
-            with suppress(ValueError, KeyError):
-                told = json.loads(text)
-                ranks.setdefault(told.pop("rank"), {})[told.pop("topic")] = told
-    return {rank: told for rank, told in sorted(ranks.items()) if "place" in told}
+def findings(told: Iterable[dict]) -> list[Finding]:
+    return [Finding(**one["finding"]) for one in told if "finding" in one]

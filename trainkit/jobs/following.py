@@ -10,7 +10,6 @@ rank hides behind the silence of another, and without `sacct` submitit never lea
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +28,6 @@ GIVING_UP_SECONDS = 5  # between the first rank and the last
 VERDICT_SECONDS = 15  # that the sampler has to end by itself
 PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
-
-CLEARED = "\r\x1b[K"  # on a terminal: in place of the line that stands there
 
 # The last words of a job script and of a Python program; the first pattern that is found counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
@@ -108,7 +105,8 @@ class Handle:
         return next(found, None)
 
     def _all_lines(self) -> list[str]:
-        return [line for log in sorted(self.log.parent.glob("*_log.out")) for line in _lines(log)]
+        logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
+        return [line for log in logs for line in _lines(log)]
 
 
 class SlurmHandle(Handle):
@@ -245,8 +243,7 @@ class Patience:
 def follow(handle: Handle, quiet: bool = False) -> int:
     """Show how the job is doing until it has ended; returns 0 if it went well, else 1.
 
-    On a terminal one line is kept up to date; elsewhere every change is a line of its own. With
-    `quiet` only a failure is told.
+    Every change is a line. With `quiet` only a failure is told.
 
     Raises:
         UserError: if Slurm does not answer for `PATIENCE_SECONDS`.
@@ -258,8 +255,8 @@ def follow(handle: Handle, quiet: bool = False) -> int:
         while (state := handle.state()).name not in ("done", "failed"):
             patience.look([state], later)
             if state != shown and not quiet:
-                _show(state, ended=False)
-                shown = state
+                print(f"{state.name}: {state.detail}", flush=True)
+            shown = state
             time.sleep(handle.poll_seconds)
     except KeyboardInterrupt:
         if isinstance(handle, LocalHandle):
@@ -267,27 +264,15 @@ def follow(handle: Handle, quiet: bool = False) -> int:
         else:
             print(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", file=sys.stderr)
         raise
-    if state.name == "failed" and sys.stdout.isatty() and not quiet:
-        print()
     if not quiet:
         for line in handle.verdict():
-            print(f"{CLEARED if sys.stdout.isatty() else ''}{printable(line)}", flush=True)
+            print(printable(line), flush=True)
     if state.name == "failed":
         print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
         return 1
     if not quiet:
-        _show(state, ended=True)
+        print(f"done: {state.detail}", flush=True)
     return 0
-
-
-def _show(state: State, ended: bool) -> None:
-    text = f"{state.name}: {state.detail}"
-    if not sys.stdout.isatty():
-        print(text, flush=True)
-    elif ended:
-        print(f"{CLEARED}{text}")
-    else:  # a line that wraps could not be taken back
-        print(f"{CLEARED}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 def _lines(log: Path) -> list[str]:

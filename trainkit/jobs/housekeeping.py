@@ -90,7 +90,7 @@ def state_of(job: Path) -> str:
         return "ended" if numbered[2] else _state_in_slurm(numbered[1])
     submitted = next(job.glob("[0-9]*_submitted.pkl"), None)
     if not submitted:  # it may be on its way to Slurm
-        return _state_of_command(job) if MONITORED.fullmatch(job.name) else UNKNOWN
+        return _state_here(job) if MONITORED.fullmatch(job.name) else UNKNOWN
     if next(job.glob("*submission*.sh"), None):  # with a dot in front if the submitter was killed
         return _state_in_slurm(submitted.name.removesuffix("_submitted.pkl"))
     return _state_here(job)
@@ -125,19 +125,14 @@ def _state_in_slurm(job_id: str) -> str:
     return UNKNOWN if state == "UNKNOWN" else state
 
 
-def _state_of_command(job: Path) -> str:
-    """Of one that monitor.py runs, here or on another machine with the same folders."""
+def _state_here(job: Path) -> str:
+    """Of processes of this machine, or of another one with the same folders."""
+    if local.process_with(job, "submitit.local._local"):
+        return "RUNNING"
     if local.process_with(job, "TRAINKIT_JOB_DIR", told="environ"):
         return "RUNNING"
-    nodes = {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
-    return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
-
-
-def _state_here(path: Path) -> str:
-    """Of processes of this machine, or of another one with the same folders."""
-    if local.process_with(path, "submitit.local._local"):
-        return "RUNNING"
-    nodes = {note.read_text().strip() for note in path.glob("rank-*.started")}
+    nodes = {note.read_text().strip() for note in job.glob("rank-*.started")}
+    nodes |= {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
     return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
 
 

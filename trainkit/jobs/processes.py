@@ -294,14 +294,10 @@ class _Node:
     """What is of the whole node, or of the whole job on it."""
 
     def __init__(self) -> None:
-        cgroups = _memory_cgroups()
+        cgroups = memory_cgroups()
         jobs = [place for place, cgroup in enumerate(cgroups) if cgroup.name.startswith("job_")]
         self._cgroup = cgroups[jobs[0]] if jobs else None
-        around = cgroups[jobs[0] :] if jobs else cgroups  # within it are those of its steps
-        names = ("memory.max", "memory.limit_in_bytes")
-        limits = [_number(cgroup / name) for cgroup in around for name in names]
-        total = int((PROC / "meminfo").read_text().split()[1]) * 1024
-        self.memory_limit = min(limit for limit in (*limits, _asked_for(), total) if limit)
+        self.memory_limit = memory_limit(cgroups[jobs[0] :] if jobs else cgroups)  # not those of its steps
         self.counts_disks = (PROC / "self/io").exists()  # the kernel may be built without
         self._rdma = list(SYS.glob(INFINIBAND))
         self._interfaces = {path.parent.name for path in SYS.glob(ETHERNET)}
@@ -330,7 +326,7 @@ class _Node:
         return sum(sums[name] for name in counted) + sum(4 * (_number(path) or 0) for path in self._rdma)
 
 
-def _memory_cgroups() -> list[Path]:
+def memory_cgroups() -> list[Path]:
     """Those of this process, the innermost first: version 1, or 2."""
     with suppress(OSError):
         for line in (PROC / "self/cgroup").read_text().splitlines():
@@ -343,6 +339,14 @@ def _memory_cgroups() -> list[Path]:
             folder = root / path.lstrip("/")
             return [one for one in (folder, *folder.parents) if one.is_relative_to(root)]
     return []
+
+
+def memory_limit(cgroups: Iterable[Path]) -> int:
+    """Bytes that a job may take of this node, by `cgroups`, by what it asked for, and by what there is."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [_number(cgroup / name) for cgroup in cgroups for name in names]
+    total = int((PROC / "meminfo").read_text().split()[1]) * 1024
+    return min(limit for limit in (*limits, _asked_for(), total) if limit)
 
 
 def _asked_for() -> int:

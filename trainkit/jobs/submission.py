@@ -330,40 +330,20 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
         epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
         "lists them.\nWhat stands behind -- goes there in any case: python submit.py -- --dry-run",
     )
-    parser.add_argument(
-        "--script",
-        metavar="FILE.py",
-        help=f"your own training, such as a copy of {stage.script.name} with another model",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=at_least(0),
-        metavar="N",
-        help=f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}"
-        f"{'' if stage.name == 'single' else '; without Slurm, all GPUs of this machine, if it has any'}); "
-        "0: one process per node, on its CPU",
-    )
-    parser.add_argument(
-        "--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--cpus-per-gpu",
-        type=at_least(1),
-        default=2,
-        metavar="N",
-        help="CPU cores for each GPU's process and its loader (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)"
-    )
-    parser.add_argument(
-        "--time",
-        type=time_limit,
-        metavar="LIMIT",
-        help=f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
-    parser.add_argument("--wait", action="store_true", help="show how the job is doing until it has ended")
+    add = parser.add_argument
+    own_script = f"your own training, such as a copy of {stage.script.name} with another model"
+    add("--script", metavar="FILE.py", help=own_script)
+    here = "" if stage.name == "single" else "; without Slurm, all GPUs of this machine, if it has any"
+    gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
+    add("--gpus", type=at_least(0), metavar="N", help=f"{gpus}0: one process per node, on its CPU")
+    add("--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)")
+    cores = "CPU cores for each GPU's process and its loader (default: %(default)s)"
+    add("--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help=cores)
+    add("--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)")
+    limit = f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})"
+    add("--time", type=time_limit, metavar="LIMIT", help=limit)
+    add("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    add("--wait", action="store_true", help="show how the job is doing until it has ended")
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own, for_the_stage = parser.parse_known_args(arguments[:end])

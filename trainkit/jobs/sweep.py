@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -328,7 +327,7 @@ def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> li
     """
     queue = Queue(sweep, cells, 1 if sweep.here else max_jobs)
     try:
-        _watch(queue, Board(len(cells)))
+        _watch(queue)
     except KeyboardInterrupt:
         _leave(queue, command_to_go_on(go_on_in))
         raise
@@ -452,10 +451,6 @@ class Queue:
             else:
                 self.waiting.append(cell)
 
-    def finished(self) -> int:
-        """How many cells are."""
-        return len(self._cells) - len(self.waiting) - len(self.active) - len(self.failed)
-
     def undecided(self) -> bool:
         """Whether the precision is still to be chosen, by a run that goes alone."""
         return self._sweep.precision() == "auto"
@@ -508,55 +503,20 @@ class Queue:
         return csvs[0] if csvs else None
 
 
-class Board:
-    """What the sweep shows: on a terminal a few lines kept up to date, in a log only what changes."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._height = 0  # lines on the terminal that the next ones replace
-        self._shown: dict[Cell, State] = {}
-
-    def say(self, text: str) -> None:
-        """Print something that stays."""
-        self._erase()
-        print(text, flush=True)
-
-    def show(self, queue: Queue) -> None:
-        """Print how the runs are doing."""
-        news = {cell: state for cell, state in queue.states.items() if state != self._shown.get(cell)}
-        self._shown = queue.states
-        if not sys.stdout.isatty():
-            for cell, state in news.items():
-                print(f"{cell.name} {state.name}: {state.detail}", flush=True)
-            return
-        lines = [
-            f"{queue.finished()} of {self._total} finished, {len(queue.failed)} failed, "
-            f"{len(queue.waiting)} to submit"
-        ]
-        lines += [f"  {cell.name} {state.name}: {state.detail}" for cell, state in queue.states.items()]
-        size = shutil.get_terminal_size()
-        self._erase()
-        self._height = min(len(lines), size.lines - 1)
-        for line in lines[: self._height]:
-            print(line[: size.columns - 1], flush=True)
-
-    def _erase(self) -> None:
-        if self._height:
-            print(f"\x1b[{self._height}F\x1b[J", end="")
-        self._height = 0
-
-
-def _watch(queue: Queue, board: Board) -> None:
-    """Have every cell finished or failed, and show how they are doing."""
+def _watch(queue: Queue) -> None:
+    """Have every cell finished or failed, and print what changes."""
     if queue.waiting and queue.limit > 1 and queue.undecided():
-        board.say("the first run goes alone, and its precision holds for all (or give --precision)")
-    patience = Patience()
+        print("the first run goes alone, and its precision holds for all (or give --precision)", flush=True)
+    patience, shown = Patience(), {}
     while queue.waiting or queue.active:
         for news in (*queue.submit(), *queue.look()):
-            board.say(news)
-        board.show(queue)
+            print(news, flush=True)
+        for cell, state in queue.states.items():
+            if state != shown.get(cell):
+                print(f"{cell.name} {state.name}: {state.detail}", flush=True)
+        shown = queue.states
         later = "the jobs may well go on, so give the same command again later."
-        patience.look(queue.states.values(), later)
+        patience.look(shown.values(), later)
         if queue.active:
             time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
 

@@ -181,10 +181,6 @@ class Workbook:
             for number, exercise in enumerate(self.exercises, start=1)
         )
 
-    def overview(self) -> str:
-        """The list, a bar, and what comes next."""
-        return f"{self.listed()}\n\n{self.bar()}"
-
     def bar(self) -> str:
         """How much is done, and which exercise comes next."""
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
@@ -230,7 +226,7 @@ def main(folder: Path, description: str) -> int:
         raise UserError(
             f"{what} cannot be read or written ({error.strerror}): mend that, and try again."
         ) from None
-    tell(workbook.overview())
+    tell(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
 

@@ -69,8 +69,8 @@ OTHERS = {
     "tools/bench/until_known.py": "--out",
     "tools/pack_runs.py": "",
     "trainkit/data.py": "--data-dir",
-    "trainkit/jobs/checkup.py": "--data-dir --results-dir",
-    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --partition --time --wait",
+    "trainkit/jobs/checkup.py": "--data-dir --num-workers --results-dir",
+    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --time --wait",
 }
 EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
 WITHOUT = {

@@ -1,0 +1,63 @@
+"""The operations that a network needs for an image: counted right, and without a trace in the training."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit import operations
+from trainkit.data import Split
+from trainkit.model import Net
+
+IMAGES = Split("noise", torch.randn(8, 1, 28, 28), torch.zeros(8))
+
+
+class Attention(nn.Module):
+    """Of 28 rows of 28 pixels each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(28, 1, bias=False, batch_first=True)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.attention(images[:, 0], images[:, 0], images[:, 0], need_weights=False)[0]
+
+
+def two_outputs() -> nn.Module:
+    network = nn.Linear(28, 2)
+    network.register_forward_hook(lambda module, inputs, output: (output, output))
+    return network
+
+
+ROWS = 2 * 28 * 28 * 28  # a product of two matrices of 28 x 28
+
+
+@pytest.mark.parametrize(
+    ("network", "operations_"),
+    [
+        (Net, 71_565_312),
+        (lambda: Net(precision="bf16"), 71_565_312),
+        (lambda: nn.DataParallel(Net()), 71_565_312),
+        # Forward, and backward to the weights; there is no gradient of images.
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), 2 * 2 * 784 * 10),
+        # Four layers and two products between them forward; backward twice, but for the gradients of images.
+        (Attention, 3 * 6 * ROWS - 3 * ROWS),
+        (two_outputs, math.nan),
+        (lambda: nn.PReLU(), math.nan),  # nothing that has a formula
+    ],
+)
+def test_what_an_image_takes(network: Callable[[], nn.Module], operations_: float) -> None:
+    assert operations.per_image(network(), IMAGES) == pytest.approx(operations_, nan_ok=True)
+
+
+def test_nothing_of_it_is_left() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten()).eval()
+    before, random_numbers = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    assert operations.per_image(network, IMAGES) > 0
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    assert not network.training
+    assert all(weights.grad is None for weights in network.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

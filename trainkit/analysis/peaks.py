@@ -1,0 +1,32 @@
+"""What the datasheets promise: the most operations per second of a GPU, by what it computes in."""
+
+import math
+import re
+
+# TFLOP/s, dense: many datasheets print twice as much for tf32, fp16 and bf16, which holds for matrices of
+# which half is zero. Source: NVIDIA's datasheet of each; for the GeForce, its white paper on Ada.
+# The keys are what PyTorch calls the GPU, without "NVIDIA"; {} stands for the size of its memory.
+PEAKS = {
+    r"Tesla V100-(SXM2|SXM3)-{}": {"fp32": 15.7, "fp16": 125},
+    r"Tesla V100-PCIE-{}": {"fp32": 14, "fp16": 112},
+    r"Tesla T4": {"fp32": 8.1, "fp16": 65},
+    r"A100(-SXM4|-PCIE)-{}|A100 {} PCIe": {"fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312},
+    r"A30": {"fp32": 10.3, "tf32": 82, "fp16": 165, "bf16": 165},
+    r"A10": {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125},
+    r"A40": {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7},
+    r"L4": {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121},
+    r"L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362},
+    r"H100 {} HBM3|H200": {"fp32": 67, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5},
+    r"H100 PCIe": {"fp32": 51, "tf32": 378, "fp16": 756, "bf16": 756},
+    r"H100 NVL|H200 NVL": {"fp32": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5},
+    r"GeForce RTX 4090": {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2},
+}
+
+
+def peak(device_name: str, precision: str) -> float:
+    """TFLOP/s at most of one device; NaN where it is not in the table, such as a CPU or a slice (MIG)."""
+    name = device_name.removeprefix("NVIDIA ")
+    for kind, by_precision in PEAKS.items():
+        if re.fullmatch(kind.replace("{}", r"\d+GB"), name):
+            return by_precision.get(precision, math.nan)
+    return math.nan
