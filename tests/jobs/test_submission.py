@@ -572,12 +572,17 @@ def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> No
     assert "scancel 7" in told
 
 
-def test_patience_with_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_with_a_slurm_that_does_not_answer(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     silent = State("unknown", "connect failure")
     assert following.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
+    checkout.fake("scontrol", "echo connect failure >&2; exit 1")
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    assert job_seven(checkout).state() == silent
     monkeypatch.setattr(following, "PATIENCE_SECONDS", 0)
     with pytest.raises(UserError, match=r"Slurm does not answer \(connect failure\).*squeue --jobs=7"):
-        following.follow(Script(silent, silent))
+        following.follow(job_seven(checkout))
 
 
 # --- bad input --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Every test works on a copy of the checkout, so that it can have a site file of i
 planted in a stage script. There is a space in its path.
 """
 
-import json
 import os
 import random
 import re
@@ -47,10 +46,7 @@ class SweepCheckout(Checkout):
 
     def job(self, run: str) -> str | None:
         """The number of the latest job of a run."""
-        note = self.sweep / run / "job.json"
-        submitted = (
-            Path(json.loads(note.read_text())["folder"]).glob("*_submitted.pkl") if note.exists() else ()
-        )
+        submitted = (self.sweep / run).glob("job/*_submitted.pkl")
         return next((path.name.partition("_")[0] for path in submitted), None)
 
     def rows(self, run: str) -> list[dict]:
@@ -173,7 +169,8 @@ def test_a_killed_sweep_goes_on_and_a_failing_run_leaves_the_others(on_cluster: 
     assert "left out (1): stage single uses 1 GPU, not 2" in done.stdout
     assert on_cluster.compared() == [("ddp", 2), ("single", 1)]
     assert [row["job_id"] for row in on_cluster.rows(single)] == [before[single]] * 2
-    assert "epoch 2/2" in (on_cluster.sweep / single / "log").read_text()
+    (log,) = (on_cluster.sweep / single).glob("job/*_0_log.out")
+    assert "epoch 2/2" in log.read_text()
     assert most_at_a_time(on_cluster) == 2
 
 
@@ -258,7 +255,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
     assert done.returncode == 1
     assert done.stderr.startswith("error: Slurm did not take the job")
     assert done.stderr.count("nowhere") == 1
-    assert not list(on_cluster.sweep.rglob("job.json"))
+    assert not list(on_cluster.sweep.rglob("job"))
 
 
 # --- without Slurm ----------------------------------------------------------------------------------
@@ -343,35 +340,20 @@ def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(check
 
 
 def test_junk_in_the_folder_of_a_sweep(checkout: SweepCheckout) -> None:
-    """In job.json it is no job; options that are not these are of another sweep."""
+    """In place of the link to a job it is no job; options that are not these are of another sweep."""
     refused = "error: Slurm did not take the job (no more today)"
     checkout.fake("sbatch", "echo sbatch: error: no more today >&2; exit 1")
     checkout.fake("srun", "")
     checkout.fake("scontrol", "echo No jobs in the system")
-    folder = f"{checkout.folder}/submitit/x"
-    junk = (
-        "",
-        "{",
-        "[]",
-        "7",
-        "null",
-        "{}",
-        "[" * 90_000,
-        '{"folder": 7, "slurm": true}',
-        '{"folder": "/a/b"}',
-    )
-    junk += ('{"folder": "/", "slurm": false}', '{"folder": "/a/submitit/\\u0000", "slurm": 1}')
-    junk += (f'{{"folder": "{folder}", "slurm": "perhaps"}}', f'{{"folder": "{folder}", "slurm": false}}')
-    files = [text.encode() for text in junk] + [bytes(range(256)), None]
-    for number, content in enumerate(files, start=1):
-        note = checkout.sweep / f"mine-1gpu-batch100-r{number}" / "job.json"
-        note.parent.mkdir(parents=True)
-        if content is None:
-            os.mkfifo(note)
-        else:
-            note.write_bytes(content)
+    makes = [Path.touch, os.mkfifo]
+    for target in ("/", "/nowhere", "job", checkout.folder, f"{checkout.folder}/submitit/x"):
+        makes.append(lambda link, target=target: link.symlink_to(target))
+    for number, make in enumerate(makes, start=1):
+        cell = checkout.sweep / f"mine-1gpu-batch100-r{number}"
+        cell.mkdir(parents=True)
+        make(cell / "job")
     (checkout.sweep / "options.txt").write_text("")
-    arguments = own_sweep(checkout, runs=len(files))
+    arguments = own_sweep(checkout, runs=len(makes))
     assert "is of a sweep with the options ," in checkout.start_sweep(*arguments).stderr
     (checkout.sweep / "options.txt").unlink()
     cells = [path.rename(checkout.folder / path.name) for path in checkout.sweep.glob("mine-*")]
@@ -474,9 +456,8 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
     ],
 )
 def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:
-    before = sorted(checkout.folder.rglob("*.json"))
     done = checkout.python("slurm/sweep.py", *arguments.split())
     assert done.returncode == 1
     assert re.fullmatch(r"error: .*\n", done.stderr)
     assert sentence in done.stderr
-    assert sorted(checkout.folder.rglob("*.json")) == before
+    assert not (checkout.folder / "results" / "sweeps").exists()

@@ -1,6 +1,5 @@
 """The options that a growing batch asks for: how they train, what is recorded, and when a run ends early."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -127,8 +126,7 @@ def test_a_sweep_of_runs_that_end_early_is_finished(tmp_path: Path, cluster: Run
     (csv,) = (tmp_path / "sweep").glob("*/runs/*.csv")
     (row,) = rows_of(csv.parents[1])
     assert (row["launcher"], row["world_size"], row["ended"]) == ("submitit", 2, "accuracy 1.0 reached")
-    (note,) = (tmp_path / "sweep").glob("*/job.json")
-    (log,) = Path(json.loads(note.read_text())["folder"]).glob("*_0_log.out")
+    (log,) = (tmp_path / "sweep").glob("*/job/*_0_log.out")
     assert "nodes 1 · ranks 2 (submitit, gloo) · batch 40 per device · learning rate 1\n" in log.read_text()
     assert not list(checkout.folder.glob("results/jobs/*/checkpoints"))
     again = checkout.python("slurm/sweep.py", *lists, *training, "--dry-run")
