@@ -687,6 +687,15 @@ def test_gpus_that_nobody_has_given_are_those_with_a_rank(
     assert " ".join(found) == numbers
 
 
+def test_a_training_on_the_cpu_beside_gpus_is_told(
+    sample: Sample, start_rank: StartRank, tmp_path: Path
+) -> None:
+    start_rank()
+    env = {"SLURM_JOB_ID": None, "OF_THE_HOST": str(Path("/proc/self/ns/pid").readlink())}
+    assert sample(gpus=[{}, {"pids": os.getpid()}], env=env) == []
+    assert notes(tmp_path) == ["a rank on one of its 2 GPU(s): the training was on the CPU"]
+
+
 def test_slices_of_a_card(sample: Sample, start_rank: StartRank, tmp_path: Path) -> None:
     """NVML tells their memory and processes, and the rest of whole cards only."""
     slices = [

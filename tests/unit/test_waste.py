@@ -37,6 +37,21 @@ FIRST_LINES = {
     "gpu_network_bound": ("network_bound", "the exchange of gradients takes 62 %"),
     "gpu_slow_rank": ("stalled_rank", "rank 2 on n1 takes 2.8 times as long as the others"),
 }
+# On one H100: what the first line begins with, its kind and its grade.
+H100 = {
+    "batch_1024_bf16": (
+        "could be faster: for 32 % of the time no kernel runs on GPU 0 on vm, at 35 % of its power above "
+        "idle (297 of 700 W, utilisation 68 %, 2.99 ms a step): a larger batch per GPU",
+        ("launch_bound", "could be faster"),
+    ),
+    "launch_bound_64_tf32": (
+        "gaps between kernels leave GPU 0 on vm at 8 % of its power above idle (143 of 700 W, utilisation 24",
+        ("launch_bound", "waste"),
+    ),
+    "input_bound": ("waiting for batches takes 93 %", ("waiting_for_loader", "waste")),
+    "healthy_4096_bf16_short": ("no waste found", None),
+    "cpu_only": ("too short to tell: 2 samples", None),
+}
 Row = dict[str, str]
 
 
@@ -84,6 +99,15 @@ def test_each_trace_has_its_verdict(name: str) -> None:
         assert math.isnan(verdict.energy_kwh) and "kWh" not in lines[-1]
 
 
+@pytest.mark.parametrize("name", H100)
+def test_the_verdict_on_a_real_gpu(name: str) -> None:
+    words, kind_and_grade = H100[name]
+    verdict = waste.judge(REPOSITORY / "results/sample/h100/traces" / name)
+    assert verdict.lines("job 12")[0].startswith(words)
+    found = [(finding.kind, finding.grade) for finding in verdict.findings]
+    assert found == [kind_and_grade] * (kind_and_grade is not None)
+
+
 def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
     there = {folder.name: folder for folder in TRACES.iterdir() if folder.is_dir()}
     assert there.keys() == FIRST_LINES.keys() == traces.WRITTEN.keys() | traces.REAL.keys()
@@ -111,6 +135,33 @@ def test_utilisation_alone_decides_nothing(made: Callable[..., Path]) -> None:
     folder = made([Gpu(utilisation=3, power=60)])
     change(folder, lambda row: row | {"power_w": ""})
     assert kinds(folder) == []
+
+
+SOME = Gpu(power=175, utilisation=70)  # a third of its power, and of its time without a kernel
+
+
+def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]) -> None:
+    (finding,) = waste.judge(made([SOME] * 2)).findings
+    assert (finding.kind, finding.grade) == ("launch_bound", "could be faster")
+    assert finding.number == pytest.approx(30, abs=1) and finding.share == pytest.approx(0.3, abs=0.01)
+    waste_first = waste.judge(made([replace(SOME, utilisation=30), UNUSED, UNUSED], ranks=1)).findings
+    assert [finding.grade for finding in waste_first] == ["waste", "could be faster"]
+    assert "loader workers if there are none" in waste.judge(made([SOME], record=False)).lines("job 12")[0]
+    remedies = {
+        "ddp": "or a captured step (",
+        "ddp-captured": "(--batch-size).",
+        "dp": "or DDP (03_multigpu_ddp).",
+    }
+    for stage, remedy in remedies.items():  # DataParallel's step cannot be captured
+        assert remedy in waste.judge(made([SOME] * 2, facts={"stage": stage})).lines("job 12")[0]
+
+
+def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:
+    """Kernels all the time, or power; gaps that are for want of batches, or of an evaluation in between."""
+    assert kinds(made([replace(SOME, utilisation=97)] * 2)) == []
+    assert kinds(made([replace(SOME, power=290)] * 2)) == []
+    assert kinds(made([replace(SOME, data=0.15)] * 2, facts=FROM_LOADERS)) == []
+    assert kinds(made([SOME] * 2, epochs=8, train=2)) == []
 
 
 def test_the_worst_comes_first_and_what_is_urgent_is_told(made: Callable[..., Path]) -> None:
@@ -229,6 +280,14 @@ def test_a_short_job(made: Callable[..., Path]) -> None:
     assert waste.judge(folder).lines("job 12")[0].startswith("too short to tell: ")
     folder = made([Gpu(memory=0.99)], epochs=1, train=2)
     assert kinds(folder) == ["memory_full"]
+
+
+@pytest.mark.parametrize(("epochs", "train"), [(1, 15), (2, 7.5), (3, 5), (5, 3), (15, 1)])
+def test_a_training_of_fifteen_seconds_has_a_verdict(
+    made: Callable[..., Path], epochs: int, train: float
+) -> None:
+    assert waste.judge(made([FULL] * 2, epochs=epochs, train=train)).lines("job 12")[0] == "no waste found"
+    assert kinds(made([Gpu(power=100)] * 2, epochs=epochs, train=train)) == ["launch_bound"]
 
 
 def test_one_sample(made: Callable[..., Path]) -> None:
@@ -467,7 +526,7 @@ def test_what_is_kept(made: Callable[..., Path]) -> None:
     )
     assert kept["joules_per_1000_images"] == verdict.joules_per_1000_images
     assert [finding["kind"] for finding in kept["findings"]] == ["waiting_for_loader", "no_rank"]
-    fields = {"kind", "where", "number", "sentence", "share", "urgent"}
+    fields = {"kind", "where", "number", "sentence", "share", "grade", "urgent"}
     assert all(finding.keys() == fields for finding in kept["findings"])
     (run,) = samples.runs(folder)
     assert json.loads(waste.beside(run).read_text()) == kept

@@ -230,8 +230,7 @@ def _epochs(job: watched.Job) -> pd.DataFrame:
         of_ranks = pd.DataFrame(training.of_ranks, columns=["epoch", *OF_RANKS]).groupby("epoch").mean()
         found.append(pd.DataFrame(training.epochs)[EPOCH].join(of_ranks, on="epoch"))
     table = pd.concat(found[1:] or found, ignore_index=True)
-    recorded = pd.to_datetime(table.recorded_at, utc=True, errors="coerce")
-    table["tested"] = (recorded - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(seconds=1)
+    table["tested"] = table.recorded_at.map(watched.since_1970).astype(float)
     table["trained"] = table.tested - table.eval_seconds
     table["began"] = table.trained - table.train_seconds
     table["data"] = (table.data_seconds / table.train_seconds).clip(upper=1)

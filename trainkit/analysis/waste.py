@@ -1,5 +1,7 @@
 """What a job wastes of what it asked for: the verdict on its samples, the worst first, each with its remedy.
 
+What is no waste, but could be faster, comes after that.
+
 verdict = judge(folder)  # the folder `monitor` of a job
 print(*verdict.lines("job 12"), sep="\n")
 keep(folder, verdict)
@@ -34,9 +36,11 @@ CROWDED = 0.2  # of the time, in which a rank could run and waits for a core: al
 CORES_FULL = 0.85  # of the cores that may be used; below, it is not the job that fills them
 STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; of each loader worker then
 # A GPU's power, 0 when idle and 1 at its limit. Kernels that fill it take 0.4 to 1; short ones with gaps
-# between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation.
-IDLE, LOW = 0.05, 0.3
+# between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation. An H100 that our
+# network fills takes 0.6; at 0.35 it had no kernel for a third of the time, which a captured step saved.
+IDLE, LOW, HALF = 0.05, 0.3, 0.5
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
+GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 SPREAD = 0.7  # times the utilisation of the others: what their kernels wait for is this GPU
 NETWORK = 10.0  # MB/s, both ways: more than a training has to say beside its exchange
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
@@ -49,11 +53,13 @@ MOST_CORES = 4096  # of a node
 UNSEEN = 0.9  # of the time that no rank is on a GPU
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
+WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
+LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A waste, or a danger: of no loss yet.
+    """A waste, a danger, which is no loss yet, or what could be faster: its `grade`.
 
     `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
     to 1; of a danger 0. What is `urgent` is told, however many are worse.
@@ -64,12 +70,13 @@ class Finding:
     number: float
     sentence: str
     share: float
+    grade: str = WASTE
     urgent: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`findings`, the worst first; `unknown` tells why not all could be judged, or is "".
+    """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged, why.
 
     `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
     `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
@@ -140,7 +147,7 @@ def judge_job(job: Job) -> Verdict:
         one_each.setdefault(finding.kind, finding)  # of two rules the first tells more
     joules, source = job.joules()
     return Verdict(
-        findings=sorted(one_each.values(), key=lambda finding: finding.share, reverse=True),
+        findings=sorted(one_each.values(), key=lambda finding: (finding.grade == FASTER, -finding.share)),
         unknown=_unknown(job),
         seconds=job.seconds,
         devices=_devices(job),
@@ -213,29 +220,31 @@ def _by_record(job: Job) -> Iterator[Finding]:
     """What the ranks have timed themselves: waiting for batches, for a slow rank, and in the exchange."""
     if not job.shares:
         return
-    data = {rank: share.data for rank, share in job.shares.items()}
-    limit = DATA_WAIT if any(row["loader"] == "workers" for row in job.steady) else DATA_WORK
-    starved = [rank for rank in data if data[rank] >= limit]
-    if starved:
-        yield _loader(job, [job.place(rank) for rank in starved], max(data[rank] for rank in starved))
+    limit = DATA_WAIT if _has_loaders(job) else DATA_WORK
+    data = {rank: share.data for rank, share in job.shares.items() if share.data >= limit}
+    if data:
+        yield _loader(job, [job.place(rank) for rank in data], max(data.values()))
     own = {rank: share.own for rank, share in job.shares.items()}
-    slowest = max(own, key=own.get)
-    others = [value for rank, value in own.items() if rank != slowest]
-    if not others or not all(value > 0 for value in own.values()):
+    if len(own) == 1 or not all(value > 0 for value in own.values()):
         return
-    times = own[slowest] / statistics.median(others)
-    lost = statistics.fmean(own[slowest] - value for value in own.values())
-    explained = slowest in starved or _is_hindered(job, job.place(slowest))
-    if times >= records.SLOW and lost >= WORTH and not explained:
+    slowest = max(own, key=own.get)
+    if slowest not in data and not _is_hindered(job, job.place(slowest)):
+        yield from _slow_rank(job, slowest, own)
+    if 1 - own[slowest] >= EXCHANGE and mean(job.steady, "train_seconds") >= LONG_EPOCH:
+        yield _exchange(job, 1 - own[slowest])
+
+
+def _slow_rank(job: Job, slowest: int, own: dict[int, float]) -> Iterator[Finding]:
+    """`own` is the part of the time in which each rank works by itself."""
+    times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
+    lost = own[slowest] - statistics.fmean(own.values())
+    if times >= records.SLOW and lost >= WORTH:
         where = _where("rank", [job.place(slowest)])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
         )
         yield Finding("stalled_rank", where, times, sentence, lost)
-    seconds = statistics.fmean(row["train_seconds"] for row in job.steady)
-    if 1 - own[slowest] >= EXCHANGE and seconds >= LONG_EPOCH:
-        yield _exchange(job, 1 - own[slowest])
 
 
 def _by_samples(job: Job) -> Iterator[Finding]:
@@ -297,40 +306,38 @@ def _crowded(job: Job) -> Iterator[Finding]:
 
 def _throttled(job: Job) -> Iterator[Finding]:
     """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
-    series = job.judged[GPU].items()
-    hot = {gpu: [row for row in rows if "heat" in row["throttled"]] for gpu, rows in series}
-    low = {
-        gpu: [row for row in rows if row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]]
-        for gpu, rows in series
-    }
-    capped = {gpu: [row for row in rows if "power" in row["throttled"]] for gpu, rows in low.items()}
-    held = {gpu: [row for row in rows if row["throttled"] == "other"] for gpu, rows in low.items()}
-    for slowed, least in ((hot, HOT), (capped, CAPPED), (held, CAPPED)):
+    for why, least in (("heat", HOT), ("power", CAPPED), ("other", CAPPED)):
+        slowed = {
+            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
+            for gpu, rows in job.judged[GPU].items()
+        }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
-        gpus = [gpu for gpu, part in parts.items() if part >= least]
-        if not gpus:
-            continue
-        worst = max(gpus, key=parts.get)
-        clock, most, power, heat = (
-            mean(slowed[worst], name)
-            for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
-        )
-        where = _where("GPU", gpus)
-        how = f"{where} in {_percent(parts[worst])} of the time"
-        if clock <= most:
-            how += f", to {clock:,.0f} of {most:,.0f} MHz"
-        if slowed is hot:
-            sentence = f"heat ({heat:.0f} C) slows down {how}: tell your admin, and take another node."
-        elif slowed is held:
-            sentence = (
-                f"neither heat nor a power cap, but something like application clocks slows down {how}: ask "
-                "your admin (nvidia-smi -q -d CLOCK,PERFORMANCE)."
-            )
-        else:
-            sentence = f"a cap (power limit {power:.0f} W) slows down {how}: ask your admin why."
-        lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
-        yield Finding("throttled", where, 100 * parts[worst], sentence, lost, slowed is hot)
-        return
+        if gpus := [gpu for gpu, part in parts.items() if part >= least]:
+            worst = max(gpus, key=parts.get)
+            yield _slowed(why, _where("GPU", gpus), parts[worst], slowed[worst])
+            return
+
+
+def _slowed(why: str, where: str, part: float, rows: list[Row]) -> Finding:
+    """`rows` are the samples of the worst of these GPUs while it was slow, a `part` of all."""
+    clock, most, power, heat = (
+        mean(rows, name) for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
+    )
+    how = f"slows down {where} in {_percent(part)} of the time"
+    if clock <= most:
+        how += f", to {clock:,.0f} of {most:,.0f} MHz"
+    sentences = {
+        "heat": f"heat ({heat:.0f} C) {how}: tell your admin, and take another node.",
+        "power": f"a cap (power limit {power:.0f} W) {how}: ask your admin why.",
+        "other": f"neither heat nor a power cap, but something like application clocks {how}: ask your admin "
+        "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
+    }
+    lost = part * (1 - clock / most) if clock <= most else 0.0
+    return Finding("throttled", where, 100 * part, sentences[why], lost, urgent=why == "heat")
+
+
+def _is_slow(row: Row) -> bool:
+    return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
 
 
 def _full(job: Job, what: str) -> Iterator[Finding]:
@@ -352,14 +359,13 @@ def _full(job: Job, what: str) -> Iterator[Finding]:
         kind, of, where = "host_memory", "the job's memory", _where("node", full)
         remedy = "at 100 % it is killed: ask for more (--mem), or take fewer loader workers"
     sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
-    yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, parts[worst] >= BRIM)
+    yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
 
 
 def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
-    """GPUs without work, and those that short kernels leave at low power; `kinds` were found before."""
+    """GPUs without work, and those that wait for their next kernel; `kinds` were found before."""
     busy = _known({gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)})
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and _utilisation(job, [gpu]) < NO_KERNELS]
-    launching = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
     explained = bool(kinds & WAITING)
     if idle and (not explained or max(busy.values()) >= LOW):
         where = _where("GPU", idle)
@@ -369,18 +375,54 @@ def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
             "computes on."
         )
         yield Finding("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
-    if launching and not explained:
-        where, part = _where("GPU", launching), statistics.fmean(busy[gpu] for gpu in launching)
-        few = _utilisation(job, launching) < KERNELS
-        remedy = "a larger batch per GPU (--batch-size), CUDA graphs"
-        if few and not job.shares:
-            remedy += ", loader workers if there are none"
-        sentence = (
-            f"{'gaps between' if few else 'short'} kernels leave {where} at {_percent(part)} of its power "
-            f"above idle ({_power(job, launching)}{_step(job)}): {remedy}."
-        )
-        share = (1 - part) * len(launching) / len(job.judged[GPU])
-        yield Finding("launch_bound", where, 100 * part, sentence, share)
+    if explained:
+        return
+    low = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
+    some = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
+    if low or some:
+        yield _launch_bound(job, low or some, WASTE if low else FASTER)
+
+
+def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
+    where, few = _where("GPU", gpus), _utilisation(job, gpus) < KERNELS
+    busy = statistics.fmean(map(job.busy, gpus))
+    if grade == WASTE:
+        number, lost = busy, 1 - busy
+        told = f"{'gaps between' if few else 'short'} kernels leave {where}"
+    else:
+        number = lost = statistics.fmean(_gaps(job, gpu) for gpu in gpus)
+        told = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
+    sentence = (
+        f"{told} at {_percent(busy)} of its power above idle ({_power(job, gpus)}{_step(job)}): "
+        f"{_launch_less(job, few)}."
+    )
+    share = lost * len(gpus) / len(job.judged[GPU])
+    return Finding("launch_bound", where, 100 * number, sentence, share, grade)
+
+
+def _launch_less(job: Job, few: bool) -> str:
+    """The remedy of GPUs that wait for Python; `few` kernels may also be for want of batches."""
+    remedy = "a larger batch per GPU (--batch-size)"
+    if few and not job.shares:
+        remedy += ", loader workers if there are none"
+    stages = " ".join(row["stage"] for row in job.steady)
+    if "captured" in stages:
+        return remedy
+    if stages.startswith("dp"):  # whose step cannot be captured
+        return f"{remedy}, or DDP (03_multigpu_ddp)"
+    return f"{remedy}, or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
+
+
+def _gaps(job: Job, gpu: Place) -> float:
+    """In what part of the time no kernel runs, though there is a batch to train on, or NaN.
+
+    So without the waiting for loader workers, and what is between epochs too short to be judged alone.
+    """
+    trained = sum(row["train_seconds"] for row in job.steady)
+    judged = sum(ended - began for began, ended in job.windows)
+    between = max(0.0, 1 - trained / judged) if trained else 0.0
+    waits = max((share.data for share in job.shares.values()), default=0.0) if _has_loaders(job) else 0.0
+    return 1 - _utilisation(job, [gpu]) / 100 - between - waits
 
 
 def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
@@ -401,7 +443,7 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
         remedy = "these wait, too: for files (stage them on the node) or for cores"
     else:
         remedy = "take more (--num-workers)"
-    resident = {row["loader"] for row in job.steady} == {"resident"}  # what prepares them is one's own
+    resident = {row["loader"] for row in job.steady} == {"resident"}
     remedy += (
         ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"
     )
@@ -429,6 +471,11 @@ def _unknown(job: Job) -> str:
         told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         return f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
     return ""
+
+
+def _has_loaders(job: Job) -> bool:
+    """Whether batches come from loader workers; what a resident loader takes is a rank's own work."""
+    return any(row["loader"] == "workers" for row in job.steady)
 
 
 def _never_used(job: Job, gpu: Place) -> bool:

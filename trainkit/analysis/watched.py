@@ -23,7 +23,10 @@ from trainkit.samples import GPU, NODE, RANK
 
 # A day of 8 GPUs has 1.5 million rows: of these every 74th moment is looked at, in seconds and in 40 MB.
 MOST_ROWS, BYTES_OF_A_ROW = 20_000, 80
-LEAST_MOMENTS, LEAST_SECONDS = 10, 5.0  # below these nothing is judged: of samples, of a record
+# Below these nothing is judged, of samples and of a record. Two epochs of 15 s together have as many past the
+# warm-up. More samples in a second would tell no more: each is the mean of one, so a few will do.
+LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
+ENERGY_MOMENTS = 10  # below, the seconds at both ends, of which only a part is the training, count for much
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: hardly a sample lies in a shorter one, so they are judged with what is between them
 LONGEST_NUMBER = 9  # digits of that of a GPU or a rank
@@ -164,7 +167,7 @@ class Job:
         return sum(joules for joules, _ in every), source
 
     def joules_per_1000_images(self, trainings: list["Training"]) -> float:
-        """From the beginning of the first epoch to the end of the last; NaN of less than `LEAST_MOMENTS`.
+        """From the beginning of the first epoch to the end of the last; NaN of less than `ENERGY_MOMENTS`.
 
         And NaN if another training ran at the same time, as nobody knows whose the energy was.
         """
@@ -174,7 +177,7 @@ class Job:
             return math.nan
         moments = [row["time"] for rows in list(self.rows[NODE].values())[:1] for row in rows]
         if not spans or any(
-            sum(began <= time <= ended for time in moments) < LEAST_MOMENTS for began, ended in spans
+            sum(began <= time <= ended for time in moments) < ENERGY_MOMENTS for began, ended in spans
         ):
             return math.nan
         images = sum(row["images"] for training in trainings for row in training.epochs)
@@ -211,7 +214,7 @@ class Training:
     @property
     def span(self) -> Window:
         """From the first epoch's beginning to the last one's end; NaN in files that do not tell it."""
-        return _trained(self.epochs[0])[0], _moment(self.epochs[-1]["recorded_at"])
+        return _trained(self.epochs[0])[0], since_1970(self.epochs[-1]["recorded_at"])
 
     @property
     def windows(self) -> list[Window]:
@@ -284,6 +287,7 @@ def _thin(lines: Iterable[bytes], chosen: IO[bytes], every: int) -> list[float]:
         if not left_out:
             chosen.writelines(moment)
         last, step = now, now - last
+    chosen.writelines(left_out)  # the newest
     return ends
 
 
@@ -324,11 +328,12 @@ def _shares(trainings: list[Training]) -> dict[int, Shares]:
 
 
 def _trained(epoch: Row) -> Window:
-    ended = _moment(epoch["recorded_at"]) - epoch["eval_seconds"]
+    ended = since_1970(epoch["recorded_at"]) - epoch["eval_seconds"]
     return ended - epoch["train_seconds"], ended
 
 
-def _moment(text: str) -> float:
+def since_1970(text: str) -> float:
+    """Seconds, of a time in a record; NaN if it cannot be read."""
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):

@@ -37,6 +37,7 @@ class Gpus:
         self._places: dict[int, int | str] = {}  # number in the rows -> that of NVML, or a slice's uuid
         self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
         self._used: set[int] = set()
+        self._only_cpu = False
         why = "it shows none"
         try:
             import pynvml
@@ -57,7 +58,14 @@ class Gpus:
     def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
         """A row for each GPU. `ranks`: process -> its rank."""
         rows = [self._row(number, place, ranks) for number, place in self._places.items()]
-        return [row for row in rows if self._given or self._is_used(row)]
+        rows = [row for row in rows if self._given or self._is_used(row)]
+        self._only_cpu = not rows and (bool(ranks) or self._only_cpu)
+        return rows
+
+    def end(self) -> None:
+        """Tell of a job that trained beside GPUs, when it has ended: before it trains, it uses none."""
+        if self._places and self._only_cpu:
+            self._tell(f"a rank on one of its {len(self._places)} GPU(s): the training was on the CPU")
 
     def _is_used(self, row: dict[str, object]) -> bool:
         """Whether a rank has been seen on it, or nobody can tell."""

@@ -1,7 +1,7 @@
 """Watch what a job does with its GPUs, cores and memory, while it runs and afterwards.
 
-    python slurm/monitor.py --watch JOB        live, in the terminal: a line for each GPU and rank
-    python slurm/monitor.py --verdict JOB      what it wasted, the worst first
+    python slurm/monitor.py --watch JOB        live: the newest samples, and the verdict so far
+    python slurm/monitor.py --verdict JOB      what it wasted, the worst first, and what could be faster
     python slurm/monitor.py --plot JOB         the same as a picture, along its time
     python slurm/monitor.py --attach JOB       sample a running job of Slurm that does not sample itself
     python slurm/monitor.py -- COMMAND ...     run a command, on this machine, and sample it
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 VERDICT_SECONDS = 8  # that it may take at the end of a job, which waits for 10 (job_env.sh)
 OVER = ("COMPLETING", *housekeeping.ENDED)
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
-OLD_SECONDS = 60  # that the newest sample of a job is, of which nobody knows whether it runs
+# That the newest sample is old: before Slurm is asked whether the job runs, and where nobody knows.
+LATE_SECONDS, OLD_SECONDS = 5, 60
 # The end of the command that it runs, and what somebody may send to this program, and means for that.
 WAITED_FOR = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 WAITED_FOR |= {signal.SIGUSR1, signal.SIGUSR2}
@@ -67,7 +68,7 @@ def main(own_job: str | None) -> int:
         from trainkit.jobs import watching
 
         folder = _find(own.watch)
-        watching.watch(folder, partial(_has_ended, folder))
+        watching.watch(folder, _name(own.watch), partial(_has_ended, folder))
     elif own.plot:
         from trainkit.analysis import timeline
 
@@ -76,9 +77,9 @@ def main(own_job: str | None) -> int:
     else:
         from trainkit.analysis import waste
 
-        judged, name = waste.judge(_find(own.verdict)), own.verdict
-        name = f"job {name}" if name.isdigit() else name
-        print(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(judged.lines(name)))
+        judged = waste.judge(_find(own.verdict))
+        lines = judged.lines(_name(own.verdict))
+        tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
     return 0
 
 
@@ -130,6 +131,10 @@ def _find(job: str) -> Path:
     return folder
 
 
+def _name(job: str) -> str:
+    return f"job {job}" if job.isdigit() else job
+
+
 def _with_number(job: str) -> Path:
     jobs_dir = read_site().jobs_dir
     if (jobs_dir / job).is_dir():
@@ -146,9 +151,11 @@ def _with_number(job: str) -> Path:
 
 def _has_ended(folder: Path) -> bool:
     """Whether the job has whose samples are in `folder`; where nobody knows, it has if they are old."""
+    age = time.time() - max((path.stat().st_mtime for path in folder.glob("*.csv")), default=0)
+    if age < LATE_SECONDS:
+        return False
     state = housekeeping.state_of(folder.absolute().parent)
-    newest = max((path.stat().st_mtime for path in folder.glob("*.csv")), default=0)
-    return state in OVER or state == housekeeping.UNKNOWN and time.time() - newest > OLD_SECONDS
+    return state in OVER or state == housekeeping.UNKNOWN and age > OLD_SECONDS
 
 
 def _run(command: list[str]) -> int:

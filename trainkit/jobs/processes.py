@@ -297,8 +297,7 @@ class _Node:
         cgroups = memory_cgroups()
         jobs = [place for place, cgroup in enumerate(cgroups) if cgroup.name.startswith("job_")]
         self._cgroup = cgroups[jobs[0]] if jobs else None
-        around = cgroups[jobs[0] :] if jobs else cgroups  # within it are those of its steps
-        self.memory_limit = memory_limit(around)
+        self.memory_limit = memory_limit(cgroups[jobs[0] :] if jobs else cgroups)  # not those of its steps
         self.counts_disks = (PROC / "self/io").exists()  # the kernel may be built without
         self._rdma = list(SYS.glob(INFINIBAND))
         self._interfaces = {path.parent.name for path in SYS.glob(ETHERNET)}

@@ -53,6 +53,8 @@ def sample(
             notes.tell(f"samples are missing: {file.path} could not be written ({reason(error)})")
         notes.write()
         if stop(period - (time.monotonic() - began) % period):
+            if gpus:
+                gpus.end()
             return
 
 
