@@ -48,7 +48,8 @@ FACTS |= {
     "lr_warmup_images": 0,
     "width": 32,
 }
-FACTS |= {"parameters": 1_199_882, "workers_per_loader": 0, "threads_per_worker": 4, "global_batch": 2_000}
+FACTS |= {"parameters": 1_199_882, "flops_per_image": "nan", "workers_per_loader": 0, "threads_per_worker": 4}
+FACTS |= {"global_batch": 2_000}
 FACTS |= {"accumulate": 1, "precision": "bf16", "debug": False, "images": 60_000}
 FACTS |= {"test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1, "test_accuracy": 97.0, "ended": ""}
 FACTS |= {"learning_rate": 1.0, "job_id": "", "torch_version": "none", "cuda_version": "", "git_commit": ""}
