@@ -48,6 +48,7 @@ class Run:
         accumulate: the number of micro-batches that each batch is cut into.
         also: more of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
         sharded: of a network that is split over the ranks; each then writes its own part of a checkpoint.
+        flops: operations of a forward and a backward pass for one sample, where you know better than a count.
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
@@ -66,11 +67,13 @@ class Run:
         accumulate: int = 1,
         also: dict[str, object] | None = None,
         sharded: "Sharded | None" = None,
+        flops: float | None = None,
     ) -> None:
         startup.mark("optimizer")
         self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
         parameters = sharded.parameters() if sharded else None
-        flops = math.nan if sharded else operations.per_image(model, train_set)
+        if flops is None:
+            flops = math.nan if sharded else operations.per_image(model, train_set)
         machine.try_algorithms(flops * options.epochs * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(

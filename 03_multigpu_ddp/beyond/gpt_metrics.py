@@ -25,12 +25,12 @@ def flops_per_token(model: nn.Module) -> int:
 
 
 def of_epoch(trained: Trained, opts: Options, here: World, flops: int) -> list[Metric]:
-    """Of the epoch that was trained; `flops` are those of a token. MFU is NaN where no peak is known."""
-    tokens = trained.steps * opts.batch_size * opts.context / trained.seconds
-    most = 1e12 * peak(device_name(here.device), opts.precision)
+    """Of the epoch that was trained; `flops` are those of a window. MFU is NaN where no peak is known."""
+    windows_per_s = trained.steps * opts.batch_size / trained.seconds
+    most = 1e12 * here.size * peak(device_name(here.device), opts.precision)
     return [
-        Metric("tokens_per_s", "training", tokens),
-        Metric("mfu_percent", "training", 100 * tokens * flops / here.size / most),
+        Metric("tokens_per_s", "training", opts.context * windows_per_s),
+        Metric("mfu_percent", "training", 100 * windows_per_s * flops / most),
         Metric("lowest_possible_loss", "validation", gpt_data.entropy_rate()),
     ]
 
