@@ -208,17 +208,19 @@ def test_the_log_tells_what_the_start_went_into(
     assert float(all_of_it) < rows_of(tmp_path)[0]["elapsed_s"] + 0.1
 
 
-@pytest.mark.parametrize(("epochs", "tries"), [(14, False), (1000, True)])
-def test_cudnn_tries_its_algorithms_where_a_run_is_long_enough(
-    epochs: int, tries: bool, script: Script, tmp_path: Path
+@pytest.mark.parametrize(
+    ("length", "tries"),
+    [(("--epochs", 1), False), (("--epochs", 2), True), (("--epochs", 1, "--train-size", 10_000_000), True)],
+)
+def test_only_a_single_short_epoch_goes_without_the_trials_of_cudnn(
+    length: tuple, tries: bool, script: Script, tmp_path: Path
 ) -> None:
+    """As if on a GPU, where they are on."""
     checkout = Checkout(tmp_path / "a checkout")
-    checkout.insert(
-        "single", 'print("tries:", torch.backends.cudnn.benchmark); return', before="for epoch in run.epochs"
-    )
-    done = script(
-        checkout.script("single"), "--epochs", epochs, "--precision", "fp32", "--results-dir", tmp_path
-    )
+    checkout.insert("single", "torch.backends.cudnn.benchmark = True", before="optimizer, schedule")
+    tell = 'print("tries:", torch.backends.cudnn.benchmark); return'
+    checkout.insert("single", tell, before="for epoch in run.epochs")
+    done = script(checkout.script("single"), *length, "--precision", "fp32", "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"tries: {tries}" in done.stdout
 
