@@ -74,7 +74,8 @@ class Run:
         parameters = sharded.parameters() if sharded else None
         if flops is None:
             flops = math.nan if sharded else operations.per_image(model, train_set)
-        machine.try_algorithms(flops * options.epochs * (options.train_size or len(train_set)))
+        if options.epochs == 1:  # with more, its speed is compared with that of long runs
+            machine.skip_trials(flops * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(
             lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters, flops)
@@ -131,12 +132,12 @@ class Run:
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
             self._own_time.end_of_step()
-            if not self._started:
-                self._tell_of_start(bar)
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
             stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
+            if not self._started:  # the first meeting is after the first step, and waits for its end
+                self._tell_of_start(bar)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
@@ -196,10 +197,9 @@ class Run:
             yield batch
 
     def _tell_of_start(self, bar: tqdm) -> None:
-        """Have rank 0 wait for the run's first step, and for no other, and say how long the start took."""
+        """Have rank 0 say how long the start took."""
         self._started = True
         if self._log:
-            clock.wait_for(self._device)
             startup.mark("first step")
             bar.clear()
             tell(startup.told())
