@@ -139,12 +139,12 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
 ) -> None:
     train(
         tmp_path, "--width", 32, "--context", 32, "--train-size", 8000, "--test-size", 1000,
-        "--batch-size", 32, "--lr", 0.01, "--epochs", 1, ranks=2,
+        "--batch-size", 16, "--lr", 0.01, "--lr-warmup-images", 320, "--epochs", 1, ranks=2,
     )  # fmt: skip
     (row,) = rows_of(tmp_path)
     assert row["flops_per_image"] > 6 * 32 * 0.9 * row["parameters"]
     floor = gpt_data.entropy_rate()
-    assert floor < row["test_loss"] < floor + 0.25
+    assert floor < row["test_loss"] < floor + 0.2
     (path,) = (tmp_path / "runs").glob("*.csv")
     told = {one["metric"]: one["value"] for one in records.read_metrics(path)}
     assert told["lowest_possible_loss"] == pytest.approx(floor)
