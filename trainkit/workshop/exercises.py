@@ -8,11 +8,11 @@ Every exercise is a folder beside its stage's check.py, such as `01_clock`, and 
     solution/   the files of starter/ that change, done
     check.py    `check(mine)` returns what there was to see, or raises `Wrong`
 
-check.py may also have `RECORDED`, files of the repository for whoever cannot run the exercise: logs, and CSVs
-of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
-`STARTS_WITH`, a part of what the untouched starter is told, and `WRONG`, typical wrong answers: (file in
-mine/, text of the solution, what stands there instead, part of the hint that this gets); of runs, the file
-may be `runs/*.csv`.
+check.py may also have `GIVEN`, folders of the repository by where they go in mine/, beside starter/, and
+`RECORDED`, files of it for whoever cannot run the exercise: logs, and CSVs of many runs, each with the names
+of those to take, or none for all. For test_exercises.py it has `STARTS_WITH`, a part of what the untouched
+starter is told, and `WRONG`, typical wrong answers: (file in mine/, text of the solution, what stands there
+instead, part of the hint that this gets); of runs, the file may be `runs/*.csv`.
 """
 
 import difflib
@@ -88,6 +88,8 @@ class Exercise:
         starter = self.folder / "starter"
         if not any((self.mine.folder / path.name).exists() for path in starter.iterdir()):
             shutil.copytree(starter, self.mine.folder, dirs_exist_ok=True)
+            for name, given in self.program.get("GIVEN", {}).items():
+                shutil.copytree(self.folder.parents[2] / given, self.mine.folder / name)
 
     def reset(self) -> Path | None:
         """Lay out the starter again; returns where the work until now is kept."""
