@@ -1,6 +1,6 @@
 # make learn      first steps: what this machine has, the exercises, and which comes next
 # make compare    run single GPU, DataParallel and DDP here, and compare them
-# make test       check everything
+# make test       check a change; make test-all: everything
 # Options go through ARGS: make compare ARGS="--epochs 10"
 
 PYTHON ?= python3
@@ -11,13 +11,13 @@ NODES ?= 2
 GPUS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help learn compare sweep test test-lowest test-middle data bench lessons cluster-up cluster-down clean
+.PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons cluster-up cluster-down clean
 
 help:
 	@echo "make learn     first steps: checks this machine, lists the exercises, names the next one"
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
 	@echo "make sweep     many runs as jobs on a cluster: stages x GPUs x batch sizes, and their comparison"
-	@echo "make test      run all tests; test-lowest, test-middle: with older packages"
+	@echo "make test      what a change has to pass; test-all: all tests; test-lowest, test-middle: with older packages"
 	@echo "make data      put MNIST into data/ (make compare does it too)"
 	@echo "make bench     time our stages against the classic script; takes long"
 	@echo "make cluster-up    start a Slurm cluster on this machine to practise on: slurm/practice_cluster"
@@ -36,7 +36,10 @@ sweep: $(VENV)/ready
 	@$(RUN) slurm/sweep.py $(ARGS)
 
 test: $(VENV)/ready
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -m "not full" $(ARGS)
+
+test-all: $(VENV)/ready
+	@$(RUN) -m pytest --durations=25 $(ARGS)
 
 # The lowest versions that pyproject.toml allows, and those of a day in between; each in an environment of its own.
 test-lowest: VERSIONS := --resolution lowest-direct

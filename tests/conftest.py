@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from trainkit import records, staging
 from trainkit.jobs import local, stages
@@ -58,27 +57,27 @@ for name in list(ENVIRONMENT):
         del ENVIRONMENT[name]
 
 
+LONG = {"cluster", "browser"}  # what uses these is not for every change
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that mostly wait come first, for Slurm or for one fixture, so that the others fill the time."""
-    items.sort(key=lambda item: not item.path.stem.endswith(("signals", "beyond")))
+    """Sort each test into a tier by what it uses, and those into a group that share what takes long to make.
 
-
-class SharedFixtures(LoadScopeScheduling):
-    """pytest-xdist hands out test by test, but whole the files whose tests share what takes long to make."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if _shares_fixtures(self.config.rootpath / file) else nodeid
+    A group goes to one worker of pytest-xdist as a whole. So there is one practice cluster, which belongs to
+    one test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
+    """
+    for item in items:
+        if LONG & {*item.fixturenames} and not item.get_closest_marker("quick"):
+            item.add_marker("full")
+        if "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+        elif _shares_fixtures(item.path):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @cache
 def _shares_fixtures(path: Path) -> bool:
     return 'scope="module"' in path.read_text()
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:
-    config.option.loadscopereorder = False  # those that wait stay first
-    return SharedFixtures(config, log)
 
 
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
@@ -135,11 +134,13 @@ def mnist_dir() -> Path:
 
 @pytest.fixture
 def trained(tmp_path: Path, script: Script) -> Callable[..., list[dict[str, object]]]:
-    """Runs a stage that has to go well, and returns the rows of its CSV."""
+    """Runs a stage that has to go well, by torchrun if `processes` are given; returns the rows of its CSV."""
 
-    def run(stage: str, *arguments: object, **how: object) -> list[dict[str, object]]:
-        how = {name: value for name, value in how.items() if value is not None}
-        done = (run_stage if how else script)(stage, *arguments, "--results-dir", tmp_path, **how)
+    def run(
+        stage: str, *arguments: object, processes: int | None = None, ranks: int | None = None
+    ) -> list[dict[str, object]]:
+        given = (stage, *arguments, "--results-dir", tmp_path)
+        done = run_stage(*given, processes=processes) if processes else script(*given, ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         return rows_of(tmp_path)
 
@@ -164,7 +165,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
         yield started
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def script(forking: "Forking") -> Script:
     """Runs a stage's script, or a changed copy of it, on the CPU; much sooner than `run_stage`."""
 

@@ -12,7 +12,7 @@ from trainkit import network
 PROGRAM = """
 import atexit, json, os, runpy, signal, sys, threading
 import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
-import pandas  # and an exercise
+import filelock, pandas, tqdm  # and an exercise
 
 def run(arguments):
     sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
@@ -32,13 +32,14 @@ def run(arguments):
         return 1
     return 0
 
-def fork(arguments, environment, outputs):
+def fork(arguments, environment, outputs, folder):
     process = os.fork()
     if process:
         return process
     signal.alarm(300)  # what hangs ends
     for stream, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     code = run(arguments)
@@ -63,7 +64,7 @@ class Forking:
         self._parent, self._folder = parent, folder
 
     def run(
-        self, *arguments: object, env: dict[str, str], ranks: int | None = None
+        self, *arguments: object, env: dict[str, str], ranks: int | None = None, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """With `ranks`, in so many processes that find each other by `env://`.
 
@@ -78,10 +79,12 @@ class Forking:
             outputs = [self._folder / f"{name}-{i}" for name in ("stdout", "stderr")]
             for path in outputs:
                 path.write_text("")
-            requests.append([list(map(str, arguments)), environment, list(map(str, outputs))])
+            folder = str(cwd or Path.cwd())
+            requests.append([list(map(str, arguments)), environment, list(map(str, outputs)), folder])
         print(json.dumps(requests), file=self._parent.stdin, flush=True)
         codes = json.loads(self._parent.stdout.readline())
-        texts = zip(*[[Path(path).read_text() for path in outputs] for *_, outputs in requests], strict=True)
+        written = [outputs for *_, outputs, _ in requests]
+        texts = zip(*[[Path(path).read_text() for path in outputs] for outputs in written], strict=True)
         return subprocess.CompletedProcess(
             arguments, next(filter(None, codes), 0), *("".join(text) for text in texts)
         )

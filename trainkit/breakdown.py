@@ -15,6 +15,7 @@ from trainkit.errors import UserError, tell
 from trainkit.files import replacing
 from trainkit.model import name_of
 from trainkit.options import Options
+from trainkit.own_time import between, moment
 from trainkit.precision import precision_of
 from trainkit.world import World
 
@@ -30,12 +31,12 @@ def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1
         every: phases from one look to the next.
     """
     clock.start(device)  # all ranks begin together
-    moments = [clock.moment(device)]
+    moments = [moment(device)]
     for number, _ in enumerate(islice(phases, steps * len(TIMED)), start=1):
         if number % every == 0:
-            moments.append(clock.moment(device))
+            moments.append(moment(device))
     clock.wait_for(device)
-    return torch.tensor([clock.between(*pair) for pair in pairwise(moments)], dtype=torch.float64)
+    return torch.tensor([between(*pair) for pair in pairwise(moments)], dtype=torch.float64)
 
 
 def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,20 +10,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.errors import UserError, first_line
-from trainkit.model import bare
 
 
 def side_stream(model: nn.Module) -> torch.cuda.Stream:
     """A stream to capture on, as the default one cannot be. DDP has to be wrapped on it, too."""
-    _eager_steps(model)  # or why there is nothing to capture
+    _check(model)
     return torch.cuda.Stream()
 
 
 def graphed(model: nn.Module, inputs: torch.Tensor) -> None:
-    """Make the forward and the backward pass of the network a CUDA graph each, for `inputs` of this size."""
-    warm_up = _eager_steps(model)
+    """Make the forward and the backward pass of `model` a CUDA graph each, for `inputs` of this size.
+
+    Before DDP wraps it, and in the precision that it has now.
+    """
+    _check(model)
     with torch.random.fork_rng([inputs.device]):  # its trials are not to change the training's dropout
-        torch.cuda.make_graphed_callables(bare(model).train(), (inputs,), num_warmup_iters=warm_up)
+        torch.cuda.make_graphed_callables(model.train(), (inputs,))
 
 
 class CapturedStep:
@@ -34,7 +36,8 @@ class CapturedStep:
 
     def __init__(self, step: Callable, model: nn.Module, stream: torch.cuda.Stream) -> None:
         self._step, self._stream, self._graph = step, stream, None
-        self._eager_steps = _eager_steps(model)
+        # Real steps before the capture: DDP looks at the clock in its first ten.
+        self._eager_steps = 11 if isinstance(model, DistributedDataParallel) else 3
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """Raises a UserError if the step cannot be captured, or the batch has another size."""
@@ -70,10 +73,8 @@ class CapturedStep:
         self._graph = graph
 
 
-def _eager_steps(model: nn.Module) -> int:
-    """Real steps before the capture: DDP looks at the clock in its first ten."""
+def _check(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel):
         raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
     if next(model.parameters()).device.type != "cuda":
         raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
-    return 11 if isinstance(model, DistributedDataParallel) else 3

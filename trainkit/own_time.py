@@ -1,11 +1,10 @@
 """How long a rank works by itself in a step, without its waiting for the gradients of the others."""
 
 import math
+import time
 
 import torch
 from torch import nn
-
-from trainkit import clock
 
 
 class OwnTime:
@@ -31,7 +30,7 @@ class OwnTime:
 
     def begin(self) -> None:
         """From now on this rank works by itself. The GPU has to be idle."""
-        self._seconds += sum(clock.between(*moments) for moments in self._measured)
+        self._seconds += sum(between(*moments) for moments in self._measured)
         self._steps += len(self._measured)
         self._measured = []
         self._start()
@@ -52,13 +51,13 @@ class OwnTime:
         return mean
 
     def _start(self) -> None:
-        self._last, self._began = None, clock.moment(self._device)
+        self._last, self._began = None, moment(self._device)
 
     def _gradient(self, weights: torch.Tensor) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured = True
             return
-        self._last, self._ended = weights, clock.moment(self._device)
+        self._last, self._ended = weights, moment(self._device)
 
     def _exchanged(self, *_: object) -> None:
         """Before the optimizer's step, when all ranks have all gradients."""
@@ -71,3 +70,17 @@ class OwnTime:
                 hook.remove()
         self._hooks = []
         self._start()
+
+
+def moment(device: torch.device) -> float | torch.cuda.Event:
+    """A moment of the GPU's own time, where there is one, as the CPU is ahead of it; for `between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    """Seconds from one moment to the other; a GPU has to be at the later one."""
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

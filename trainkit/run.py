@@ -48,6 +48,7 @@ class Run:
         accumulate: the number of micro-batches that each batch is cut into.
         also: more of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
         sharded: of a network that is split over the ranks; each then writes its own part of a checkpoint.
+        flops: operations of a forward and a backward pass for one sample, where you know better than a count.
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
@@ -66,11 +67,13 @@ class Run:
         accumulate: int = 1,
         also: dict[str, object] | None = None,
         sharded: "Sharded | None" = None,
+        flops: float | None = None,
     ) -> None:
         startup.mark("optimizer")
         self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
         parameters = sharded.parameters() if sharded else None
-        flops = math.nan if sharded else operations.per_image(model, train_set)
+        if flops is None:
+            flops = math.nan if sharded else operations.per_image(model, train_set)
         machine.try_algorithms(flops * options.epochs * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(
@@ -128,12 +131,12 @@ class Run:
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
             self._own_time.end_of_step()
-            if not self._started:
-                self._tell_of_start(bar)
             if not self._meeting.due():
                 continue
             losses = self._losses[:step]
             stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
+            if not self._started:  # the first meeting is after the first step, and waits for its end
+                self._tell_of_start(bar)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
@@ -193,10 +196,9 @@ class Run:
             yield batch
 
     def _tell_of_start(self, bar: tqdm) -> None:
-        """Have rank 0 wait for the run's first step, and for no other, and say how long the start took."""
+        """Have rank 0 say how long the start took."""
         self._started = True
         if self._log:
-            clock.wait_for(self._device)
             startup.mark("first step")
             bar.clear()
             tell(startup.told())

@@ -20,6 +20,8 @@ def main() -> None:
     how = options.own("captured", ways, None, "graphed: by make_graphed_callables; eager: as in mnist_ddp.py")
     compiled = options.own(False, None, None, "compile the network before that")
     opts = options.parse(__doc__, how=how, compile=compiled)
+    if opts.how == "graphed" and opts.precision == "auto" and opts.resume == "auto":
+        raise errors.UserError("--how graphed keeps the precision of its graphs: with --resume, say which.")
     here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
@@ -34,6 +36,8 @@ def main() -> None:
     choose_precision(model, opts, train_set)
     if opts.compile:
         model = torch.compile(model)
+    if opts.how == "graphed":
+        capture.graphed(model, next(iter(train_batches))[0])
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     stream = capture.side_stream(model) if opts.how == "captured" else None
@@ -52,8 +56,6 @@ def main() -> None:
     step = forward_backward
     if opts.how == "captured":
         step = capture.CapturedStep(forward_backward, model, stream)
-    elif opts.how == "graphed":
-        capture.graphed(model, next(iter(train_batches))[0])
     for epoch in run.epochs():  # goes on where an earlier run stopped
         model.train()
         for images, labels in run.steps(epoch, train_batches):

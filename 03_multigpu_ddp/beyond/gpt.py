@@ -10,7 +10,7 @@ from trainkit import errors, files, options, world
 from trainkit.evaluation import evaluate
 from trainkit.model import bare
 from trainkit.options import Options
-from trainkit.precision import set_precision
+from trainkit.precision import choose_precision
 from trainkit.run import Run
 from trainkit.sharded import Sharded, check_pytorch
 
@@ -155,8 +155,8 @@ def main() -> None:
 
     shape = opts.vocabulary, opts.context, opts.width, opts.layers, opts.heads
     model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(here.device)
-    set_precision(network, opts.precision)
-    flops = gpt_metrics.flops_per_token(network)
+    choose_precision(network, opts, train_text)
+    flops = opts.context * gpt_metrics.flops_per_token(network)
     if opts.compile:  # one block for all: they are alike
         for block in network.blocks:
             block.compile()
@@ -168,8 +168,8 @@ def main() -> None:
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
-    state = {"also": {"best": best}, "sharded": sharded}
-    run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **state)
+    more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
+    run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
     train_loss = torch.compile(loss_of) if opts.compile else loss_of
     for epoch in run.epochs():  # goes on where an earlier run stopped
         model.train()

@@ -2,6 +2,7 @@
 
 import math
 
+from trainkit.analysis.peaks import peak
 from trainkit.epoch import Metric, Trained
 from trainkit.machine import device_name
 from trainkit.options import Options
@@ -10,12 +11,6 @@ from trainkit.world import World
 from torch import nn
 
 import gpt_data
-
-# Dense TFLOP/s by the datasheets of NVIDIA, by a part of the device's name.
-PEAKS = {
-    "H100 80GB HBM3": {"fp32": 67, "tf32": 495, "bf16": 989},
-    "A100-SXM": {"fp32": 19.5, "tf32": 156, "bf16": 312},
-}
 
 
 def flops_per_token(model: nn.Module) -> int:
@@ -30,13 +25,12 @@ def flops_per_token(model: nn.Module) -> int:
 
 
 def of_epoch(trained: Trained, opts: Options, here: World, flops: int) -> list[Metric]:
-    """Of the epoch that was trained; `flops` are those of a token. MFU is NaN where no peak is known."""
-    tokens = trained.steps * opts.batch_size * opts.context / trained.seconds
-    peaks = [peak for part, peak in PEAKS.items() if part in device_name(here.device)]
-    peak = 1e12 * peaks[0][opts.precision] if peaks else math.nan
+    """Of the epoch that was trained; `flops` are those of a window. MFU is NaN where no peak is known."""
+    windows_per_s = trained.steps * opts.batch_size / trained.seconds
+    most = 1e12 * here.size * peak(device_name(here.device), opts.precision)
     return [
-        Metric("tokens_per_s", "training", tokens),
-        Metric("mfu_percent", "training", 100 * tokens * flops / here.size / peak),
+        Metric("tokens_per_s", "training", opts.context * windows_per_s),
+        Metric("mfu_percent", "training", 100 * windows_per_s * flops / most),
         Metric("lowest_possible_loss", "validation", gpt_data.entropy_rate()),
     ]
 

@@ -25,7 +25,10 @@ TRAININGS = {
     f"{BEYOND}/accumulate.py": "--accumulate",
     f"{BEYOND}/batchnorm.py": "--norm",
     f"{BEYOND}/by_hand.py": "--flat --forget",
+    f"{BEYOND}/captured.py": "--compile --how",
     f"{BEYOND}/fsdp.py": "--how",
+    f"{BEYOND}/gpt.py": """
+        --checkpoint-activations --compile --context --heads --how --layers --shards --vocabulary""",
     f"{BEYOND}/lightning/mnist_lightning.py": "",
     f"{BEYOND}/mixed_precision.py": "",
     f"{BEYOND}/pipeline.py": "--micro-batches",
@@ -57,14 +60,17 @@ OTHERS = {
         --stages --target --time --train-size --until-known""",
     "tools/bench/bench.py": "--data-dir --out --repeats --tables-only",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
+    "tools/bench/gpt_ladder.py": "--out --smoke",
     "tools/bench/ladder.py": "--data-dir --steps",
     "tools/bench/model_memory.py": "--precision",
+    "tools/bench/on_a_gpu.py": "--out",
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/sampler.py": "--data-dir --out",
     "tools/bench/until_known.py": "--out",
+    "tools/pack_runs.py": "",
     "trainkit/data.py": "--data-dir",
-    "trainkit/jobs/checkup.py": "--data-dir --results-dir",
-    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --partition --time --wait",
+    "trainkit/jobs/checkup.py": "--data-dir --num-workers --results-dir",
+    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --time --wait",
 }
 EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
 WITHOUT = {

@@ -23,6 +23,7 @@ def shown(cell: NotebookNode) -> list[str]:
     return texts
 
 
+@pytest.mark.full
 def test_every_cell_runs_and_shows_what_is_committed(committed: NotebookNode) -> None:
     """Also for a reader who goes through them a second time, in the same kernel; what measures runs once."""
     again = [cell for cell in committed.cells if not notebook.is_fresh(cell)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import lessons
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
+from forking import Forking
 
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
@@ -18,6 +19,7 @@ RUN_ELSEWHERE = {
     "make compare",  # test_compare.py
     'make compare ARGS="--epochs 10 --batch-size 512"',
     "make test",
+    "make test-all",
     "make bench",  # test_bench_measures_the_ladder, on one rung
     "make lessons",  # test_quotes_are_up_to_date
     "conda env create -f environment.yml",
@@ -117,6 +119,12 @@ def test_the_training_step_stands_in_the_stage(stage: str) -> None:
     ]
 
 
+PROGRAM = re.compile(
+    r"(OMP_NUM_THREADS=1 )?(python|torchrun --standalone --nproc-per-node=(?P<ranks>\d)) "
+    r"(?P<words>\S+\.py( (?!-- )[^ *]+)*)"
+)
+
+
 def _commands() -> list[tuple[Path, str]]:
     """One by one; those that need a Slurm are test_slurm_documents.py's, pictures test_monitoring.py's."""
     blocks = lessons.commands(on_a_cluster=False)
@@ -124,13 +132,20 @@ def _commands() -> list[tuple[Path, str]]:
     return [(readme, line) for readme, line in lines if line and line[0] != "#" and "/pictures/" not in line]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("readme", "command"),
     [(readme, command) for readme, command in _commands() if command not in RUN_ELSEWHERE],
     ids=lambda value: value if isinstance(value, str) else value.parent.name,
 )
-def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: Path) -> None:
-    """As it is written, from the folder of its reader, only on less data and into another folder."""
+def test_a_command_of_the_documents_runs(
+    readme: Path, command: str, forking: Forking, tmp_path: Path
+) -> None:
+    """As it is written, from the folder of its reader, only on less data and into another folder.
+
+    Where it is a program and its options, a process that has PyTorch loaded stands in for the shell, and for
+    torchrun.
+    """
     shorter = command
     if "--epochs" in command and "mixed_precision" not in command:
         shorter += " --precision fp32"
@@ -148,13 +163,14 @@ def test_a_command_of_the_documents_runs(readme: Path, command: str, tmp_path: P
         shutil.copytree(readme.parent / "cpu-2-cores" / "bench", tmp_path / "bench")
         shorter += f" --out {shlex.quote(str(tmp_path / 'bench'))}"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euc", shorter],
-        cwd=REPOSITORY / lessons.starts_in(readme),
-        env=ENVIRONMENT | {"PATH": path, "SITE_SCRATCH_DIR": str(tmp_path / "jobs")},
-        capture_output=True,
-        text=True,
-    )
+    folder = REPOSITORY / lessons.starts_in(readme)
+    environment = ENVIRONMENT | {"PATH": path, "SITE_SCRATCH_DIR": str(tmp_path / "jobs")}
+    if program := PROGRAM.fullmatch(shorter):
+        ranks = program["ranks"] and int(program["ranks"])
+        done = forking.run(*shlex.split(program["words"]), env=environment, ranks=ranks, cwd=folder)
+    else:
+        command = ["bash", "-euc", shorter]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -163,6 +179,7 @@ def test_every_document_command_list_is_used() -> None:
     assert set(RUN_ELSEWHERE) <= {command for _, command in _commands()}
 
 
+@pytest.mark.full
 def test_bench_measures_the_ladder() -> None:
     done = subprocess.run(
         [sys.executable, "tools/bench/ladder.py", "7", "--steps", "2"],

@@ -44,14 +44,14 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
     if "monitor.py" in block:
         checkout.site("SITE_MONITOR=on\n")
     if "<job>" in block:
-        job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600, "--test-size", 200)
+        job = checkout.submit("srun", "--epochs", 1000, "--train-size", 600, "--test-size", 200, "--width", 4)
         checkout.wait_for("epoch 1/", job)
         block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
     block = block.replace("<number>", "1")  # any number: what has no checkpoint yet begins
     block = block.replace("NodeCnt=6", "NodeCnt=1").replace("{1..14}", "{1..3}")  # a smaller room
     block = re.sub(
         r"^(.*submit.*)$",
-        r"\1 --epochs 1 --train-size 600 --test-size 200 --precision fp32",
+        r"\1 --epochs 1 --train-size 600 --test-size 200 --width 4 --precision fp32",
         block,
         flags=re.MULTILINE,
     )

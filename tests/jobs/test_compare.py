@@ -17,7 +17,7 @@ from trainkit import options
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
 
-QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --precision fp32 --no-cuda"
+QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
 def make_project(folder: Path) -> Path:
@@ -45,6 +45,7 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     done = compare(project, f"{QUICK} --workers 2")
@@ -95,6 +96,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     return folder, done
 
 
+@pytest.mark.full
 def test_a_failing_stage_leaves_the_others(faulty: tuple[Path, subprocess.CompletedProcess]) -> None:
     folder, done = faulty
     assert done.returncode != 0
@@ -103,6 +105,7 @@ def test_a_failing_stage_leaves_the_others(faulty: tuple[Path, subprocess.Comple
     assert "planted" in (folder / "dp-1gpu-batch64-train512-r1" / "log").read_text()
 
 
+@pytest.mark.full
 def test_without_mnist_it_says_loudly_what_it_uses_instead(
     faulty: tuple[Path, subprocess.CompletedProcess],
 ) -> None:

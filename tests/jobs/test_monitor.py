@@ -21,7 +21,7 @@ from trainkit import samples
 
 MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
 TRAINING = ("--epochs", 1, "--train-size", 600, "--test-size", 200, "--batch-size", 100)
-TRAINING += ("--precision", "fp32", "--no-cuda")
+TRAINING += ("--width", 4, "--precision", "fp32", "--no-cuda")
 # A rank that trains nothing: it says that it has started, and ends as is planted.
 RANK = """
 import os, signal, subprocess, sys, time
@@ -190,6 +190,7 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
 # --- local processes --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_job_without_slurm(checkout: Checkout) -> None:
     """Its log ends with the verdict, which submit.py --wait shows before its own last line."""
     plant(checkout, "pass")

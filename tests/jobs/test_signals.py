@@ -6,13 +6,14 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import rows_of, run_stage, weights_of
+from conftest import Script, rows_of, weights_of
 
-SMALL = ("--test-size", 100, "--precision", "fp32")
+SMALL = ("--test-size", 100, "--width", 4, "--precision", "fp32")
 TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--save-model", "--lr", 0.1)
 # Each rank sends the signals to itself, so that they come at that very moment.
 HERE = "os.kill(os.getpid(), signal.{})"
-START, ONE = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'", "os.environ['{}'] == '1'"
+START = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'"
+ONE = "os.environ.get('LOCAL_RANK', os.environ['SLURM_LOCALID']) == '1'"
 
 
 @pytest.fixture
@@ -25,27 +26,41 @@ def when(start: int, line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def never_stopped(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the same training in one go."""
     folder = tmp_path_factory.mktemp("never-stopped")
-    done = run_stage("ddp", *TRAINING, "--results-dir", folder, processes=2)
+    done = script("ddp", *TRAINING, "--results-dir", folder, ranks=2)
     assert done.returncode == 0, done.stderr
     return folder
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])
+USR2, TERM = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
+# Where a rank is, what comes there, and how the log tells of it.
+MOMENTS = {
+    "importing": ("ddp", "from trainkit import batches", USR2, "stopped after step 1 of epoch 1"),
+    # While the group forms: rank 0 comes later.
+    "meeting": (
+        "ddp",
+        "here = world.join",
+        f"threading.Timer(0.3, lambda: {TERM}).start() if {ONE} else time.sleep(1)",
+        "stopped after ",
+    ),
+    # At the first step, and at every step after it.
+    "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
+    "evaluating": ("trainkit/evaluation.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
+    "saving": ("trainkit/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
+}
+JOBS = {"srun": list(MOMENTS), "torchrun": ["meeting", "training"], "submitit": ["training"]}
+
+
+@pytest.mark.parametrize("launcher", JOBS)
 def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped: Path) -> None:
     """One job, which is stopped at another moment after every start, and ends where the others end."""
-    rank = "SLURM_PROCID" if launcher != "torchrun" else "LOCAL_RANK"
-    usr2, term = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
-    checkout.insert("ddp", when(0, usr2), before="from trainkit import batches")
-    # While the group forms: rank 0 comes later.
-    late = f"threading.Timer(0.3, lambda: {term}).start() if {ONE.format(rank)} else time.sleep(1)"
-    checkout.insert("ddp", when(1, late), before="here = world.join")
-    # At the first step, and at every step after it.
-    checkout.insert("ddp", when(2, f"{usr2}; {term}"), before="optimizer.zero_grad()")
-    checkout.insert("trainkit/evaluation.py", when(3, term), before="output = network(inputs)")
-    checkout.insert("trainkit/checkpoint.py", when(4, usr2), before="torch.save(state, file)")
+    told = []
+    for start, moment in enumerate(JOBS[launcher]):
+        where, before, comes, tells = MOMENTS[moment]
+        checkout.insert(where, when(start, comes), before=before)
+        told.append(tells)
     # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
     # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
     checkout.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
@@ -61,13 +76,9 @@ def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped
     state = checkout.cluster.wait(job, timeout=300)
     (path,) = (*checkout.folder.rglob(f"*-{job}.log"), *checkout.folder.rglob(f"{job}_0_log.out"))
     log = path.read_text()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "5"), log
-    stops = [
-        line.partition(" by a signal")[0] for line in log.splitlines() if line.startswith("stopped after")
-    ]
-    assert len(stops) == 5, log
-    assert stops[0] == "stopped after step 1 of epoch 1"
-    assert stops[3] == "stopped after epoch 1"
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(told))), log
+    stops = [line for line in log.splitlines() if line.startswith("stopped after")]
+    assert len(stops) == len(told) and all(map(str.startswith, stops, told)), log
     assert "Traceback" not in log
 
     rows = rows_of(checkout.folder / "results")

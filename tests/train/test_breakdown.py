@@ -7,20 +7,22 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import REPOSITORY, Script, run_stage
+from conftest import REPOSITORY, Script
 
 from trainkit import breakdown
 from trainkit.analysis import breakdown_figure, comparison
 from trainkit.errors import UserError
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
-SMALL = ("--train-size", 48, "--batch-size", 16, "--precision", "fp32", "--repeats", 1)
+SMALL = ("--train-size", 48, "--batch-size", 16, "--width", 4, "--precision", "fp32", "--repeats", 1)
 PHASES = ["data", "forward", "backward", "exchange", "waiting", "optimizer"]
 OWN_WORK = "optimizer.zero_grad()"
 
 
 @pytest.fixture(scope="module")
-def slow_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
+def slow_rank(
+    script: Script, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess, Path]:
     """Two ranks, of which the second takes longer in every forward pass; what was said, and the results."""
     folder = tmp_path_factory.mktemp("slow rank")
     text = SCRIPT.read_text()
@@ -30,9 +32,7 @@ def slow_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
     slow = text.replace(OWN_WORK, f"here.rank and __import__('time').sleep(0.1); {OWN_WORK}")
     (folder / "slow.py").write_text(slow)
     results = folder / "results"
-    done = run_stage(
-        folder / "slow.py", *SMALL, "--repeats", 2, "--trace", "--results-dir", results, processes=2
-    )
+    done = script(folder / "slow.py", *SMALL, "--repeats", 2, "--trace", "--results-dir", results, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, results
 

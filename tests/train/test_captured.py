@@ -71,7 +71,6 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     def nothing(stream: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(capture, "_eager_steps", lambda model: 3)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: graph.recording(**how))
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)

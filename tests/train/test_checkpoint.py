@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, stage_command, weights_of
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, stage_command, weights_of
 from forking import Forking, free_port
 
 from trainkit import records
@@ -17,7 +17,7 @@ from trainkit import records
 WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
 EPOCHS = 2
 SIZES = ("--train-size", 1920, "--test-size", 200)
-TRAINING = ("--epochs", EPOCHS, *SIZES, "--precision", "fp32", "--save-model")
+TRAINING = ("--epochs", EPOCHS, *SIZES, "--width", 4, "--precision", "fp32", "--save-model")
 Finish = Callable[..., str]
 
 
@@ -54,6 +54,21 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
     while not what():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
+
+
+# Saving takes a moment, so that a signal comes within an epoch, and a kill within the saving.
+SLOW = """
+save = torch.save
+torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
+"""
+
+
+@pytest.fixture
+def slowly(tmp_path: Path) -> Path:
+    """Stage 01, with slow checkpoints."""
+    path = tmp_path / "slowly.py"
+    path.write_text(STAGES["single"].read_text().replace("\n\ndef main(", f"{SLOW}\n\ndef main("))
+    return path
 
 
 def epochs_recorded(folder: Path) -> int:
@@ -104,13 +119,15 @@ def assert_same_end(folder: Path, reference: Path) -> None:
         torch.testing.assert_close(weights, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_signal_stops_the_run_and_resuming_ends_the_same(tmp_path: Path, finish, never_stopped) -> None:
+def test_a_signal_stops_the_run_and_resuming_ends_the_same(
+    slowly: Path, tmp_path: Path, finish, never_stopped
+) -> None:
     """With all that can be in the middle of an epoch; several ranks are stopped in test_signals.py."""
     job = tmp_path / "job"
     job.mkdir()
     arguments = ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")
     env = {"TRAINKIT_JOB_DIR": str(job)}
-    (process,) = start("single", *options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments, env=env)
+    (process,) = start(slowly, *options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments, env=env)
     wait_for(lambda: list((tmp_path / "checkpoints").glob("epoch-1-step-*.pt")), process)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=120)
@@ -124,9 +141,9 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(tmp_path: Path, finis
     assert_same_end(tmp_path, never_stopped(*arguments))
 
 
-def test_a_kill_without_warning_costs_no_epoch(tmp_path: Path, finish, never_stopped) -> None:
+def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, finish, never_stopped) -> None:
     """Checkpoints within the epoch, as often as possible; the process is killed while it writes one."""
-    (process,) = start("single", "--checkpoint-minutes", 1e-6, *options(tmp_path))
+    (process,) = start(slowly, "--checkpoint-minutes", 1e-6, *options(tmp_path))
     within = tmp_path / "checkpoints"
     wait_for(lambda: list(within.glob("epoch-2-step-[1-9]*.pt")), process)
     wait_for(lambda: list(within.glob("*.pt.tmp")), process)
@@ -167,15 +184,13 @@ def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-def test_resuming_at_another_world_size(tmp_path: Path) -> None:
+def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     """With dropout off, two ranks that become one end where one process ends."""
-    stage, script = WITHOUT_DROPOUT
     exact = ("--lr", 0.1, "--train-size", 1000)
     for folder, ranks, epochs in (("moved", 2, 1), ("moved", 1, EPOCHS), ("stayed", 1, EPOCHS)):
         given = (*options(tmp_path / folder), *exact, "--epochs", epochs)
-        for process in start(stage, script, *given, ranks=ranks):
-            output = process.communicate(timeout=300)[0]
-            assert process.returncode == 0, output
+        done = script(*WITHOUT_DROPOUT, *given, ranks=ranks)
+        assert done.returncode == 0, done.stderr
     moved = rows_of(tmp_path / "moved")
     check_one_run(tmp_path / "moved")
     assert [row["world_size"] for row in moved] == [2, 1]
@@ -199,7 +214,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_s
     (tmp_path / "checkpoints").mkdir()
     shutil.copy(never_stopped() / "checkpoints" / before, tmp_path / "checkpoints")
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 2000; trap "" XFSZ; exec "$@"', "-"]
+        ["bash", "-c", 'ulimit -f 200; trap "" XFSZ; exec "$@"', "-"]
         + stage_command("single", *options(tmp_path), "--no-cuda", "--save-model"),
         env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -59,8 +59,9 @@ def test_evaluation_batches_fit_the_device(
 
 def test_the_progress_bar_is_drawn_ten_times_a_second_at_most(tmp_path: Path) -> None:
     """However fast the steps are: on a terminal, a thousand a second would be slowed down."""
-    sizes = ("--train-size", 400, "--batch-size", 1, "--test-size", 10, "--epochs", 1)
-    command = stage_command("single", *sizes, "--no-cuda", "--precision", "fp32", "--results-dir", tmp_path)
+    sizes = ("--train-size", 400, "--batch-size", 1, "--test-size", 10, "--width", 4, "--precision", "fp32")
+    sizes += ("--epochs", 1, "--results-dir", tmp_path)
+    command = stage_command("single", *sizes, "--no-cuda")
     terminal, other_end = os.openpty()
     fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a size, or no bar fits
     started = time.monotonic()

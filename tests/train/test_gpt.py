@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +34,12 @@ TRAININGS = {
     for ranks in (1, 2)
     for recompute in ((), ("--checkpoint-activations",))
 }
+# What a copy of the script has more: where to find what is beside it, and a signal in its first step.
+BESIDE_IT = f"import sys; sys.path.append({str(SCRIPT.parent)!r})\n"
+STOP = """\
+            if here.rank == 1 and schedule.last_epoch == 0:
+                __import__("os").kill(__import__("os").getpid(), 12)
+"""
 Train = Callable[..., str]
 
 
@@ -59,9 +64,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(forking: Forking, texts: Path) -> Train:
     """Trains, which has to go well; returns what all ranks have told."""
 
-    def run(folder: Path, *arguments: object, ranks: int) -> str:
+    def run(folder: Path, *arguments: object, ranks: int, script: Path = SCRIPT) -> str:
         places = ("--data-dir", texts, "--results-dir", folder)
-        done = forking.run(SCRIPT, *SMALL, *places, *arguments, "--no-cuda", env=ENVIRONMENT, ranks=ranks)
+        done = forking.run(script, *SMALL, *places, *arguments, "--no-cuda", env=ENVIRONMENT, ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -101,31 +106,32 @@ def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
 def test_a_run_that_was_stopped_ends_as_one_in_one_go(
     how: str, whole: Path, train: Train, tmp_path: Path
 ) -> None:
-    """From a checkpoint within the second epoch; the best weights are kept over the stop, too."""
+    """After its first step; the weights that were best are those of the end here."""
+    stopping, step = tmp_path / "stopping.py", "            loss.backward()\n"
+    text = SCRIPT.read_text().replace("import gpt_data\n", f"{BESIDE_IT}import gpt_data\n")
+    stopping.write_text(text.replace(step, f"{STOP}{step}"))
     checkpoints = tmp_path / "checkpoints"
     goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
-    train(tmp_path, *goes_on, "--checkpoint-minutes", 1e-6, ranks=2)
-    best = torch.load(checkpoints / "best.pt", weights_only=True)
-    torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)  # the last were the best
-    within, last = sorted(checkpoints.glob("epoch-*.pt"))
-    assert re.fullmatch(r"epoch-2-step-[1-9]\.pt", within.name) and last.name == "epoch-3-step-0.pt"
-    last.unlink()
-    for folder in ("runs", "models"):
-        shutil.rmtree(tmp_path / folder)
-    assert f"resumed from {within}" in train(tmp_path, *goes_on, ranks=2)
+    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, script=stopping)
+    assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
     assert_same_end(tmp_path, whole)
+    best = torch.load(checkpoints / "best.pt", weights_only=True)
+    torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)
 
 
 def test_the_best_weights_stay_when_the_loss_rises_again(train: Train, tmp_path: Path) -> None:
-    """With a learning rate that wrecks what the first epoch has learned."""
-    folder = ("--checkpoint-dir", tmp_path / "checkpoints")
-    train(tmp_path, *folder, "--epochs", 4, "--lr", 0.5, "--lr-warmup-images", 360, ranks=1)
+    """With a learning rate that wrecks what was learned; a run that goes on knows how good the best were."""
+    checkpoints = tmp_path / "checkpoints"
+    wrecking = ("--checkpoint-dir", checkpoints, "--epochs", 4, "--lr", 0.5, "--lr-warmup-images", 360)
+    train(tmp_path, *wrecking, ranks=1)
     losses = [row["test_loss"] for row in rows_of(tmp_path)]
     assert min(losses) < losses[-1]
-    state = torch.load(tmp_path / "checkpoints" / "epoch-5-step-0.pt", weights_only=True)
-    assert state["best"] == {"loss": min(losses)}
-    best = torch.load(tmp_path / "checkpoints" / "best.pt", weights_only=True)
+    best = torch.load(checkpoints / "best.pt", weights_only=True)
     assert any(not best[name].equal(last) for name, last in weights_of(tmp_path).items())
+    for gone in ("best.pt", "epoch-5-step-0.pt"):
+        (checkpoints / gone).unlink()
+    assert "resumed from" in train(tmp_path, *wrecking, "--resume", "auto", ranks=1)
+    assert (checkpoints / "epoch-5-step-0.pt").exists() and not (checkpoints / "best.pt").exists()
 
 
 def test_the_loss_comes_down_to_its_floor_and_not_below(
@@ -136,6 +142,7 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
         "--batch-size", 32, "--lr", 0.01, "--epochs", 1, ranks=2,
     )  # fmt: skip
     (row,) = rows_of(tmp_path)
+    assert row["flops_per_image"] > 6 * 32 * 0.9 * row["parameters"]
     floor = gpt_data.entropy_rate()
     assert floor < row["test_loss"] < floor + 0.25
     (path,) = (tmp_path / "runs").glob("*.csv")

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
-CAPTURED = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
+CAPTURED, GPT = (REPOSITORY / "03_multigpu_ddp" / "beyond" / f"{name}.py" for name in ("captured", "gpt"))
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 
@@ -220,6 +220,16 @@ def test_a_compiled_network_is_captured(tmp_path: Path) -> None:
 def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: str, tmp_path: Path) -> None:
     script = planted(tmp_path / "a checkout", CAPTURED, (line, before))
     assert why in refused(run(script, "--results-dir", tmp_path))
+
+
+@pytest.mark.parametrize("how", ["ddp", "shard"])
+def test_a_gpt_in_bf16_and_compiled_trains_as_in_fp32(how: str, tmp_path: Path) -> None:
+    small = ("--how", how, "--width", 128, "--context", 128, "--shards", 1, "--data-dir", tmp_path)
+    small += ("--train-size", 640, "--test-size", 64, "--epochs", 2, "--lr-warmup-images", 64)
+    plain = train(GPT, tmp_path / "plain", *small)[-1]
+    fast = train(GPT, tmp_path / "fast", *small, "--precision", "bf16", "--compile")[-1]
+    assert (fast["precision"], fast["compiled"], plain["compiled"]) == ("bf16", True, False)
+    assert fast["test_loss"] == pytest.approx(plain["test_loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

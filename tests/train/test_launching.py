@@ -10,6 +10,7 @@ import pytest
 from conftest import ENVIRONMENT, STAGES, rows_of
 from forking import free_port
 
+pytestmark = pytest.mark.full
 README = STAGES["ddp"].with_name("README.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
 

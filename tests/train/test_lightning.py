@@ -90,9 +90,9 @@ def test_without_lightning_it_says_how_to_get_it(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
 
 
-def test_the_page_tells_what_lightning_does_by_itself(runs: Runs, tmp_path: Path) -> None:
+def test_the_page_tells_what_lightning_does_by_itself(runs: Runs) -> None:
     """Its numbers are those of `lightning_defaults.py`, in this order."""
-    *_, line = runs(REPOSITORY / "tests" / "lightning_defaults.py", tmp_path, ranks=2).splitlines()
+    *_, line = runs(REPOSITORY / "tests" / "lightning_defaults.py", ranks=2).splitlines()
     told = re.findall(r"\*\*([\d.]+)(?: of \d+)?(?: and ([\d.]+))?\*\*", (FOLDER / "README.md").read_text())
     numbers = [float(number) for pair in told for number in filter(None, pair)]
     found = json.loads(line).values()

@@ -1,18 +1,17 @@
 """The options that a growing batch asks for: how they train, what is recorded, and when a run ends early."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import STAGES, Script, rows_of, run_stage, weights_of
+from conftest import STAGES, Script, rows_of, weights_of
 
 from trainkit.options import parse
 from trainkit.recipes import optimizer_and_schedule
 
-SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
+SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first
 
 
@@ -89,13 +88,13 @@ def test_sgd_learns(trained) -> None:
 # --- when a run ends --------------------------------------------------------------------------------
 
 
-def test_all_ranks_end_together_and_patience_counts_over_a_resume(tmp_path: Path) -> None:
+def test_all_ranks_end_together_and_patience_counts_over_a_resume(script: Script, tmp_path: Path) -> None:
     checkpoints = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     training = (*SMALL, *STILL, "--batch-size-per-gpu", 40, "--patience", 2, "--timeout", 60, *checkpoints)
     for epochs in (2, 9):
-        done = run_stage("ddp", *training, "--epochs", epochs, "--results-dir", tmp_path, processes=2)
+        done = script("ddp", *training, "--epochs", epochs, "--results-dir", tmp_path, ranks=2)
         assert done.returncode == 0, done.stderr
-    assert "nodes 1 · ranks 2 (torchrun, gloo) · batch 40 per device · learning rate 1e-30\n" in done.stdout
+    assert "nodes 1 · ranks 2 (env, gloo) · batch 40 per device · learning rate 1e-30\n" in done.stdout
     assert "ended before its last epoch: no better for 2 epochs\n" in done.stdout
     rows = rows_of(tmp_path)
     assert [(row["epoch"], row["ended"]) for row in rows] == [(1, ""), (2, ""), (3, "no better for 2 epochs")]
@@ -127,8 +126,7 @@ def test_a_sweep_of_runs_that_end_early_is_finished(tmp_path: Path, cluster: Run
     (csv,) = (tmp_path / "sweep").glob("*/runs/*.csv")
     (row,) = rows_of(csv.parents[1])
     assert (row["launcher"], row["world_size"], row["ended"]) == ("submitit", 2, "accuracy 1.0 reached")
-    (note,) = (tmp_path / "sweep").glob("*/job.json")
-    (log,) = Path(json.loads(note.read_text())["folder"]).glob("*_0_log.out")
+    (log,) = (tmp_path / "sweep").glob("*/job/*_0_log.out")
     assert "nodes 1 · ranks 2 (submitit, gloo) · batch 40 per device · learning rate 1\n" in log.read_text()
     assert not list(checkout.folder.glob("results/jobs/*/checkpoints"))
     again = checkout.python("slurm/sweep.py", *lists, *training, "--dry-run")
@@ -147,7 +145,7 @@ def test_a_wider_network_and_its_checkpoint(script: Script, tmp_path: Path) -> N
     weights = weights_of(tmp_path)
     shapes = [tuple(weights[f"{layer}.weight"].shape) for layer in ("conv1", "conv2", "fc1")]
     assert shapes == [(8, 1, 3, 3), (16, 8, 3, 3), (128, 16 * 12 * 12)]
-    refused = script("single", *SMALL, *place, "--epochs", 2)
+    refused = script("single", *SMALL, *place, "--epochs", 2, "--width", 32)
     assert refused.returncode == 1
     assert "was made with --width 8: give the same, or another --checkpoint-dir.\n" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, STAGES, Script, rows_of, run_stage
+from conftest import REPOSITORY, STAGES, Script, rows_of
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -53,12 +53,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) 
 
 
 @pytest.mark.parametrize("loader", [("resident",), ("workers", "--num-workers", "1")], ids=" ".join)
-def test_it_trains_goes_on_and_is_recorded_as_what_it_is(loader: tuple, tmp_path: Path) -> None:
-    script = tmp_path / "tables.py"
-    script.write_text(own_training(CLASSIFY))
+def test_it_trains_goes_on_and_is_recorded_as_what_it_is(
+    loader: tuple, script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "tables.py"
+    own.write_text(own_training(CLASSIFY))
     places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     for epochs in (1, 3):
-        done = run_stage(script, *SMALL, "--epochs", epochs, "--loader", *loader, *places, processes=2)
+        done = script(own, *SMALL, "--epochs", epochs, "--loader", *loader, *places, ranks=2)
         assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     rows = rows_of(tmp_path)

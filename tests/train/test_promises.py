@@ -10,13 +10,12 @@ import torch
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, Script, rows_of, weights_of
-from test_checkpoint import start
 
 from trainkit import clock, machine, world
 from trainkit.analysis import comparison
 from trainkit.model import Dropout
 
-SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--precision", "fp32")
+SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
 
 def test_the_list_of_promises_is_up_to_date() -> None:
@@ -49,7 +48,7 @@ def measure(rank):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks, the second of them slower and fuller, and at the end of the epoch of each its
     weights and what its dropout makes of ones."""
     place = Checkout(tmp_path_factory.mktemp("two-ranks") / "a checkout")
@@ -58,9 +57,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = "(model.module.state_dict(), model.module.dropout1(torch.ones(1000)))"
     save = f"torch.save({state}, opts.results_dir / f'rank-{{here.rank}}.pt')"
     place.insert("ddp", save, before="run.end_of_epoch(")
-    ranks = start(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2)
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    done = script(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2)
+    assert done.returncode == 0, done.stderr
     return place.folder
 
 

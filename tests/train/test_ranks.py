@@ -11,7 +11,6 @@ import torch
 from checkout import Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, Script, rows_of, run_stage
-from test_checkpoint import start
 
 from trainkit import machine, records
 from trainkit.analysis import comparison
@@ -19,6 +18,7 @@ from trainkit.analysis.report import report
 from trainkit.own_time import OwnTime
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
+SMALL += ("--width", 4)
 
 
 def of_ranks(results: Path) -> pd.DataFrame:
@@ -28,14 +28,13 @@ def of_ranks(results: Path) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The results of two ranks, of which the second sleeps in every step, and what rank 0 has told."""
+def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The results of two ranks, of which the second sleeps in every step, and what they have told."""
     place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
     place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
-    ranks = start(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2)
-    told = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    return place.folder / "results", told[0]
+    done = script(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2)
+    assert done.returncode == 0, done.stderr
+    return place.folder / "results", done.stdout
 
 
 def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixture) -> None:
@@ -135,14 +134,13 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert own_time.per_step() == pytest.approx(0.15)
 
 
-def test_the_model_without_its_wrapper_drifts_apart(tmp_path: Path) -> None:
+def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Path) -> None:
     place = Checkout(tmp_path / "a checkout")
     place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
     total = "sum(weights.sum().item() for weights in model.parameters())"
-    # In one write, with the end of its line: both ranks have the same output.
-    tell = f"print(f'sum {{here.rank}} {{{total}}}\\n', end='', flush=True)"
+    tell = f"print('sum', here.rank, {total})"
     place.insert("ddp", tell, before="run.finish()")
-    done = run_stage(place.script("ddp"), *SMALL, "--results-dir", tmp_path, processes=2)
+    done = script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
 
@@ -222,6 +220,7 @@ def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
 # --- --debug ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     """The exercise of the README of stage 03."""
     place = Checkout(tmp_path / "a checkout")

@@ -17,7 +17,7 @@ from trainkit import batches, data, options, staging
 from trainkit.evaluation import evaluate
 from trainkit.model import Net
 
-SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32")
+SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)
 EXACT = (*SMALL, "--lr", 0.1)
 WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 
@@ -51,19 +51,19 @@ def test_a_stage_learns_and_records_every_epoch(
     assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
 
 
-def test_the_classic_loader_sees_the_same_images(tmp_path: Path) -> None:
+def test_the_classic_loader_sees_the_same_images(script: Script, tmp_path: Path) -> None:
     """Resident bytes and the DataLoader feed the same numbers, so the losses agree up to rounding."""
     losses = {}
     for loader in (("--loader", "resident"), ("--loader", "workers", "--num-workers", 1)):
         folder = tmp_path / loader[1]
         options_ = (*EXACT, "--epochs", 1, *loader, "--results-dir", folder)
-        done = run_stage("single", *options_)
+        done = script("single", *options_)
         assert done.returncode == 0, done.stderr
         losses[loader[1]] = [row["train_loss"] for row in rows_of(folder)]
     assert losses["workers"] == pytest.approx(losses["resident"], rel=1e-4)
 
 
-def test_n_ranks_train_as_one(tmp_path: Path) -> None:
+def test_n_ranks_train_as_one(script: Script, tmp_path: Path) -> None:
     """With dropout off, 1, 2 and 3 processes give the same losses and weights up to float rounding.
 
     N ranks add the same numbers in another order, which rounds differently by some 1e-7 of each.
@@ -74,25 +74,25 @@ def test_n_ranks_train_as_one(tmp_path: Path) -> None:
     runs = {}
     for ranks in (1, 2, 3):
         folder = tmp_path / str(ranks)
-        done = run_stage(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, processes=ranks)
+        done = script(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, ranks=ranks)
         assert done.returncode == 0, done.stderr
         runs[ranks] = rows_of(folder), weights_of(folder)
     one, one_weights = runs.pop(1)
     for many, many_weights in runs.values():
         for column in ("train_loss", "test_loss"):
             assert [row[column] for row in many] == pytest.approx([row[column] for row in one], rel=5e-4)
-        assert many_weights.keys() == one_weights.keys() == Net().state_dict().keys()
+        assert many_weights.keys() == one_weights.keys() == Net(8).state_dict().keys()
         for name, weights in one_weights.items():
             torch.testing.assert_close(many_weights[name], weights, rtol=0, atol=5e-4, msg=name)
 
 
-def test_three_ranks_evaluate_as_one(tmp_path: Path) -> None:
+def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
     """10,000 test images do not divide by 3; padding a shard would count some of them twice."""
     arguments = (*EXACT, "--test-size", 10_000, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
-    done = run_stage("ddp", *arguments, processes=3)
+    done = script("ddp", *arguments, ranks=3)
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path)
-    model = Net()
+    model = Net(8)
     model.load_state_dict(weights_of(tmp_path))
     opts = options.parse("", [])
     _, test_set = data.load("mnist", staging.DEFAULT_DIR)
@@ -147,6 +147,7 @@ def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (1, 2, 3) for epoch in (1, 2, 3)}) == 9
 
 
+@pytest.mark.full
 def test_srun_variables_make_a_world(tmp_path: Path) -> None:
     """Two processes with what srun sets, and no RANK, meet as ranks 0 and 1."""
     shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
@@ -161,6 +162,7 @@ def test_srun_variables_make_a_world(tmp_path: Path) -> None:
     assert (row["world_size"], row["launcher"], row["job_id"]) == (2, "srun", "42")
 
 
+@pytest.mark.full
 def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> None:
     command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", tmp_path)
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
@@ -174,15 +176,15 @@ def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> Non
     assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    done = run_stage("ddp", "--dry-run", "--save-model", "--results-dir", tmp_path / "new", processes=2)
+def test_a_dry_run_writes_nothing(script: Script, tmp_path: Path) -> None:
+    done = script("ddp", "--dry-run", "--save-model", "--results-dir", tmp_path / "new", ranks=2)
     assert done.returncode == 0, done.stderr
     assert "dry run" in done.stdout
     assert not (tmp_path / "new").exists()
 
 
-def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
-    done = run_stage("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, processes=2)
+def test_only_rank_0_prints_and_one_line_per_epoch(script: Script, tmp_path: Path) -> None:
+    done = script("ddp", *SMALL, "--epochs", 2, "--results-dir", tmp_path, ranks=2)
     # But for PyTorch 2.9's own, and for what a busy machine adds: that a rank was slow.
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line and " takes " not in line]
     assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
@@ -190,6 +192,7 @@ def test_only_rank_0_prints_and_one_line_per_epoch(tmp_path: Path) -> None:
     assert len(lines) == 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "processes", "place"), [("single", None, "device"), ("ddp", 2, "process group")]
 )
@@ -220,15 +223,15 @@ def test_cudnn_tries_its_algorithms_where_a_run_is_long_enough(
     assert f"tries: {tries}" in done.stdout
 
 
-def test_data_parallel_without_gpus_says_so_and_records_one_device(tmp_path: Path) -> None:
-    done = run_stage("dp", *SMALL, "--epochs", 1, "--results-dir", tmp_path)
+def test_data_parallel_without_gpus_says_so_and_records_one_device(script: Script, tmp_path: Path) -> None:
+    done = script("dp", *SMALL, "--epochs", 1, "--results-dir", tmp_path)
     assert "DataParallel needs at least 2 GPUs and finds 0" in done.stdout
     (row,) = rows_of(tmp_path)
     assert (row["stage"], row["devices"]) == ("dp", 1)
 
 
 def test_auto_precision_is_found_out_and_recorded(trained) -> None:
-    rows = trained("ddp", "--train-size", 128, "--test-size", 100, "--epochs", 1, processes=2)
+    rows = trained("ddp", "--train-size", 128, "--test-size", 100, "--width", 4, "--epochs", 1, ranks=2)
     assert rows[0]["precision"] in ("fp32", "bf16")
 
 

@@ -216,6 +216,7 @@ def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Pa
     assert done.returncode == 1 and "was made with --weights exact" in done.stderr
 
 
+@pytest.mark.full
 def test_a_sweep_of_it(tmp_path: Path) -> None:
     """Without Slurm; its last words are how many workers to ask for, or what that would take."""
     checkout = Checkout(tmp_path / "a checkout")

@@ -9,7 +9,7 @@ from conftest import REPOSITORY, STAGES, Script
 
 Waits = Callable[[Path, str, int], str]
 PROGRAM = REPOSITORY / "tests" / "count_waits.py"
-CHOSEN = ("--batch-size", 8, "--test-batch-size", 10, "--epochs", 1, "--precision", "fp32")
+CHOSEN = ("--width", 4, "--batch-size", 8, "--test-batch-size", 10, "--epochs", 1, "--precision", "fp32")
 
 
 @pytest.fixture

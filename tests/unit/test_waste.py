@@ -142,12 +142,16 @@ def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]
     (finding,) = waste.judge(made([SOME] * 2)).findings
     assert (finding.kind, finding.grade) == ("launch_bound", "could be faster")
     assert finding.number == pytest.approx(30, abs=1) and finding.share == pytest.approx(0.3, abs=0.01)
-    assert "or a captured step (03_multigpu_ddp/beyond/captured.py; " in finding.sentence
     waste_first = waste.judge(made([replace(SOME, utilisation=30), UNUSED, UNUSED], ranks=1)).findings
     assert [finding.grade for finding in waste_first] == ["waste", "could be faster"]
     assert "loader workers if there are none" in waste.judge(made([SOME], record=False)).lines("job 12")[0]
-    of_dp = waste.judge(made([SOME] * 2, ranks=1, facts={"stage": "dp"})).findings[-1].sentence
-    assert of_dp.endswith("or DDP (03_multigpu_ddp).")  # its step cannot be captured
+    remedies = {
+        "ddp": "or a captured step (",
+        "ddp-captured": "(--batch-size).",
+        "dp": "or DDP (03_multigpu_ddp).",
+    }
+    for stage, remedy in remedies.items():  # DataParallel's step cannot be captured
+        assert remedy in waste.judge(made([SOME] * 2, facts={"stage": stage})).lines("job 12")[0]
 
 
 def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:

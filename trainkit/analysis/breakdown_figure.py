@@ -4,15 +4,12 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # compute nodes have no screen
-
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.analysis import comparison
+from trainkit.analysis.figures import save
 from trainkit.analysis.text import markdown
 from trainkit.errors import UserError
 
@@ -54,12 +51,10 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     try:
-        figure.savefig(out / "breakdown.png", dpi=150)
+        save({"breakdown.png": figure}, out)
         (out / "breakdown.md").write_text(_markdown(table), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written to ({error.strerror}): give another folder.") from None
-    finally:
-        plt.close(figure)
     return ["breakdown.png", "breakdown.md"]
 
 

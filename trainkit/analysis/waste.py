@@ -306,40 +306,38 @@ def _crowded(job: Job) -> Iterator[Finding]:
 
 def _throttled(job: Job) -> Iterator[Finding]:
     """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
-    series = job.judged[GPU].items()
-    hot = {gpu: [row for row in rows if "heat" in row["throttled"]] for gpu, rows in series}
-    low = {
-        gpu: [row for row in rows if row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]]
-        for gpu, rows in series
-    }
-    capped = {gpu: [row for row in rows if "power" in row["throttled"]] for gpu, rows in low.items()}
-    held = {gpu: [row for row in rows if row["throttled"] == "other"] for gpu, rows in low.items()}
-    for slowed, least in ((hot, HOT), (capped, CAPPED), (held, CAPPED)):
+    for why, least in (("heat", HOT), ("power", CAPPED), ("other", CAPPED)):
+        slowed = {
+            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
+            for gpu, rows in job.judged[GPU].items()
+        }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
-        gpus = [gpu for gpu, part in parts.items() if part >= least]
-        if not gpus:
-            continue
-        worst = max(gpus, key=parts.get)
-        clock, most, power, heat = (
-            mean(slowed[worst], name)
-            for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
-        )
-        where = _where("GPU", gpus)
-        how = f"{where} in {_percent(parts[worst])} of the time"
-        if clock <= most:
-            how += f", to {clock:,.0f} of {most:,.0f} MHz"
-        if slowed is hot:
-            sentence = f"heat ({heat:.0f} C) slows down {how}: tell your admin, and take another node."
-        elif slowed is held:
-            sentence = (
-                f"neither heat nor a power cap, but something like application clocks slows down {how}: ask "
-                "your admin (nvidia-smi -q -d CLOCK,PERFORMANCE)."
-            )
-        else:
-            sentence = f"a cap (power limit {power:.0f} W) slows down {how}: ask your admin why."
-        lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
-        yield Finding("throttled", where, 100 * parts[worst], sentence, lost, urgent=slowed is hot)
-        return
+        if gpus := [gpu for gpu, part in parts.items() if part >= least]:
+            worst = max(gpus, key=parts.get)
+            yield _slowed(why, _where("GPU", gpus), parts[worst], slowed[worst])
+            return
+
+
+def _slowed(why: str, where: str, part: float, rows: list[Row]) -> Finding:
+    """`rows` are the samples of the worst of these GPUs while it was slow, a `part` of all."""
+    clock, most, power, heat = (
+        mean(rows, name) for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
+    )
+    how = f"slows down {where} in {_percent(part)} of the time"
+    if clock <= most:
+        how += f", to {clock:,.0f} of {most:,.0f} MHz"
+    sentences = {
+        "heat": f"heat ({heat:.0f} C) {how}: tell your admin, and take another node.",
+        "power": f"a cap (power limit {power:.0f} W) {how}: ask your admin why.",
+        "other": f"neither heat nor a power cap, but something like application clocks {how}: ask your admin "
+        "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
+    }
+    lost = part * (1 - clock / most) if clock <= most else 0.0
+    return Finding("throttled", where, 100 * part, sentences[why], lost, urgent=why == "heat")
+
+
+def _is_slow(row: Row) -> bool:
+    return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
 
 
 def _full(job: Job, what: str) -> Iterator[Finding]:
@@ -407,7 +405,10 @@ def _launch_less(job: Job, few: bool) -> str:
     remedy = "a larger batch per GPU (--batch-size)"
     if few and not job.shares:
         remedy += ", loader workers if there are none"
-    if any(row["stage"] == "dp" for row in job.steady):  # whose step cannot be captured
+    stages = " ".join(row["stage"] for row in job.steady)
+    if "captured" in stages:
+        return remedy
+    if stages.startswith("dp"):  # whose step cannot be captured
         return f"{remedy}, or DDP (03_multigpu_ddp)"
     return f"{remedy}, or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
 

@@ -44,10 +44,8 @@ LIMITS = {
 }
 # What to do about an error that does not say it itself.
 FIXES = {
-    "names": "an admin has to mend the address of the node (DNS or /etc/hosts)",
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
     "software": "mend activate_environment in slurm/site.sh: one environment, which every node sees",
-    "data": "python -m trainkit.data, and a folder that every node sees",
     "gpus": "see `nvidia-smi` there, and tell your admin",
     "group": "mend what is said of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
     "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
@@ -163,23 +161,14 @@ def _cores(num_workers: int) -> Iterator[Finding]:
 
 
 def _names() -> Iterator[Finding]:
-    """Whether this node knows the way to the master, and has the network interface that was asked for."""
-    master, wanted = os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME", "")
+    """Whether this node knows the way to the master."""
+    master = os.environ["MASTER_ADDR"]
     try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(master, None)}
+        socket.getaddrinfo(master, None)
+        yield Finding("names", OK, f"every node resolves the master, {master}")
     except OSError:
-        yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", FIXES["names"])
-        return
-    # On the practice cluster several nodes may be one machine.
-    elsewhere = os.environ["SLURM_NODEID"] != "0" and os.environ.get("SLURM_CLUSTER_NAME") != "practice"
-    if elsewhere and all(address.startswith("127.") or address == "::1" for address in addresses):
-        message = f"the master's name {master} is {min(addresses)} here, which is this node itself"
-        yield Finding("names", FAULT, message, FIXES["names"])
-    interfaces = [name for _, name in socket.if_nameindex()]
-    for unknown in set(filter(None, wanted.split(","))) - set(interfaces):
-        message = f"there is no network interface {unknown}, only {', '.join(interfaces[:20])}"
-        yield Finding("names", FAULT, message, "correct SITE_NETWORK_INTERFACE in slurm/site.sh")
-    yield Finding("names", OK, f"every node resolves the master, {master}")
+        fix = f"an admin has to give {_node()} an address for {master} (DNS or /etc/hosts)"
+        yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", fix)
 
 
 def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
@@ -260,17 +249,19 @@ def _gpus_of_node(tasks: int) -> Iterator[Finding]:
             )
             fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
             yield Finding("gpus", WARNING, message, fix)
-        driver = "" if torch.version.hip else machine.driver()
-        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), driver, machine.build(), _nccl()])))
+        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), machine.build(), _nccl()])))
 
 
 def _cards() -> str:
-    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB"."""
+    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
     import torch
+
+    from trainkit import machine
 
     all_of_them = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in all_of_them)
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    cards = [f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(cards if torch.version.hip else [*cards, machine.driver()])
 
 
 def _nccl() -> str:
@@ -288,18 +279,17 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     Raises:
         UserError: if the data cannot be read.
     """
-    import numpy, tqdm, psutil, filelock  # noqa: E401, F401, I001  what a job needs
+    import psutil  # noqa: F401  the job's own measurements need it
     import torch
 
-    from trainkit import data, machine
+    from trainkit import data, machine, run  # noqa: F401  what a rank imports
 
     version = f"torch {torch.__version__.partition('+')[0]} for {machine.build()}"
     gpus, found = "no GPU here, as usual on a login node", []
     try:
         machine.check_usable()
         if torch.cuda.is_available():
-            driver = "" if torch.version.hip else machine.driver()
-            gpus = ", ".join(filter(None, [_cards(), driver]))
+            gpus = _cards()
     except (UserError, RuntimeError) as error:  # no job's GPU
         unusable = fault_of("gpus", first_line(error), "see `nvidia-smi` here, ask your admin")
         found = [unusable._replace(level=WARNING)]
@@ -357,23 +347,9 @@ def _join() -> Iterator[Finding]:
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
         world.join(use_cuda=True, timeout=LIMITS["group"] - 5)
         world.barrier()  # NCCL connects at its first operation
-        network = nccl_network(log.read_text(errors="replace")) if log.exists() else None
-    way = dist.get_backend() + (f" over {network}" if network else "")
+        network = re.search(r"Using network (\S+)", log.read_text(errors="replace") if log.exists() else "")
+    way = dist.get_backend() + (f" over {network[1]}" if network else "")  # none within a node
     yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {way}")
-
-
-def nccl_network(log: str) -> str | None:
-    """The network that NCCL chose, from its own log: "IB: mlx5_0:1/IB" or "Socket: eth0", say.
-
-    The log has "NET/IB : Using [0]mlx5_0:1/IB [1]... [RO]; OOB eth0:10.0.0.2<0>" for each network that
-    it found, and "Using network IB" for its choice. Without such a line it needed none.
-    """
-    chosen = re.search(r"Using network (\S+)", log)
-    if chosen is None:
-        return None
-    found = re.search(rf"NET/{re.escape(chosen[1])} : Using (.*)", log)
-    adapters = re.findall(r"\[\d+\]([^\s:]+(?::\d+/\w+)?)", found[1]) if found else []
-    return f"{chosen[1]}: {', '.join(adapters)}" if adapters else chosen[1]
 
 
 def _all_reduce(nodes: int) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from trainkit import records
 from trainkit.errors import UserError, reason
 from trainkit.jobs import checkup, local, slurm
 from trainkit.jobs.finding import FAULT, NOTE, OK, WARNING, Finding, findings, has_fault, read_lines
-from trainkit.jobs.following import Patience, SlurmHandle
+from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import STAGES
 
@@ -151,9 +151,8 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
 
 def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
     """Wait for the job's end, and for its start at most so long; what became of it."""
-    began, patience, shown = time.monotonic(), Patience(), None
+    began, shown = time.monotonic(), None
     while (state := job.state()).name not in ("done", "failed"):
-        patience.look([state], "try again later, or tell your admin.")
         if state != shown:
             why = f": {state.detail}" if state.name == "queued" else ""
             print(f"job {job.job_id} {state.name}{why}", file=sys.stderr)

@@ -14,7 +14,6 @@ do: only the standard library is needed here, and the job's own environment is a
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from trainkit.jobs.checkup import in_words
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, has_fault
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
-COLOURS = {OK: "\033[32m", WARNING: "\033[33m", FAULT: "\033[31m"}
 
 
 def main() -> int:
@@ -100,10 +98,7 @@ def _show(found: list[Finding]) -> None:
     for finding in found:
         together.setdefault(finding[:4], []).append(finding)
     for (check, level, message, fix), alike in together.items():
-        label = f"{LABELS[level]:8}"
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:  # https://no-color.org
-            label = f"{COLOURS[level]}{label}\033[0m"
-        tell(f"{label} {check:12} {_where(alike)}{printable(message)}")
+        tell(f"{LABELS[level]:8} {check:12} {_where(alike)}{printable(message)}")
         if fix:
             tell(f"{'':21} fix: {fix}")
 

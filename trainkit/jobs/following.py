@@ -14,9 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -60,7 +59,11 @@ class Handle:
     poll_seconds: ClassVar[float] = 2
 
     def state(self) -> State:
-        """Ask how the job is doing, without waiting for it."""
+        """Ask how the job is doing, without waiting for it.
+
+        Raises:
+            UserError: if Slurm has not answered for `PATIENCE_SECONDS`.
+        """
         state = self._look()
         return State(state.name, printable(state.detail))
 
@@ -109,14 +112,21 @@ class Handle:
         return [line for log in logs for line in _lines(log)]
 
 
+@dataclass
 class SlurmHandle(Handle):
     """A job of Slurm."""
+
+    answered_at: float = field(default_factory=time.monotonic)
 
     def _look(self) -> State:
         facts = slurm.job_facts(self.job_id)
         state, reason = facts["JobState"], facts.get("Reason", "")
         if state == "UNKNOWN":
+            if time.monotonic() - self.answered_at > PATIENCE_SECONDS:
+                later = f"the job may well go on, so look again later, with squeue --jobs={self.job_id}"
+                raise UserError(f"Slurm does not answer ({printable(reason)}): {later}")
             return State("unknown", reason)
+        self.answered_at = time.monotonic()
         if reason == "launch_failed_requeued_held":
             told = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
             return State("failed", told)
@@ -148,10 +158,9 @@ class SlurmHandle(Handle):
 class LocalHandle(Handle):
     """Processes of this machine; the job's number is that of the process that controls them.
 
-    `ended` tells whether that process has. `sampler` then has some seconds for its verdict.
+    When that has ended, `sampler` has some seconds for its verdict.
     """
 
-    ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
     ended_at: float | None = None
     failed_at: float | None = None
@@ -179,6 +188,10 @@ class LocalHandle(Handle):
             checkpoints = (self.folder / "stopped").read_text().strip()
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
         return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
+
+    def ended(self) -> bool:
+        """Whether the process has that controls the ranks."""
+        return has_ended(self.job_id, self.folder)
 
     def _end_peers(self) -> None:
         """As srun --kill-on-bad-exit: they would wait for the rank that failed."""
@@ -225,19 +238,12 @@ class LocalHandle(Handle):
         return f"{super().how_to_follow()}\nstop     kill {self.job_id}"
 
 
-class Patience:
-    """With a Slurm that does not answer."""
-
-    def __init__(self) -> None:
-        self._answered = time.monotonic()
-
-    def look(self, states: Iterable[State], later: str) -> None:
-        """Raise a UserError that ends with `later` if Slurm has not answered for `PATIENCE_SECONDS`."""
-        unanswered = [state for state in states if state.name == "unknown"]
-        if not unanswered:
-            self._answered = time.monotonic()
-        elif time.monotonic() - self._answered > PATIENCE_SECONDS:
-            raise UserError(f"Slurm does not answer ({unanswered[0].detail}): {later}")
+def has_ended(job_id: str, folder: Path) -> bool:
+    """Whether the process has that controls the ranks of the local job in `folder`."""
+    try:  # the number may belong to another program by now
+        return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return True
 
 
 def follow(handle: Handle, quiet: bool = False) -> int:
@@ -246,14 +252,12 @@ def follow(handle: Handle, quiet: bool = False) -> int:
     Every change is a line. With `quiet` only a failure is told.
 
     Raises:
-        UserError: if Slurm does not answer for `PATIENCE_SECONDS`.
+        UserError: as `Handle.state`.
         KeyboardInterrupt: for Ctrl-C. It stops local processes; a job of Slurm goes on.
     """
-    shown, patience = None, Patience()
-    later = f"the job may well go on, so look again later, with squeue --jobs={handle.job_id}"
+    shown = None
     try:
         while (state := handle.state()).name not in ("done", "failed"):
-            patience.look([state], later)
             if state != shown and not quiet:
                 print(f"{state.name}: {state.detail}", flush=True)
             shown = state

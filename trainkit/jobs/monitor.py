@@ -30,7 +30,7 @@ from trainkit import samples
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError, first_line, printable, tell
 from trainkit.files import check_writable
-from trainkit.jobs import housekeeping, local, slurm
+from trainkit.jobs import following, housekeeping, local, slurm
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
 
@@ -79,7 +79,7 @@ def main(own_job: str | None) -> int:
 
         judged = waste.judge(_find(own.verdict))
         lines = judged.lines(_name(own.verdict))
-        print(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
+        tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
     return 0
 
 
@@ -241,7 +241,9 @@ def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
 
     def ended(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while not (over := local.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0:
+        while (
+            not (over := following.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0
+        ):
             time.sleep(min(left, END_SECONDS))
         return over
 

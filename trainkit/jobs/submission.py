@@ -117,13 +117,14 @@ def new_folder(request: Request, site: Site) -> Path:
     return site.jobs_dir / "submitit" / local.new_name(request.job_name)
 
 
-def find(folder: Path, tasks: int, results: Path, in_slurm: bool) -> Handle | None:
+def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     """The job that was submitted with this `folder`, also if its submitter was killed; None if there is none.
 
     Raises:
         UserError: if Slurm does not answer.
     """
     submitted = next(folder.glob("[0-9]*_submitted.pkl"), None)
+    in_slurm = next(folder.glob("*submission*.sh"), None)  # with a dot in front if the submitter was killed
     if submitted:
         job_id = submitted.name.removesuffix("_submitted.pkl")
     elif in_slurm:
@@ -138,7 +139,7 @@ def find(folder: Path, tasks: int, results: Path, in_slurm: bool) -> Handle | No
     log = folder / f"{job_id}_0_log.out"
     if in_slurm:
         return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
-    return local.started_before(job_id, tasks, log, folder, results)
+    return LocalHandle(job_id, tasks, log, folder, results)
 
 
 def _wait_for_sbatch(folder: Path) -> str | None:

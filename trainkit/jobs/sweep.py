@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from trainkit import records
 from trainkit.errors import UserError, printable
 from trainkit.files import check_writable, replacing
 from trainkit.jobs import submission
-from trainkit.jobs.following import Handle, LocalHandle, Patience, State
+from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
 from trainkit.jobs.submission import Request
@@ -101,7 +100,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all cells share, and their folder, which is all of the sweep's state: CSV and job.json of each.
+    """What all cells share, and their folder, which is all of the sweep's state: CSV and job of each.
 
     `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
     machine, also where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
@@ -208,7 +207,7 @@ class Sweep:
         return lock
 
     def submit(self, cell: Cell, precision: str) -> Handle:
-        """Start the run of `cell`, every repeat with a seed of its own, and note where.
+        """Start the run of `cell`, every repeat with a seed of its own; its link `job` leads to the logs.
 
         Raises:
             UserError: if it was refused.
@@ -221,20 +220,18 @@ class Sweep:
             cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
         folder = submission.new_folder(request, self.site)
-        note, in_slurm = place / "job.json", not self.here
+        link = place / "job"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with replacing(note) as file:  # before the job is there, which `attach` then finds in any case
-                json.dump({"folder": str(folder), "slurm": in_slurm}, file, indent=2)
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder)  # before the job is there, which `attach` then finds in any case
         except OSError as error:
             raise UserError(f"{place} cannot be written to ({error.strerror}): free the space.") from None
         try:
-            handle = submission.submit(replace(request, folder=folder), self.site)
+            return submission.submit(replace(request, folder=folder), self.site)
         except UserError:
-            note.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
             raise
-        self._link(cell, handle)
-        return handle
 
     def attach(self, cell: Cell) -> Handle | None:
         """The latest job of `cell`, of an earlier call too, or None if there is none.
@@ -244,23 +241,12 @@ class Sweep:
         """
         place = self.folder / cell.name
         try:
-            note = json.loads(_text(place / "job.json"))
-            folder, in_slurm = note["folder"], note["slurm"]
-            if not re.fullmatch(r"/[^\0]*/submitit/[^\0/]+", folder):
-                return None
-        except (ValueError, TypeError, KeyError, RecursionError):  # none, or junk
+            folder = (place / "job").readlink()
+        except OSError:  # there is none, or junk
             return None
-        handle = submission.find(Path(folder), cell.shape.tasks, place / "runs", in_slurm)
-        if handle:
-            self._link(cell, handle)
-        return handle
-
-    def _link(self, cell: Cell, handle: Handle) -> None:
-        """The log, for people."""
-        with suppress(OSError):
-            link = self.folder / cell.name / "log"
-            link.unlink(missing_ok=True)
-            link.symlink_to(handle.log)
+        if folder.parent.name != "submitit":
+            return None
+        return submission.find(folder, cell.shape.tasks, place / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
         """The CSVs of runs that went to their end, of the cell called `name` or of all cells."""
@@ -507,7 +493,7 @@ def _watch(queue: Queue) -> None:
     """Have every cell finished or failed, and print what changes."""
     if queue.waiting and queue.limit > 1 and queue.undecided():
         print("the first run goes alone, and its precision holds for all (or give --precision)", flush=True)
-    patience, shown = Patience(), {}
+    shown: dict[Cell, State] = {}
     while queue.waiting or queue.active:
         for news in (*queue.submit(), *queue.look()):
             print(news, flush=True)
@@ -515,8 +501,6 @@ def _watch(queue: Queue) -> None:
             if state != shown.get(cell):
                 print(f"{cell.name} {state.name}: {state.detail}", flush=True)
         shown = queue.states
-        later = "the jobs may well go on, so give the same command again later."
-        patience.look(shown.values(), later)
         if queue.active:
             time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
 

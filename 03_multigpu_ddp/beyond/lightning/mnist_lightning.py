@@ -108,24 +108,6 @@ class Ranks(LightningEnvironment):
         return self.here.local_rank
 
 
-def trainer(here: World) -> Trainer:
-    """What Lightning is told; most of it is to leave out what the run has already."""
-    return Trainer(
-        strategy=DDPStrategy(
-            parallel_devices=[here.device] * here.local_size,  # it takes that of the local rank
-            cluster_environment=Ranks(here),
-            gradient_as_bucket_view=True,
-        ),
-        num_nodes=here.nodes,
-        max_epochs=-1,  # until `should_stop`
-        use_distributed_sampler=False,  # the batches are shared out already
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
 def main() -> None:
     # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -135,8 +117,23 @@ def main() -> None:
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
     training = Training(opts, here)
+    ddp = DDPStrategy(
+        parallel_devices=[here.device] * here.local_size,  # it takes that of the local rank
+        cluster_environment=Ranks(here),
+        gradient_as_bucket_view=True,
+    )
     if training.epoch:
-        trainer(here).fit(training)
+        # Most of it is to leave out what the run has already; `should_stop` ends it.
+        Trainer(
+            strategy=ddp,
+            num_nodes=here.nodes,
+            max_epochs=-1,
+            use_distributed_sampler=False,  # the batches are shared out already
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(training)
     training.run.finish()
     world.leave()
 
