@@ -59,8 +59,8 @@ def check(mine: Mine) -> str:
         "had looked at: the core of `a` is busy with starting kernels, the busiest GPUs of `b` are those "
         "that wait, and the core of `c` is full because two ranks take turns at it. So look first at "
         "images/s, then at power beside its limit, then for the one among equals that differs; the lines "
-        "that begin with `watch` do that at the end of each job. For `a` one GPU is enough, or too much: with "
-        "64 images in a step, no GPU could be full."
+        "that begin with `watch` do that at the end of each job. For `a` one GPU is enough, or too much: "
+        "with 64 images in a step, no GPU could be full."
     )
 
 
