@@ -4,10 +4,44 @@ import runpy
 import statistics
 from pathlib import Path
 
-from trainkit import samples
 from trainkit.analysis import waste
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# From the table alone: which job wastes most, a, b or c?
+prediction = b
+
+a_cause = launch_bound
+a_power = 20    # percent of its limit
+a_cure = batch
+
+b_cause = stalled_rank
+b_rank = 2
+b_waits = 67    # of 100 seconds, by one of the others
+b_cure = rank
+
+c_cause = shared_cores
+c_core = 50     # percent
+c_cure = cores
+"""
+HINTS = """\
+## 1
+
+Utilisation is the share of the time in which some kernel ran. A kernel can be short, and it can do nothing
+but wait for another GPU. Power tells the work: set it beside its limit. And what limits a rank is not
+always its GPU.
+
+## 2
+
+Compare `own_seconds` of the ranks of `b` with each other. A rank in NCCL that waits has a GPU at 100 % and
+little power: the kernel that waits is a kernel. Of `c`, look at `core_list` of both ranks.
+
+## 3
+
+`a`: 143 of 700 W, hardly any waiting for data, and 64 images in a step: each kernel is over before the next
+one is started. `b`: 11.2 of 12 seconds are rank 2's own work, and 4.0 rank 0's. `c`: both ranks may only
+use core 0.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "a_cause = launch_bound", "a_cause = nothing", "of its limit"),
@@ -30,12 +64,11 @@ WRONG = [
     ("answers.txt", "c_cure = cores", "c_cure = batch", "another core"),
 ]
 REPOSITORY = Path(__file__).resolve().parents[3]
-TRACES = {
-    "a": "results/sample/h100/traces/launch_bound_64_tf32",
-    "b": "results/sample/traces/gpu_slow_rank",
-    "c": "results/sample/traces/cpu_shared_cores",
+GIVEN = {
+    "a/monitor": "results/sample/h100/traces/launch_bound_64_tf32",
+    "b/monitor": "results/sample/traces/gpu_slow_rank",
+    "c/monitor": "results/sample/traces/cpu_shared_cores",
 }
-GIVEN = {f"{job}/{samples.FOLDER}": trace for job, trace in TRACES.items()}
 CAUSES = ("idle_gpu", "waiting_for_loader", "launch_bound", "memory_full", "throttled")
 CAUSES += ("shared_cores", "stalled_rank", "nothing")
 CURES = {"a": "batch", "b": "rank", "c": "cores"}
@@ -66,7 +99,7 @@ def check(mine: Mine) -> str:
 
 def _check_cause(answers: Answers, job: str) -> None:
     name, given = f"{job}_cause", answers.word(f"{job}_cause", *CAUSES)
-    if given == waste.judge(REPOSITORY / TRACES[job]).findings[0].kind:
+    if given == waste.judge(_trace(job)).findings[0].kind:
         return
     if given == "waiting_for_loader":
         waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")
@@ -149,7 +182,11 @@ def _check_cure(answers: Answers, job: str) -> None:
     raise Wrong(f"`{job}_cure = {given}`: {hints[job]}")
 
 
+def _trace(job: str) -> Path:
+    return REPOSITORY / GIVEN[f"{job}/monitor"]
+
+
 def _means(job: str, what: str, column: str) -> list[float]:
     """Of each GPU or rank, in the order of their numbers."""
-    of_each = values(REPOSITORY / TRACES[job], what, column)
+    of_each = values(_trace(job), what, column)
     return [statistics.fmean(found) for _, found in sorted(of_each.items())]
