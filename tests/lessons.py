@@ -2,8 +2,8 @@
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
 `table FILE` (.md or .csv), `table FILE "A, B, ..."` of these columns, of the comparison of runs `pivot
-RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README.
-Run this file (`make lessons`) to bring all up to date.
+RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the
+README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv
