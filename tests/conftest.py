@@ -58,19 +58,22 @@ for name in list(ENVIRONMENT):
 
 
 LONG = {"cluster", "browser"}  # what uses these is not for every change
+CLUSTERS = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort each test into a tier by what it uses, and those into a group that share what takes long to make.
 
-    A group goes to one worker of pytest-xdist as a whole. So there is one practice cluster, which belongs to
-    one test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
+    A group goes to one worker of pytest-xdist as a whole. So there are CLUSTERS practice clusters, and each
+    belongs to one test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
     """
+    files = sorted({item.path.stem for item in items if "cluster" in item.fixturenames})
     for item in items:
         if LONG & {*item.fixturenames} and not item.get_closest_marker("quick"):
             item.add_marker("full")
         if "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+            number = files.index(item.path.stem) % CLUSTERS
+            item.add_marker(pytest.mark.xdist_group(f"cluster-{number}"))
         elif _shares_fixtures(item.path):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
