@@ -113,9 +113,10 @@ class Checkpoints:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-        of_all_ranks = world.gather(_random_numbers())
+        state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
+        state |= {"random_numbers": world.gather(_random_numbers())}
         mistake = self._write_shards(path, where) if self._sharded else ""
-        world.on_first(lambda: self._write(path, epoch, part, where, of_all_ranks, mistake))
+        world.on_first(lambda: self._write(path, where, state, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -223,28 +224,13 @@ class Checkpoints:
         world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
         return self._sharded.save(_shards(path))
 
-    def _write(
-        self,
-        path: Path,
-        epoch: int,
-        part: PartialEpoch | None,
-        where: str,
-        of_all_ranks: list,
-        mistake: str,
-    ) -> None:
-        state = {name: thing.state_dict() for name, thing in self._parts_of_file().items()}
+    def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
+        state |= {name: thing.state_dict() for name, thing in self._parts_of_file().items()}
         if not self._sharded:
             numbers = all(weights.isfinite().all() for weights in self._parts["model"].parameters())
             _check_numbers(numbers, where)
-        state |= {
-            "version": VERSION,
-            "epoch": epoch,
-            "part": part and asdict(part),
-            "precision": precision_of(self._parts["model"]),
-            "random_numbers": of_all_ranks,
-            "options": self._identity,
-            "run": self._log.state(),
-        }
+        state |= {"options": self._identity, "run": self._log.state()}
+        state |= {"precision": precision_of(self._parts["model"])}
         try:
             if mistake:
                 raise OSError(mistake)

@@ -31,4 +31,4 @@ def per_image(model: nn.Module, train_set: Split) -> float:
             copy.deepcopy(network).train()(inputs).square().mean().backward()
     except Exception:  # a network with inputs and outputs of its own kind trains all the same
         return math.nan
-    return counter.get_total_flops() / len(inputs) or math.nan
+    return counter.get_total_flops() // len(inputs) or math.nan

@@ -327,6 +327,7 @@ def _device(place: dict, use_cuda: bool) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", _index(place))
     machine.try_gpu(device)
+    torch.backends.cudnn.benchmark = True  # all steps have the same shapes
     return device
 
 

@@ -361,7 +361,7 @@ def test_the_cores_of_a_rank(
 
 def test_the_name_of_the_master(in_a_job: Callable) -> None:
     in_a_job(MASTER_ADDR="localhost")
-    assert told_by(checkup._names).startswith("ok: every node resolves the master, localhost")
+    assert told_by(checkup._names).startswith("ok: resolves the master, localhost")
     in_a_job(MASTER_ADDR="nowhere.invalid")
     told = told_by(checkup._names)
     assert told.startswith(
@@ -443,7 +443,7 @@ def test_a_folder_that_is_not_shared(
     for node in ("n1", "n2"):
         in_a_job(SLURMD_NODENAME=node)
         checkup._leave_notes(folders)
-    assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: every node writes")
+    assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: writes the results and job folders")
     (tmp_path / "results" / ".doctor-7-n1").unlink()
     told = told_by(checkup._look_for_notes, folders, 2).splitlines()[0]
     assert told.startswith(

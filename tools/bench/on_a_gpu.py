@@ -156,9 +156,7 @@ def kernels(folder: Path, until: float) -> Iterator[Row]:
 def traces(folder: Path, until: float) -> Iterator[Row]:
     """Sampled trainings of 20 seconds or more, and their verdicts."""
     long = {
-        "launch_bound_64_tf32": (SINGLE, "--batch-size", 64, "--precision", "tf32", "--epochs", 8),
         "captured_64_tf32": (CAPTURED, "--batch-size", 64, "--precision", "tf32", "--epochs", 22),
-        "batch_1024_bf16": (SINGLE, *SHAPES["1024 bf16"][:4], "--train-size", 1_000_000, "--epochs", 4),
         "captured_1024_bf16": (CAPTURED, *SHAPES["1024 bf16"][:4], "--train-size", 2_000_000, "--epochs", 4),
         "healthy_4096_bf16": (SINGLE, *SHAPES["4096 bf16"][:4], "--train-size", 4_000_000, "--epochs", 3),
     }

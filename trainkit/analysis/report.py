@@ -1,6 +1,7 @@
 """The comparison of runs for people: tables on the terminal, comparison.md and .csv, figures, and a page."""
 
 import math
+import os
 from pathlib import Path
 
 import pandas as pd
@@ -62,17 +63,15 @@ LEGEND = (
     "speedup, eff. %: against one device of the same kind. "
     "wall s: from the start of the process (rank 0) to its last evaluation."
 )
-WEAK_LEGEND = (
-    "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
-)
+# Of columns that not every table has.
+LEGENDS = {
+    "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
+    "J/1000 img": "the energy of all GPUs of the job for 1,000 training images, evaluations between "
+    "included.",
+    "MFU %": "the TFLOP/s that the network needs, of all devices together, as a share of what the GPUs' "
+    "datasheets promise in this precision (dense).",
+}
 MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
-ENERGY_LEGEND = (
-    "J/1000 img: the energy of all GPUs of the job for 1,000 training images, evaluations between included."
-)
-MFU_LEGEND = (
-    "MFU %: the TFLOP/s that the network needs, of all devices together, as a share of what the GPUs' "
-    "datasheets promise in this precision (dense)."
-)
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -168,11 +167,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
 def _short_names(folders: list[Path]) -> list[str]:
     """The folders without what all of their paths begin and end with, such as `ada` of /home/ada/results."""
     parts = [folder.absolute().parts for folder in folders]
-    shortest = min(map(len, parts))
-    alike = [len({path[i] for path in parts}) == 1 for i in range(shortest)]
-    alike_behind = [len({path[-1 - i] for path in parts}) == 1 for i in range(shortest)]
-    first = alike.index(False) if False in alike else shortest
-    last = alike_behind.index(False) if False in alike_behind else 0
+    first, last = (len(os.path.commonprefix(paths)) for paths in (parts, [path[::-1] for path in parts]))
     names = [str(Path(*path[first : len(path) - last])) for path in parts]
     return names if "." not in names else list(map(str, folders))
 
@@ -208,12 +203,7 @@ def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, l
     silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img", "TFLOP/s", "MFU %"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
-    if "weak eff. %" not in silent:
-        legends.append(WEAK_LEGEND)
-    if "J/1000 img" not in silent:
-        legends.append(ENERGY_LEGEND)
-    if "MFU %" not in silent:
-        legends.append(MFU_LEGEND)
+    legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]
     if shown["mem. MB"].str.contains("..", regex=False).any():
         legends.append(MEMORY_LEGEND)
     if target is not None:
@@ -259,10 +249,8 @@ def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """The columns that a terminal has room for, and the names of those left out, the least needed first."""
     least_needed = [name for name in LEAST_NEEDED if name in shown]
     left_out = least_needed[:1]
-    while len(left_out) < len(least_needed) and _too_wide(shown.drop(columns=left_out)):
+    while len(left_out) < len(least_needed):
+        if max(map(len, text.plain(shown.drop(columns=left_out)).splitlines())) <= TERMINAL:
+            break
         left_out = least_needed[: len(left_out) + 1]
     return shown.drop(columns=left_out), left_out
-
-
-def _too_wide(shown: pd.DataFrame) -> bool:
-    return max(map(len, text.plain(shown).splitlines())) > TERMINAL

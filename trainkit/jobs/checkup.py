@@ -165,7 +165,7 @@ def _names() -> Iterator[Finding]:
     master = os.environ["MASTER_ADDR"]
     try:
         socket.getaddrinfo(master, None)
-        yield Finding("names", OK, f"every node resolves the master, {master}")
+        yield Finding("names", OK, f"resolves the master, {master}")
     except OSError:
         fix = f"an admin has to give {_node()} an address for {master} (DNS or /etc/hosts)"
         yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", fix)
@@ -189,7 +189,7 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
         if seen < nodes:
             message = f"files of {seen} of {nodes} nodes are seen in the {name} folder here: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
-    yield Finding("folders", OK, "every node writes the results and job folders, and sees the others' files")
+    yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
 
 
 def _software() -> Iterator[Finding]:
