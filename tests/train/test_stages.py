@@ -1,9 +1,7 @@
 """The three stages, run as their users run them: what they record, and that N ranks equal one."""
 
 import re
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -160,20 +158,6 @@ def test_srun_variables_make_a_world(tmp_path: Path) -> None:
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     (row,) = rows_of(tmp_path)
     assert (row["world_size"], row["launcher"], row["job_id"]) == (2, "srun", "42")
-
-
-@pytest.mark.full
-def test_a_run_killed_in_its_second_epoch_keeps_the_first(tmp_path: Path) -> None:
-    command = stage_command("single", *SMALL, "--epochs", 50, "--no-cuda", "--results-dir", tmp_path)
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        next(line for line in process.stdout if line.startswith("epoch 1/"))
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("runs/*.csv")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    rows = rows_of(tmp_path)
-    assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
 
 
 def test_a_dry_run_writes_nothing(script: Script, tmp_path: Path) -> None:
