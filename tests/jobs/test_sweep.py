@@ -408,11 +408,7 @@ def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
         "--batch-size 2048 is more than the 600 training images",
     ):
         assert re.search(rf"^left out \(\d+\): {re.escape(reason)}$", done.stdout, re.MULTILINE), done.stdout
-    assert "no speedup" not in done.stdout  # batch 256 on 4 GPUs is compared with 64 on one
     assert "36 runs, 0 of them finished; the others take 72.0 GPU-hours" in done.stdout
-    done = checkout.start_sweep("--gpus", "2,4", "--batch-size", 64, "--scaling", "weak", "--dry-run")
-    assert "no speedup for ddp-4gpu-batch256, dp-4gpu-batch256: no equal run on 1 GPU." in done.stdout
-    assert "--stages single --gpus 1 --batch-size 256" in done.stdout
     assert not checkout.sweep.exists()
 
 
@@ -429,7 +425,6 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
         (f"mine-{gpus}gpu-batch70000-r1", f"1 node(s), {gpus} process(es), {gpus} GPU(s)") for gpus in (2, 4)
     ]
     assert "left out (1): --batch-size 70001 does not divide among 2 processes" in done.stdout
-    assert "by the same command with --gpus 1 --batch-size 70000" in done.stdout
 
 
 def test_dp_needs_gpus(checkout: SweepCheckout) -> None:

@@ -27,7 +27,7 @@ from trainkit.files import check_writable, replacing
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
-from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
+from trainkit.jobs.stages import REPOSITORY, Geometry, Stage, geometry
 from trainkit.jobs.submission import Request
 from trainkit.options import Options
 
@@ -327,9 +327,7 @@ def command_to_go_on(folder: Path) -> str:
 
 
 def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
-    """Print how much is asked for, and what the comparison will lack."""
-    for sentence in _without_one_device(cells, sweep.folder):
-        print(sentence)
+    """Print how much is asked for."""
     todo = [cell for cell in cells if not sweep.finished(cell.name)]
     told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
     if run_seconds:
@@ -343,29 +341,6 @@ def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> N
             f"{sweep.minutes} minutes"
         )
     print(told)
-
-
-def _without_one_device(cells: list[Cell], folder: Path) -> list[str]:
-    """A sentence for every batch size that has cells without one on a single device to be compared with."""
-    known = {cell.configuration for cell in cells}
-    known |= {earlier.name.rpartition("-r")[0] for earlier in folder.glob("*-r*")}
-    single = STAGES["single"]
-    shape, lacking = geometry(single, gpus=1), {}
-    for cell in cells:
-        stages = {cell.stage} if cell.stage.own else {cell.stage, single}
-        batches = {cell.batch_size, cell.batch_size // cell.shape.gpus}  # for strong and for weak scaling
-        ones = {
-            replace(cell, stage=stage, shape=shape, batch_size=batch).configuration
-            for stage, batch in product(stages, batches)
-        }
-        if cell.shape.gpus > 1 and not ones & known:
-            lacking.setdefault(cell.batch_size, set()).add(cell.configuration)
-    which = "" if cells[0].stage.own else "--stages single "
-    return [
-        f"no speedup for {', '.join(sorted(names))}: no equal run on 1 GPU. Add it, afterwards too, by the "
-        f"same command with {which}--gpus 1 --batch-size {batch_size}"
-        for batch_size, names in lacking.items()
-    ]
 
 
 def compare(sweep: Sweep, failed: list[str], question: tuple[str, ...] | None = None) -> int:
