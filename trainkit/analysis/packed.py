@@ -24,7 +24,7 @@ def pack(folder: Path) -> None:
     """Put the runs of `folder` into files beside it, which are called as it is.
 
     Raises:
-        UserError: if it has no runs, a file that cannot be read or has another name than its run, or runs with
+        UserError: if it has no runs, a file that cannot be read or is not called as its run, or runs with
             unequal columns.
     """
     files = sorted(folder.glob("*.csv"))
