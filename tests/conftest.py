@@ -1,5 +1,6 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from trainkit import records, staging
 from trainkit.jobs import local, stages
@@ -58,26 +60,53 @@ for name in list(ENVIRONMENT):
 
 
 LONG = {"cluster", "browser"}  # what uses these is not for every change
+CLUSTERS = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort each test into a tier by what it uses, and those into a group that share what takes long to make.
-
-    A group goes to one worker of pytest-xdist as a whole. So there is one practice cluster, which belongs to
-    one test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
-    """
+    """Sort each test into a tier by what it uses. Jobs come first, as they wait: others fill the time."""
     for item in items:
         if LONG & {*item.fixturenames} and not item.get_closest_marker("quick"):
             item.add_marker("full")
-        if "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-        elif _shares_fixtures(item.path):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: "cluster" not in item.fixturenames)
+
+
+class SharedFixtures(LoadScopeScheduling):
+    """pytest-xdist hands out test by test, but together those that share what takes long to make.
+
+    There are so many practice clusters as CLUSTERS tells, each for a part of the files. Each belongs to one
+    test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        path = self.config.rootpath / file
+        if test.partition("[")[0] in _with_a_cluster(path):
+            files = _files_with_a_cluster()
+            return f"cluster {files.index(path) * CLUSTERS // len(files)}"
+        return file if 'scope="module"' in path.read_text() else nodeid
 
 
 @cache
-def _shares_fixtures(path: Path) -> bool:
-    return 'scope="module"' in path.read_text()
+def _with_a_cluster(path: Path) -> set[str]:
+    """The tests of a file that take the fixture `cluster`, or one that takes it."""
+    functions = {
+        node.name: {argument.arg for argument in node.args.args}
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    fixtures = {"cluster", *(name for name, takes in functions.items() if "cluster" in takes)}
+    return {name for name, takes in functions.items() if fixtures & takes}
+
+
+@cache
+def _files_with_a_cluster() -> list[Path]:
+    return [path for path in sorted(REPOSITORY.glob("tests/*/test_*.py")) if _with_a_cluster(path)]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:
+    config.option.loadscopereorder = False  # those that wait stay first
+    return SharedFixtures(config, log)
 
 
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:

@@ -1,9 +1,9 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE` (.md or .csv), `table FILE "A, B, ..."` of these columns, of a comparison.csv `pivot FILE.csv
-ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the README.
-Run this file (`make lessons`) to bring all up to date.
+`table FILE` (.md or .csv), `table FILE "A, B, ..."` of these columns, of the comparison of runs `pivot
+RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the
+README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import waste
+from trainkit.analysis import comparison, waste
 from trainkit.jobs import monitor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -90,8 +90,10 @@ def _table(folder: Path, name: str, columns: str = "") -> str:
 
 
 def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
-    """A table of one column of a comparison's rows, by two others."""
-    table = pd.read_csv(folder / name).query(condition).pivot_table(values, rows, columns)
+    """A table of one column of the comparison of runs, by two others."""
+    runs, _ = comparison.load_some([folder / name])
+    compared = comparison.compare(comparison.summarize(runs))
+    table = compared.query(condition).pivot_table(values, rows, columns)
     lines = [[rows.replace("_", " "), *map(str, table.columns)], ["---"] * (1 + len(table.columns))]
     lines += [
         [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()

@@ -1,12 +1,13 @@
-"""The traces in results/sample/traces: sampled jobs to judge. Real ones of CPUs, and written ones of GPUs.
+"""Sampled jobs to judge: real ones of CPUs, and written ones of what no machine of ours could show.
 
-    python tests/traces.py                        make all of them again
-    python tests/traces.py gpu_idle cpu_healthy   make these
+    python tests/traces.py                          make those in results/sample/traces again
+    python tests/traces.py gpu_no_rank cpu_healthy  make these
 
-The real ones take about ten minutes, on a machine with two cores and nothing else to do. The written ones are
-not measured: what an imaginary GPU of 400 W would tell, by what NVIDIA says of NVML (nvmlDeviceGetPowerUsage,
-...GetUtilizationRates: "percent of time over the past sample period during which one or more kernels was
-executing", ...GetCurrentClocksEventReasons) and by what is written of such jobs.
+The real ones take about ten minutes, on a machine with two cores and nothing else to do; those of one GPU are
+recordings, in results/sample/h100/traces. The written ones are not measured: what an imaginary GPU of 400 W
+would tell, by what NVIDIA says of NVML (nvmlDeviceGetPowerUsage, ...GetUtilizationRates: "percent of time
+over the past sample period during which one or more kernels was executing", ...GetCurrentClocksEventReasons)
+and by what is written of such jobs. Of these only the ones that a page or an exercise shows are committed.
 """
 
 import os
@@ -28,6 +29,7 @@ from conftest import ENVIRONMENT, REPOSITORY, stage_command
 from trainkit import records, samples
 
 TRACES = REPOSITORY / "results" / "sample" / "traces"
+H100 = REPOSITORY / "results" / "sample" / "h100" / "traces"
 BEGAN, START, EVALUATE = 1_790_000_000.0, 6.0, 1.5  # of the written ones: s, since 1970 and of their phases
 IDLE_W, LIMIT_W, MEMORY_MB, CLOCK_MHZ, HOST_MB = 55, 400, 40_000, 1_400, 64_000
 NAME = f"imaginary GPU, {LIMIT_W} W"
@@ -48,7 +50,8 @@ FACTS |= {
     "lr_warmup_images": 0,
     "width": 32,
 }
-FACTS |= {"parameters": 1_199_882, "workers_per_loader": 0, "threads_per_worker": 4, "global_batch": 2_000}
+FACTS |= {"parameters": 1_199_882, "flops_per_image": "nan", "workers_per_loader": 0, "threads_per_worker": 4}
+FACTS |= {"global_batch": 2_000}
 FACTS |= {"accumulate": 1, "precision": "bf16", "debug": False, "images": 60_000}
 FACTS |= {"test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1, "test_accuracy": 97.0, "ended": ""}
 FACTS |= {"learning_rate": 1.0, "job_id": "", "torch_version": "none", "cuda_version": "", "git_commit": ""}
@@ -98,14 +101,10 @@ HOT = Gpu(power=190, utilisation=100, clock=840, slowed=("heat", 0.8), celsius=9
 CAPPED = Gpu(power=148, limit=150, clock=690, slowed=("power", 1))
 SPREAD_OUT = Gpu(power=115, utilisation=100, own=0.38)
 FROM_LOADERS = {"loader": "workers", "workers_per_loader": 2}
-SMALL_BATCH = {"global_batch": 64, "images": 960_000, "stage": "single"}
 WRITTEN = {
-    "gpu_healthy": Written([FULL] * 2),
     "gpu_no_rank": Written([FULL, FULL, UNUSED], ranks=2),
     # Both compute on the first one, as for CUDA they have the same number; the other has a context only.
     "gpu_idle": Written([Gpu(ranks="0+1", power=330), Gpu(power=IDLE_W + 8, utilisation=0, memory=0.02)]),
-    "gpu_waiting_for_loader": Written([STARVED] * 2, facts=FROM_LOADERS),
-    "gpu_launch_bound": Written([Gpu(power=118, utilisation=94, memory=0.03, data=0.11)], facts=SMALL_BATCH),
     "gpu_memory_full": Written([Gpu(memory=0.985), Gpu(memory=0.97)]),
     "gpu_throttled_by_heat": Written([Gpu(power=175, utilisation=99, own=0.6), HOT]),
     "gpu_throttled_by_cap": Written([CAPPED] * 2),
@@ -115,6 +114,18 @@ WRITTEN = {
         [Gpu(power=105, utilisation=100, own=0.33)] * 2 + [Gpu(power=120, utilisation=38, cores=1.6)]
     ),
 }
+COMMITTED = ("gpu_no_rank", "gpu_memory_full", "gpu_slow_rank")
+PLACE = tempfile.TemporaryDirectory(prefix="traces-")  # of the others; it goes when the process ends
+
+
+def folder_of(name: str) -> Path:
+    """Where the trace is. A written one that is not committed is written first."""
+    if name not in WRITTEN or name in COMMITTED:
+        return TRACES / name
+    folder = Path(PLACE.name, name)
+    if not folder.exists():
+        write(folder, WRITTEN[name])
+    return folder
 
 
 def write(folder: Path, written: Written) -> None:
@@ -197,8 +208,8 @@ def _rows(
 def _record(folder: Path, written: Written, nodes: list[str]) -> None:
     """What its training would have left behind."""
     devices = len(nodes) * written.of_a_node
-    facts = FACTS | written.facts | {"device_name": NAME, "node_list": ",".join(nodes)}
-    facts["run_id"] = f"{facts['stage']}-{folder.name}"
+    facts = records.ADDED | FACTS | written.facts | {"device_name": NAME, "node_list": ",".join(nodes)}
+    facts["run_id"] = f"{facts['stage']}-written"
     facts |= {"world_size": devices, "devices": devices, "nodes": len(nodes), "started_at": _moment(BEGAN)}
     facts["batch_per_device"] = facts["global_batch"] // devices
     recorder = records.Recorder(folder / "training", facts)
@@ -354,7 +365,7 @@ REAL = {
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*REAL, *WRITTEN]:
+    for name in sys.argv[1:] or [*REAL, *COMMITTED]:
         if name in REAL:
             REAL[name](name)
         else:

@@ -168,7 +168,7 @@ def take_all_gpus(seed: int) -> None:
 
 
 def skip_trials(operations: float) -> None:
-    """Have cuDNN guess its fastest algorithms, and not try them, if a training of so many operations is short.
+    """Have cuDNN guess its fastest algorithms, and not try them, if so many operations are a short training.
 
     The trials took 0.7 to 4 s on an H100, and made its steps 12 to 25 % faster where it was busy. NaN, where
     nobody knows how many operations there are: they are tried.

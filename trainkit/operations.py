@@ -23,6 +23,7 @@ def per_image(model: nn.Module, train_set: Split) -> float:
     """
     network = bare(model)
     device = next(network.parameters()).device
+    tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for this one step
     # Attention as matrix products: not every device's own kernel for it has a formula.
     counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
     try:
@@ -31,4 +32,6 @@ def per_image(model: nn.Module, train_set: Split) -> float:
             copy.deepcopy(network).train()(inputs).square().mean().backward()
     except Exception:  # a network with inputs and outputs of its own kind trains all the same
         return math.nan
+    finally:
+        torch.backends.cudnn.benchmark = tries
     return counter.get_total_flops() // len(inputs) or math.nan

@@ -77,7 +77,7 @@ class GPT(nn.Module):
             for block in self.blocks:
                 x = block(x)
             # A word is told by the vector that it is read as: one matrix for both.
-            return F.linear(self.norm(x), self.words.weight).flatten(0, 1)
+            return F.linear(self.norm(x).flatten(0, 1), self.words.weight)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -157,9 +157,9 @@ def main() -> None:
     model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(here.device)
     choose_precision(network, opts, train_text)
     flops = opts.context * gpt_metrics.flops_per_token(network)
-    if opts.compile:  # one block for all: they are alike
+    if opts.compile:  # what is compiled for one block does for all; not what splits them, which is around it
         for block in network.blocks:
-            block.compile()
+            block.forward = torch.compile(block.forward)
     if opts.how == "ddp":
         model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     else:

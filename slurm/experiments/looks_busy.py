@@ -16,6 +16,7 @@ from trainkit.command_line import Parser, above_0
 
 WAYS = {"wait": "sleeps", "spin": "turns in a loop that does nothing", "work": "multiplies matrices"}
 PIECE = 0.02  # seconds of one turn, about
+SETTLE = 2  # seconds
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def measure(way: str, on_gpu: bool, seconds: float) -> tuple[float, float, float
     # A product that fills a GPU, or takes one core some milliseconds.
     size, kind = (8192, torch.half) if on_gpu else (512, torch.float)
     matrix = torch.rand(size, size, device="cuda" if on_gpu else "cpu", dtype=kind)
-    product, turns = matrix @ matrix, 0
+    product = matrix @ matrix
 
     def turn() -> None:
         if way == "wait":
@@ -53,17 +54,26 @@ def measure(way: str, on_gpu: bool, seconds: float) -> tuple[float, float, float
             while time.perf_counter() < until:
                 pass
 
+    def turns_per_second(seconds: float) -> float:
+        start, turns = time.perf_counter(), 0
+        while (passed := time.perf_counter() - start) < seconds:
+            turn()
+            turns += 1
+            if on_gpu:
+                torch.cuda.synchronize()
+        return turns / passed
+
+    if on_gpu:  # a first answer, and the mean of the first seconds, may hold what ran before
+        torch.cuda.utilization()
+        turns_per_second(SETTLE)
     start, start_of_cpu = time.perf_counter(), time.process_time()
-    while (passed := time.perf_counter() - start) < seconds:
-        turn()
-        turns += 1
-        if on_gpu:
-            torch.cuda.synchronize()
-    busy, watts = 100 * (time.process_time() - start_of_cpu) / passed, math.nan
+    speed = turns_per_second(seconds)
+    busy = 100 * (time.process_time() - start_of_cpu) / (time.perf_counter() - start)
+    watts = math.nan
     if on_gpu:
         turn()  # it works on while it is asked; the answer is of its last second, or less
         busy, watts = torch.cuda.utilization(), torch.cuda.power_draw() / 1000
-    return busy, watts, (turns if way == "work" else 0) / passed
+    return busy, watts, speed if way == "work" else 0
 
 
 if __name__ == "__main__":

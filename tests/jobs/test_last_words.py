@@ -124,12 +124,8 @@ def test_submitit_and_a_death_without_a_signal(checkout: Checkout) -> None:
     assert done.stderr.endswith(" failed: rank 2 on n2 ended without a word, with exit code 3\n"), done.stderr
 
 
-@pytest.mark.parametrize("slurm", [True, False], ids=["Slurm", "local"])
-def test_which_failed_first_is_no_matter_of_clocks(
-    slurm: bool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_which_failed_first_is_no_matter_of_clocks(checkout: Checkout, tmp_path: Path) -> None:
     """The note of the first is an hour ahead, and that of the second was written before the job."""
-    checkout = Checkout(tmp_path / "a checkout", request.getfixturevalue("cluster") if slurm else None)
     clocks = """
 def clocks():
     wait_for('rank-0.failed')
@@ -138,12 +134,12 @@ def clocks():
     os.utime(folder / 'rank-0.failed', (now - 3600,) * 2)
 atexit.register(clocks)
 sys.exit(0)"""
-    plant(checkout, "wait_for('rank-1.failed'); raise ValueError('the second')", clocks)
-    done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
-    assert done.returncode == 1
-    assert done.stderr.endswith(" failed: error on rank 1: left before the end, with exit code 0\n"), (
-        done.stderr
-    )
+    for place in (checkout, Checkout(tmp_path / "without Slurm")):
+        plant(place, "wait_for('rank-1.failed'); raise ValueError('the second')", clocks)
+        done = place.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
+        assert done.returncode == 1
+        told = " failed: error on rank 1: left before the end, with exit code 0\n"
+        assert done.stderr.endswith(told), done.stderr
 
 
 @pytest.mark.parametrize("launcher", ["srun", "submitit"])

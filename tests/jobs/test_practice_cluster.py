@@ -199,6 +199,7 @@ def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> N
     assert not traces(other.name)
 
 
+@pytest.mark.full
 def test_the_gpus_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
     """Nobody opens their device files where nodes are hosts; every job can tell that its own are virtual."""
     gpu = Path("/dev/kfd")  # AMD's: other tests, at the same time, would take one of NVIDIA for a GPU
@@ -220,6 +221,7 @@ def test_the_gpus_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
     assert on_login.stdout == "0\nof\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_an_interrupted_start_leaves_nothing(sign: signal.Signals) -> None:
     name = f"test-{os.getpid()}-interrupted-{sign}"

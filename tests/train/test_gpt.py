@@ -122,7 +122,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
 def test_the_best_weights_stay_when_the_loss_rises_again(train: Train, tmp_path: Path) -> None:
     """With a learning rate that wrecks what was learned; a run that goes on knows how good the best were."""
     checkpoints = tmp_path / "checkpoints"
-    wrecking = ("--checkpoint-dir", checkpoints, "--epochs", 4, "--lr", 0.5, "--lr-warmup-images", 360)
+    wrecking = ("--checkpoint-dir", checkpoints, "--epochs", 4, "--lr", 3, "--lr-warmup-images", 470)
     train(tmp_path, *wrecking, ranks=1)
     losses = [row["test_loss"] for row in rows_of(tmp_path)]
     assert min(losses) < losses[-1]
@@ -139,12 +139,12 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
 ) -> None:
     train(
         tmp_path, "--width", 32, "--context", 32, "--train-size", 8000, "--test-size", 1000,
-        "--batch-size", 32, "--lr", 0.01, "--epochs", 1, ranks=2,
+        "--batch-size", 16, "--lr", 0.01, "--lr-warmup-images", 320, "--epochs", 1, ranks=2,
     )  # fmt: skip
     (row,) = rows_of(tmp_path)
     assert row["flops_per_image"] > 6 * 32 * 0.9 * row["parameters"]
     floor = gpt_data.entropy_rate()
-    assert floor < row["test_loss"] < floor + 0.25
+    assert floor < row["test_loss"] < floor + 0.2
     (path,) = (tmp_path / "runs").glob("*.csv")
     told = {one["metric"]: one["value"] for one in records.read_metrics(path)}
     assert told["lowest_possible_loss"] == pytest.approx(floor)
@@ -256,6 +256,7 @@ def test_a_mistake_is_one_sentence(
     assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_the_ladder_goes_on_after_a_section_that_fails(tmp_path: Path) -> None:
     """tf32 needs a GPU; the CPU does bf16 at a tiny size."""
     command = [sys.executable, REPOSITORY / "tools" / "bench" / "gpt_ladder.py", "--smoke", "tf32", "bf16"]

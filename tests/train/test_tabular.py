@@ -193,12 +193,6 @@ def test_the_run_that_would_help_is_one_that_it_takes(trained: dict[str, Trained
     ("arguments", "sentence"),
     [
         (("--weights", "much"), "argument --weights: invalid choice: 'much'"),
-        (("--accumulate", 0), "argument --accumulate: 0 is too small"),
-        (
-            ("--accumulate", 7),
-            "--batch-size 30 does not divide among 7 micro-batches (1 processes x --accumulate 7): "
-            "the nearest is 28 or 35",
-        ),
         (("--precision", "bf16"), "TableNet computes in fp32 only: leave out --precision bf16"),
         (("--test-size", 6000), "--test-size 6000 is more than the 5000 test images"),
     ],

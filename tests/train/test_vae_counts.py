@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pandas as pd
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, furthest, rows_of, weights_of
+from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, rows_of, weights_of
 from forking import Forking
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
@@ -168,38 +167,10 @@ def test_a_critic_left_out_unannounced_is_one_sentence(script: Script, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-def test_it_is_compared_by_its_own_name(folder: Path, forking: Forking, tmp_path: Path) -> None:
-    plots = REPOSITORY / "results" / "plot_results.py"
-    train(forking, plots, folder / "1", folder / "2", "--out", tmp_path)
-    table = pd.read_csv(tmp_path / "comparison.csv")
-    assert set(zip(table.stage, table.dataset, table.model, strict=True)) == {
-        ("ddp-vae", "gene counts", "CountsVAE")
-    }
-    assert table.devices.tolist() == [1, 2] and table.speedup.notna().all()
-    assert table.test_accuracy.isna().all()
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        ((REPOSITORY / "slurm" / "sweep.py", "--gpus", "1,2", "--train-size", "5000,20000"), "4 runs"),
-        ((STAGES["ddp"].parent / "submit.py", "--gpus", "2"), "beyond/vae_counts.py"),
-    ],
-    ids=["sweep", "submit"],
-)
-def test_it_is_found_as_a_job(program: tuple, told: str) -> None:
-    command = [sys.executable, *program, "--script", "beyond/vae_counts.py", "--dry-run"]
-    where = {"cwd": STAGES["ddp"].parent, "env": ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, **where)
-    assert done.returncode == 0, done.stderr
-    assert told in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--graph", "static"), "argument --graph: invalid choice: 'static' (choose from "),
-        (("--test-size", 2001), "--test-size 2001 is more than the 2000 test images"),
         (("--precision", "bf16"), "CountsVAE computes in fp32 only: leave out --precision bf16"),
     ],
     ids=lambda words: words[0] if isinstance(words, tuple) else "",

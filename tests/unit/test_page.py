@@ -145,7 +145,7 @@ def test_a_row_opens_to_its_runs(written: Path, browser: Page) -> None:
     closed = browser.evaluate(told)
     browser.click("summary")
     opened = browser.evaluate(told)
-    assert "runs/single-" in opened and "runs/single-" not in closed
+    assert "runs.csv" in opened and "runs.csv" not in closed
 
 
 @pytest.mark.parametrize(("width", "print_as"), [(PHONE, False), (PAPER, True)], ids=["phone", "paper"])

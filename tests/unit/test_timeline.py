@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import REPOSITORY
+import traces
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,8 +14,8 @@ from trainkit import records, samples
 from trainkit.analysis import timeline, waste
 from trainkit.errors import UserError
 
-TRACES = REPOSITORY / "results" / "sample" / "traces"
-EVERY = sorted(path.name for path in TRACES.iterdir() if path.is_dir())
+HEALTHY = traces.H100 / "healthy_4096_bf16_short"
+EVERY = [*map(traces.folder_of, [*traces.REAL, *traces.WRITTEN]), *sorted(traces.H100.iterdir())]
 BEGAN = 1_795_000_000.0
 
 
@@ -70,16 +70,17 @@ def title(figure: Figure) -> str:
     return " ".join(figure.texts[0].get_text().split())
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_a_trace_is_drawn_as_it_is(name: str) -> None:
+@pytest.mark.parametrize("folder", EVERY, ids=lambda folder: folder.name)
+def test_a_trace_is_drawn_as_it_is(folder: Path) -> None:
     """With its verdict, a band for each epoch, a row for each GPU or rank."""
-    figure = timeline.figure(TRACES / name)
-    assert title(figure) == waste.judge(TRACES / name).lines("")[0]
-    rows = samples.read(TRACES / name)
-    what, part = ("rank", "cores of each rank") if name.startswith("cpu") else ("gpu", "power of each GPU")
+    figure = timeline.figure(folder)
+    assert title(figure) == waste.judge(folder).lines("")[0]
+    rows = samples.read(folder)
+    what = "rank" if folder.name.startswith("cpu") else "gpu"
+    part = "cores of each rank" if what == "rank" else "power of each GPU"
     places = {(row["node"], row["number"]) for row in rows if row["what"] == what}
     assert len(labels(panel(figure, part))) == len(places) > 0
-    epochs = [row for path in samples.runs(TRACES / name) for row in records.read(path)]
+    epochs = [row for path in samples.runs(folder) for row in records.read(path)]
     training, evaluation = panel(figure, "epochs").collections[:2]
     assert len(training.get_paths()) == len(evaluation.get_paths()) == len(epochs)
     (speeds,) = (lines for lines in panel(figure, "images/s").collections if hasattr(lines, "get_segments"))
@@ -90,9 +91,9 @@ def test_a_trace_is_drawn_as_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "part", "told"),
     [
-        ("gpu_waiting_for_loader", "time of each", r"data 7\d %, other ranks \d %"),
-        ("gpu_waiting_for_loader", "power", r"\d\d of 400 W"),
-        ("gpu_launch_bound", "power", r"1\d\d of 400 W"),
+        ("input_bound", "time of each", r"data 9\d %"),
+        ("input_bound", "power", r"1\d\d of 700 W"),
+        ("launch_bound_64_tf32", "power", r"1\d\d of 700 W"),
         ("gpu_no_rank", "power", r"55 of 400 W, no rank"),
         ("gpu_idle", "power", r"6\d of 400 W"),
         ("gpu_memory_full", "memory", r"3[89]\.\d of 40\.0 GB"),
@@ -103,18 +104,19 @@ def test_a_trace_is_drawn_as_it_is(name: str) -> None:
     ],
 )
 def test_what_is_wrong_stands_out(name: str, part: str, told: str) -> None:
-    found = beside(panel(timeline.figure(TRACES / name), part))
+    (folder,) = (folder for folder in EVERY if folder.name == name)
+    found = beside(panel(timeline.figure(folder), part))
     assert {bold for text, bold in found.items() if re.fullmatch(told, text)} == {True}, found
 
 
 def test_nothing_stands_out_of_what_is_well() -> None:
-    figure = timeline.figure(TRACES / "gpu_healthy")
+    figure = timeline.figure(HEALTHY)
     assert not any(bold for axes in figure.axes for bold in beside(axes).values())
 
 
 def test_it_is_written_as_a_picture(tmp_path: Path) -> None:
     (tmp_path / "timeline.png").write_text("of before")
-    assert timeline.draw(TRACES / "gpu_healthy", tmp_path / "timeline.png") == tmp_path / "timeline.png"
+    assert timeline.draw(HEALTHY, tmp_path / "timeline.png") == tmp_path / "timeline.png"
     height, width, _ = plt.imread(tmp_path / "timeline.png").shape
     assert width == 1500 and 700 < height < 2000
 
@@ -170,7 +172,7 @@ def test_what_cannot_be_drawn_is_told_in_one_sentence(tmp_path: Path) -> None:
     empty, other, bare = (tmp_path / name for name in ("empty", "other", "bare"))
     for folder in (empty, other):
         folder.mkdir()
-    out, healthy = tmp_path / "out.png", TRACES / "gpu_healthy"
+    out, healthy = tmp_path / "out.png", HEALTHY
     assert told(empty, out) == told(tmp_path / "missing", out).replace("missing", "empty")
     assert re.fullmatch(r"there are no samples in .*empty: give a job that was sampled .*", told(empty, out))
     (other / "results.csv").write_text("name,value\n1,2\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import traces
 from conftest import REPOSITORY
-from traces import FROM_LOADERS, FULL, STARVED, TRACES, UNUSED, Gpu, Written
+from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
 
 from trainkit import records, samples
 from trainkit.analysis import comparison, waste, watched
@@ -26,11 +26,8 @@ FIRST_LINES = {
     "cpu_host_memory": ("host_memory", "of the job's memory"),
     "cpu_stalled_rank": ("stalled_rank", "SIGSTOP held rank 1"),
     "cpu_network_bound": ("network_bound", "the exchange of gradients takes"),
-    "gpu_healthy": (None, "no waste found"),
     "gpu_no_rank": ("no_rank", "no rank uses GPU 2 on n1: ask for 2 GPUs"),
     "gpu_idle": ("idle_gpu", "no work reaches GPU 1 on n1, while others work (63 of 400 W"),
-    "gpu_waiting_for_loader": ("waiting_for_loader", "takes 71 % of the training time of ranks 0, 1 on n1"),
-    "gpu_launch_bound": ("launch_bound", "short kernels leave GPU 0 on n1 at 18 % of its power"),
     "gpu_memory_full": ("memory_full", "98 % of the memory on GPUs 0, 1 on n1"),
     "gpu_throttled_by_heat": ("throttled", "heat (91 C) slows down GPU 1 on n1"),
     "gpu_throttled_by_cap": ("throttled", "a cap (power limit 150 W) slows down GPUs 0, 1 on n1"),
@@ -38,7 +35,7 @@ FIRST_LINES = {
     "gpu_slow_rank": ("stalled_rank", "rank 2 on n1 takes 2.8 times as long as the others"),
 }
 # On one H100: what the first line begins with, its kind and its grade.
-H100 = {
+RECORDED = {
     "batch_1024_bf16": (
         "could be faster: for 32 % of the time no kernel runs on GPU 0 on vm, at 35 % of its power above "
         "idle (297 of 700 W, utilisation 68 %, 2.99 ms a step): a larger batch per GPU",
@@ -87,7 +84,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize("name", FIRST_LINES)
 def test_each_trace_has_its_verdict(name: str) -> None:
     kind, words = FIRST_LINES[name]
-    verdict = waste.judge(TRACES / name)
+    verdict = waste.judge(folder_of(name))
     lines = verdict.lines("job 12")
     assert words in lines[0]
     assert [finding.kind for finding in verdict.findings[:1]] == ([kind] if kind else [])
@@ -99,10 +96,10 @@ def test_each_trace_has_its_verdict(name: str) -> None:
         assert math.isnan(verdict.energy_kwh) and "kWh" not in lines[-1]
 
 
-@pytest.mark.parametrize("name", H100)
+@pytest.mark.parametrize("name", RECORDED)
 def test_the_verdict_on_a_real_gpu(name: str) -> None:
-    words, kind_and_grade = H100[name]
-    verdict = waste.judge(REPOSITORY / "results/sample/h100/traces" / name)
+    words, kind_and_grade = RECORDED[name]
+    verdict = waste.judge(H100 / name)
     assert verdict.lines("job 12")[0].startswith(words)
     found = [(finding.kind, finding.grade) for finding in verdict.findings]
     assert found == [kind_and_grade] * (kind_and_grade is not None)
@@ -110,7 +107,8 @@ def test_the_verdict_on_a_real_gpu(name: str) -> None:
 
 def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
     there = {folder.name: folder for folder in TRACES.iterdir() if folder.is_dir()}
-    assert there.keys() == FIRST_LINES.keys() == traces.WRITTEN.keys() | traces.REAL.keys()
+    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | traces.REAL.keys()
+    assert there.keys() == {*traces.COMMITTED} | traces.REAL.keys()
     told = (TRACES / "README.md").read_text()
     for name, folder in there.items():
         assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 60_000
@@ -121,7 +119,7 @@ def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
 
 
 def test_a_written_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> None:
-    for name in ("gpu_healthy", "gpu_network_bound"):
+    for name in traces.COMMITTED:
         traces.write(tmp_path / name, traces.WRITTEN[name])
         for path in (tmp_path / name).rglob("*.csv"):
             assert path.read_text() == (TRACES / path.relative_to(tmp_path)).read_text()

@@ -3,28 +3,32 @@
 Every exercise is a folder beside its stage's check.py, such as `01_clock`, and is called `clock`:
 
     README.md   `# Title`, then a line `10 minutes. What you learn.`, then the question and the commands
-    starter/    the files to work on; the first command copies them to mine/, which git ignores
-    hints.md    three hints, each under a line that begins with `## `
-    solution/   the files of starter/ that change, done
     check.py    `check(mine)` returns what there was to see, or raises `Wrong`
+    starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
+    solution/   the files of starter/ that change, done
 
-check.py may also have `RECORDED`, files of the repository for whoever cannot run the exercise: logs, and CSVs
-of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
+In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
+`HINTS` has three, each under a line that begins with `## `. There may also be `GIVEN`, folders of the
+repository by where they go in mine/, and `RECORDED`, files of it for whoever cannot run the exercise: logs,
+and CSVs of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
 `STARTS_WITH`, a part of what the untouched starter is told, and `WRONG`, typical wrong answers: (file in
 mine/, text of the solution, what stands there instead, part of the hint that this gets); of runs, the file
 may be `runs/*.csv`.
 """
 
+import ast
 import difflib
 import itertools
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
 import sys
 import textwrap
 from argparse import Namespace
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +37,7 @@ from trainkit.analysis import packed
 from trainkit.command_line import Parser
 from trainkit.errors import UserError, tell
 from trainkit.files import replacing
-from trainkit.workshop.work import Mine, Wrong, as_wrong
+from trainkit.workshop.work import ANSWERS, OPEN, Mine, Wrong, as_wrong
 
 PROGRESS = "progress.json"
 PATIENCE = 120  # seconds for a check
@@ -57,13 +61,23 @@ class Exercise:
 
     @cached_property
     def hints(self) -> list[str]:
-        text = "\n" + (self.folder / "hints.md").read_text()
+        text = "\n" + self.plain["HINTS"]
         return [hint.partition("\n")[2].strip() for hint in text.split("\n## ")[1:]]
 
     @property
     def program(self) -> dict[str, object]:
         """What check.py defines."""
         return runpy.run_path(str(self.folder / "check.py"))
+
+    @cached_property
+    def plain(self) -> dict[str, object]:
+        """Of what check.py defines, the plain texts, lists and dicts. To run it would load PyTorch."""
+        found = {}
+        for node in ast.parse((self.folder / "check.py").read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                with suppress(ValueError):
+                    found[node.targets[0].id] = ast.literal_eval(node.value)
+        return found
 
     def check(self) -> str:
         """What there was to see.
@@ -84,10 +98,16 @@ class Exercise:
             signal.alarm(0)
 
     def begin(self) -> None:
-        """Lay out the starter, if it is not yet."""
-        starter = self.folder / "starter"
-        if not any((self.mine.folder / path.name).exists() for path in starter.iterdir()):
-            shutil.copytree(starter, self.mine.folder, dirs_exist_ok=True)
+        """Lay out the starter, and the open answers, if they are not yet."""
+        mine, starter = self.mine.folder, self._files("starter")
+        if any((mine / name).exists() for name in (ANSWERS, *(path.name for path in starter))):
+            return
+        mine.mkdir(exist_ok=True)
+        if starter:
+            shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
+        for name, given in self.plain.get("GIVEN", {}).items():
+            shutil.copytree(self.folder.parents[2] / given, mine / name)
+        (mine / ANSWERS).write_text(without_answers(self.plain["ANSWERS"]))
 
     def reset(self) -> Path | None:
         """Lay out the starter again; returns where the work until now is kept."""
@@ -117,14 +137,22 @@ class Exercise:
     def diff(self) -> str:
         """From the learner's files to those of the solution."""
         lines = []
-        for solution in sorted((self.folder / "solution").iterdir()):
-            mine = self.mine.folder / solution.name
+        for name, text in self.solution.items():
+            mine = self.mine.folder / name
             before = mine.read_text(errors="replace").splitlines() if mine.exists() else []
-            after = solution.read_text().splitlines()
-            lines += difflib.unified_diff(
-                before, after, f"mine/{mine.name}", f"solution/{mine.name}", lineterm=""
-            )
+            after = text.splitlines()
+            lines += difflib.unified_diff(before, after, f"mine/{name}", f"solution/{name}", lineterm="")
         return "\n".join(lines)
+
+    @property
+    def solution(self) -> dict[str, str]:
+        """The learner's files that change, done: their text by their names."""
+        programs = {path.name: path.read_text() for path in self._files("solution")}
+        return {ANSWERS: self.plain["ANSWERS"]} | programs
+
+    def _files(self, kind: str) -> list[Path]:
+        folder = self.folder / kind
+        return sorted(folder.iterdir()) if folder.exists() else []
 
     @cached_property
     def _readme(self) -> list[str]:
@@ -283,6 +311,11 @@ def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
     return f"python {shown(workbook.folder / 'check.py')} {command} {exercise.name}"
+
+
+def without_answers(text: str) -> str:
+    """Lines `name = value  # comment` with a `?` for each value."""
+    return re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", text, flags=re.MULTILINE)
 
 
 def _free(path: Path) -> Path:

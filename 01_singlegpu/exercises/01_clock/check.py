@@ -2,6 +2,25 @@
 
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Too high or too low: what is the number of clock.py before you mend it?
+prediction = high
+"""
+HINTS = """\
+## 1
+
+Print `seconds` of every epoch. How long do 20 steps of 2 milliseconds take, and how long did the clock see?
+
+## 2
+
+What must have happened before the clock may be read? `Device` has a method for it. And look at the first
+epoch: does it say anything about the others?
+
+## 3
+
+`torch.cuda.synchronize()` is called `device.synchronize()` here. Call it before the clock is read, once per
+epoch, not once per step. Leave `speeds[0]` out of the mean.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "= high", "= low", "Run the starter once more"),

@@ -12,6 +12,35 @@ RECORDED = {
     f"{EXERCISES}/strong_weak.csv": ["single-20261122-021517-5602262a"],  # resident
     f"{EXERCISES}/runs.csv": ["single-20261122-021127-4ffdbdd1"],  # without loader processes
 }
+ANSWERS = """\
+# Before you run: how many times as fast is the resident loader? A number such as 3.
+prediction = 3
+
+# From your runs, without the first epoch, which is the warm-up:
+resident_images_per_s = 1348
+workers_images_per_s = 1217
+times_as_fast = 1.11  # resident against workers
+resident_seconds = 8.7  # of training, in one epoch
+workers_seconds = 9.7
+"""
+HINTS = """\
+## 1
+
+images/s are the images of an epoch, divided by its seconds. So what are the seconds? And how many images
+has an epoch of these runs? The first line above the table ends with that number.
+
+## 2
+
+It is less than `--train-size` says, since a last batch that is not full is dropped. The seconds of the
+evaluation (`eval s` in `mine/comparison.md`) do not belong to the training, and the first epoch, the
+warm-up, counts nowhere.
+
+## 3
+
+`times_as_fast` is `resident_images_per_s` divided by `workers_images_per_s`. With 11,776 images per epoch
+and 1,000 images/s an epoch takes 11.8 seconds. The CSV files in `mine/runs` have the seconds of every
+epoch: `train_seconds`.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1201", "Is the first epoch in"),

@@ -12,6 +12,30 @@ RECORDED = {
     ],
     f"{EXERCISES}/strong_weak.csv": ["single-20261122-021517-5602262a"],  # resident
 }
+ANSWERS = """\
+# Before you run: the best number of workers, one of 0, 1, 2 and 4.
+prediction = 2
+
+# From your runs:
+best = 1    # number of workers with the most images/s
+percent = 99 # images/s of that run, in percent of the resident one's
+limit = training   # training, cores or loader
+"""
+HINTS = """\
+## 1
+
+In the table, the column variant tells the number of workers; the row with nothing in it has 0. Two rows
+whose min..max overlap are equally good.
+
+## 2
+
+Compare the best row with that of the resident loader. If they are about equal, could any loader be faster?
+
+## 3
+
+About equal to resident (95 % and more): `training`. Clearly below: does the speed still grow from 2 workers
+to 4? If so, `loader`; if it stays or falls, there are no cores for more, `cores`.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "best = 1", "best = 0", "but another one 1,336"),

@@ -9,6 +9,37 @@ RECORDED = {
         "single-20261121-235344-69ec62a3",  # 1024
     ]
 }
+ANSWERS = """\
+# Before you run: which batch is first at 97 % test accuracy? 64, 256 or 1024.
+prediction = 256
+
+# From your runs, a batch each:
+highest_throughput = 1024
+highest_accuracy = 64  # after the last epoch
+first_at_97 = 64       # the fewest seconds until then
+
+steps_64 = 156    # optimizer steps of one epoch with batch 64
+steps_1024 = 9  # and with batch 1024
+
+# What does an epoch have less of with batch 1024, so that the network learns less in it?
+# images, steps or seconds
+why = steps
+"""
+HINTS = """\
+## 1
+
+Three columns tell: images/s, acc. % and, with `--target 97`, s to 97 %. A dash there means: never.
+
+## 2
+
+A batch that is not full is dropped. So the steps of an epoch are the images divided by the batch, rounded
+down. The number of images is that of `--train-size` (recorded runs: 10,000).
+
+## 3
+
+Every epoch shows the network the same images. But it changes its weights once per step, and with the same
+learning rate each change is about as large. Which of the three batches makes the most changes per epoch?
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),

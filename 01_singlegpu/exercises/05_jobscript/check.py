@@ -10,6 +10,31 @@ from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Mine, Wrong
 
 JOB = "job.sh"
+ANSWERS = """\
+# Before you submit: will the output of the job come to the terminal or into a file?
+prediction = file
+
+# One line of job.sh as you found it would have been ignored. What was it about?
+# One word: name, nodes, memory or time
+ignored = memory
+"""
+HINTS = """\
+## 1
+
+One process with one GPU: `--ntasks` and `--gpus-per-node` say just that. The process itself needs a core,
+and so does each loader worker. And what is the difference between `#SBATCH` and `# SBATCH`?
+
+## 2
+
+In `--output`, Slurm replaces `%j` by the number of the job. `set` wants `-e` (end at an error) and `-u` (a
+variable that is not set is an error); `pipefail` needs `-o`: together `-euo pipefail`. The time of a short
+job is some minutes, such as 00:15:00.
+
+## 3
+
+`srun --cpus-per-task="$SLURM_CPUS_PER_TASK"` hands on the number of the `#SBATCH` line. The ignored line is
+the one that asks for memory: take out the blank behind `#`.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),

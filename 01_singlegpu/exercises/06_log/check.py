@@ -2,6 +2,37 @@
 
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Before you open sacct.txt: how many of its 2 cores did job 3 keep busy, on average?
+prediction = 2
+
+# Job 3:
+images_per_s = 178  # behind the warm-up
+busy_cores = 0.66    # from sacct, on average
+memory_mb = 808     # the most that the training took; K in sacct are about thousandths of an MB
+
+# Job 4:
+exit_code = 137  # as its log says
+signal = 9     # the number of the signal that this exit code stands for
+why = memory        # what was it, in the end? error, time, memory or user
+"""
+HINTS = """\
+## 1
+
+The first epoch is the warm-up, so two epochs are left: take the number between their two speeds. In sacct,
+`3.1` is what the second `srun` of the job started: the training.
+
+## 2
+
+`Elapsed` is hours:minutes:seconds, `TotalCPU` here minutes:seconds, of all cores together. One core that is
+busy all the time makes as much TotalCPU as Elapsed. An exit code above 128 is 128 plus the number of a
+signal.
+
+## 3
+
+91 s of CPU time in 139 s are 0.66 cores. In job 4 look at the first line behind the two lines on what is
+trained, and in sacct at ReqMem beside MaxRSS.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "images_per_s = 178", "images_per_s = 170", "first epoch"),

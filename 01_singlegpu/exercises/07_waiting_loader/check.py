@@ -9,6 +9,35 @@ from typing import NamedTuple
 from trainkit import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# Before you run: of 100 seconds of training, how many does it wait for images?
+prediction = 30
+
+# From your runs, behind the warm-up:
+waited = 60  # seconds of 100, in the first run
+waits = 5.6   # seconds of 100, in the cured one
+times = 10   # images/s of the cured one, by those of the first
+workers = 10 # of the first kind, to keep up with the cured training
+"""
+HINTS = """\
+## 1
+
+`for pixel in image.flatten()` makes an object of each of 784 pixels, and Python goes through them four
+times. What does PyTorch have that does it for all pixels at once? And for all images of a batch?
+
+## 2
+
+`images.mean(dim=(1, 2, 3), keepdim=True)` has the mean of each image of a batch (n, 1, 28, 28); `std` takes
+the same, and `correction=0`. A `Split` has two ways to prepare images: `prepare_one` for a loader's
+process, one at a time, and `prepare` for a batch, on the device. `--loader resident`, the default, calls
+the second one.
+
+## 3
+
+`replace(split, prepare=prepare, prepare_one=None)`, where `prepare` takes bytes (n, 1, 28, 28): first
+`images = images.float()`. In the first run one worker is busy all the time, so its images/s are what one
+can prepare: divide the cured images/s by that, and round up.
+"""
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader.csv": []}
 WRONG = [

@@ -9,6 +9,38 @@ from torch import nn
 
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+# Before you change anything: the first name in state_dict() of the wrapped network.
+prediction = module.hidden.weight
+
+# The model is wrapped, and there are four GPUs. Between two steps,
+weights_on = first       # first or all: which GPUs hold the weights that the next step begins with?
+optimizer_state_on = first   # first or all: which hold what Adam remembers of every weight?
+
+# guess() is a method of Net. Who works in these calls: all, first (only the first GPU), or error?
+model_guess = error      # model.guess(images)
+module_guess = first     # model.module.guess(images)
+"""
+HINTS = """\
+## 1
+
+`print(model)` after wrapping, and look at the names in `model.state_dict()`. Where is the network
+that you gave to `nn.DataParallel`? And what does `load_state_dict` return when `strict=False`
+stands there?
+
+## 2
+
+The wrapper keeps the network as `model.module`, and so every name begins with `module.`. Do not
+cut names: ask the right object for its `state_dict()`. A strict `load_state_dict` tells you when
+the names do not fit.
+
+## 3
+
+`return nn.DataParallel(model)`, `torch.save(model.module.state_dict(), path)`, and no
+`strict=False`. The GPUs but the first get copies of the weights for one step, and forget them.
+Only `model(...)` is split over them: the wrapper has no `guess`, and `model.module` is the plain
+network.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("wrap.py", "nn.DataParallel(model)", "model", "still a plain"),

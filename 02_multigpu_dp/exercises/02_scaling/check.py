@@ -2,6 +2,42 @@
 
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Before you run: how many times the images/s of one will two devices do, with batch 128? As 1.5
+prediction = 1.8
+
+# From the table. What does batch 256 alone gain: images/s of ONE device with 256, by those of ONE with 128?
+batch_alone = 1.08
+
+# strong or weak?
+# The same training, with batch 128, has to be done sooner. Which one tells whether a second device helps?
+tells_sooner = strong
+# One device is full with 128 images, and the steps may change. Which one tells what a second device adds?
+tells_more = weak
+
+# From one device to two, both with batch 128, what shrinks more: an epoch's training, or the whole run?
+shrinks_more = epoch    # epoch or run
+"""
+HINTS = """\
+## 1
+
+Which epoch is not to be in the median, and why? In strong scaling the global batch stays, in weak
+scaling the batch of each device does.
+
+## 2
+
+Speedup says how many times as fast: it is 2 for two devices that lose nothing. Efficiency is the
+share of that: 1, or 100 %. For the total time one number of the CSV is enough. `python
+../results/plot_results.py FOLDER --out FOLDER` makes the same comparison: look whether yours
+agrees.
+
+## 3
+
+`epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
+speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
+For `batch_alone` divide the two lines of one device. The same steps, only sooner: strong. Other
+steps, more images: weak.
+"""
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/strong_weak.csv": []}
 WRONG = [

@@ -6,6 +6,37 @@ import torch
 
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Before you count: with four GPUs, how many times as many bytes does the first GPU of DataParallel send
+# as a GPU of DDP?
+prediction = 2
+
+# From the table.
+dp_sends = 15.0       # MB that the first GPU of DataParallel sends in a step, with 4 GPUs
+ddp_sends = 7.2      # MB that each GPU of DDP sends, with 4 GPUs
+nearly_equal = 2   # With how many GPUs do both send nearly the same?
+bounded = ddp        # Which of them does not exceed 10 MB, however many GPUs there are? dp, ddp or both
+# MB that each of the other 3 GPUs of DataParallel takes in: weights, images, gradients of outputs
+each_takes_in = 5.0
+"""
+HINTS = """\
+## 1
+
+Draw four GPUs. From the first one, an arrow to each of the others for everything that goes out.
+How many arrows are there, and what is in each: all of it, or a slice?
+
+## 2
+
+A tensor has `numel()` numbers of `element_size()` bytes. All the weights go to each of `gpus - 1`
+others, and as many gradients come back. Of images and outputs only (gpus - 1) / gpus travels.
+Gradients are as large as what they are the gradients of.
+
+## 3
+
+sent = (gpus - 1) * weights + (gpus - 1) / gpus * (images + outputs), where `outputs` stands for
+their gradients; taken in = (gpus - 1) * weights + (gpus - 1) / gpus * outputs, where `weights`
+stands for theirs; DDP: 2 * (gpus - 1) / gpus * weights. Take the bytes of each.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("traffic.py", "tensor.numel() * tensor.element_size()", "tensor.numel()", "not bytes"),

@@ -5,6 +5,35 @@ from collections.abc import Callable
 
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+prediction = 2       # before you open ranks.txt: how many of the 4 processes have local rank 0?
+
+# FIRST job of ranks.txt
+world_size = 4
+gpu_of_rank_3 = 1    # the N of its cuda:N
+ranks_on_n2 = 2 3    # which ranks share node n2? Such as: 0 3
+
+# SECOND job
+gpu_of_rank_2 = 1    # the N of its cuda:N
+"""
+HINTS = """\
+## 1
+
+In each line of the log, the number in front of the first colon is the rank, and what follows is
+the node. Sort the four lines by node, on paper.
+
+## 2
+
+The world size counts the processes of all nodes. A GPU is counted on its own node: both nodes
+have a `cuda:0` and a `cuda:1`, and none has a `cuda:3`. Which number of a process begins at 0 on
+every node?
+
+## 3
+
+Take the first three rows of the table in the README, and leave the fourth. `gpu` returns
+`local_rank`: in the log of the second job, see why a formula of the rank, such as `rank % 2`,
+would give ranks 0 and 2 the same GPU.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "world_size = 4", "world_size = 2", "the processes of one node"),

@@ -16,6 +16,32 @@ from torch.utils.data import TensorDataset
 from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Before you start the script: from how many of its ten bugs do you expect an error or a warning,
+# on one machine?
+prediction = 0
+"""
+HINTS = """\
+## 1
+
+Go by functions. Who am I and where do we meet is in `join`; the data in `split` and `evaluate`;
+the new order, the gradient and the sums in `train_epoch`; the clock in `fit`. Ask of every line:
+what does it do on rank 1, and what on the second node?
+
+## 2
+
+What DDP does: it averages the gradients, in `backward`. What it does not: your own sums.
+`dist.all_reduce(tensor)` adds a tensor up over all ranks, and `dist.barrier()` waits until all
+are there. Sum the losses and count the images on each rank, and divide after the sums are those
+of all.
+
+## 3
+
+The launcher sets `RANK`, `MASTER_ADDR` and `MASTER_PORT`: take them as they are. `random_split`
+takes a `generator=torch.Generator().manual_seed(SEED)`. A `DistributedSampler` has
+`set_epoch(epoch)`, and pads what does not divide: `Subset(images, range(rank, len(images),
+size))` does not. A barrier goes before each of the two readings of the clock.
+"""
 STARTS_WITH = "`prediction`"
 SCRIPT, BATCH, IMAGES, SLOW = "broken_ddp.py", 8, 32, 1  # seconds that rank 1 is late, or slower
 CLOCK = time.perf_counter  # all processes of a machine have the same

@@ -8,6 +8,33 @@ from torch import nn
 from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+# Before you run the starter, which averages nothing: are the weights of the ranks then equal or different?
+prediction = different
+
+# 4 ranks sum their gradients and forget to divide. With SGD that is as if the learning rate were how many
+# times as large?
+forgot_to_divide = 4
+"""
+HINTS = """\
+## 1
+
+`model.parameters()` goes through the weights and biases, in the same order on every rank. After
+`backward` the gradient of each is in its `.grad`.
+
+## 2
+
+A sum is no mean yet: divide it by the number of ranks, whatever that is. And a frozen layer has
+no gradient: its `.grad` is `None`, on every rank.
+
+## 3
+
+    for weights in model.parameters():
+        if weights.grad is not None:
+            dist.all_reduce(...)
+
+and one more line, with `dist.get_world_size()`.
+"""
 STARTS_WITH = "`prediction`"
 SCRIPT, REDUCE = "average.py", "dist.all_reduce(weights.grad)"
 BOTH = "weights.grad)\n            weights.grad"

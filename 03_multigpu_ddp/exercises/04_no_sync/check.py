@@ -11,6 +11,27 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+# Before you run the starter: how often do the ranks exchange gradients in one step of 4 micro-batches?
+prediction = 4
+"""
+HINTS = """\
+## 1
+
+Print `model.module.weight.grad.norm()` after each `backward`. With one part and with four, which
+two numbers should be equal, and by which factor are they not?
+
+## 2
+
+The mean over 64 images is the mean of the 4 means over 16, not their sum. And the ranks need each
+other's gradients once, when all parts are in: which of the 4 backward passes is that?
+
+## 3
+
+`for part, (inputs, targets) in enumerate(..., start=1):`, within it `with model.no_sync() if part
+< parts else nullcontext():` around both the model's call and `backward`, and the loss divided by
+`parts`. `zero_grad` stays in front of the loop.
+"""
 STARTS_WITH = "`prediction`"
 SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"

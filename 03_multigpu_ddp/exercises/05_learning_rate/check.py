@@ -5,6 +5,44 @@ from collections.abc import Callable
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 RECORDED = {"results/sample/cpu-xeon-2-cores/learning_rate/runs.csv": []}
+ANSWERS = """\
+# Before you look at the runs: which rule is best for SGD at a global batch of 1,024: none, linear or sqrt?
+prediction = linear
+
+# The test accuracies (acc. %) of the runs with SGD
+batch_64 = 98.64
+batch_256_none = 97.23
+batch_256_linear = 98.47
+batch_1024_none = 93.68
+batch_1024_linear = 14.56
+batch_1024_sqrt = 96.96
+
+# How many of its five epochs did the run with SGD, batch 1,024 and the linear rule do?
+epochs_1024_linear = 1
+
+# With SGD, and with Adadelta (recipe classic): which rule is best at batch 4,096: none, linear or sqrt?
+sgd_4096 = none
+adadelta_4096 = none
+"""
+HINTS = """\
+## 1
+
+In the table, look at the columns batch, variant and acc. %, in the rows whose variant begins with
+`sgd`. A run that ended early, its loss no number any more, has a note below the table, and its epochs in
+the last column of comparison.md.
+
+## 2
+
+The global batch is that of one rank times the ranks. Four ranks with 16 images each are a batch
+of 64, and nothing changes. By how much did the batch grow against 64? How many images have been
+seen when a step ends?
+
+## 3
+
+`growth = batch_per_rank * ranks / BATCH`. The linear rule is `lr * growth`, the other one `lr *
+growth ** 0.5`. Step `step` ends with image number `step * global_batch`; divide that by
+`warmup_images`, but let it be 1 at most.
+"""
 STARTS_WITH = "`prediction`"
 SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
 WARM = "step * global_batch / warmup_images"

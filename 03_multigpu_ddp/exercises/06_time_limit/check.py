@@ -5,6 +5,37 @@ import re
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+# How many steps will the job do twice?
+prediction = 15
+# Of the first stop: where the job goes on
+epoch = 3
+step = 15
+# Steps that were done twice
+repeated = 0
+# Steps that would have been lost without the signal, at least
+lost = 15
+# Epochs that the CSV marks as warmup
+warmups = 3
+"""
+HINTS = """\
+## 1
+
+Look for three lines in the log: `stopped after`, `resumed from`, and the first `epoch` after
+that. Nothing to be found? Then the job has not been stopped yet: give it more epochs (or images),
+or wait.
+
+## 2
+
+`resumed from .../epoch-3-step-40.pt` means: 40 steps of epoch 3 were done, and it goes on with
+the 41st. Which steps does it then repeat? Without the signal the newest checkpoint would be
+`epoch-3-step-0.pt`.
+
+## 3
+
+Nothing is repeated: `repeated = 0`. `lost` is the same number as `step`. `warmups` is the number
+of rows of the CSV with a 1 in the column `warmup`, the fifth: each new process has a first epoch.
+"""
 STARTS_WITH = "`prediction`"
 _EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
 RECORDED = {f"{_EXERCISES}/job.txt": [], f"{_EXERCISES}/runs.csv": ["ddp-20261122-023235-013c9ba4"]}

@@ -5,6 +5,34 @@ from pathlib import Path
 
 from trainkit.workshop.work import Mine, Wrong
 
+ANSWERS = """\
+# Before you open the log: how many of the four ranks have written a traceback?
+prediction = 1
+# What the log says
+tracebacks = 3
+rank = 2
+node = n2
+how = killed    # exception, killed, network, time_limit or hung
+line = 40        # the number of a line of job.txt
+"""
+HINTS = """\
+## 1
+
+A rank that is killed cannot write any more. So who writes a traceback lived on, at least for a
+moment. Which rank wrote none?
+
+## 2
+
+"Connection closed by peer" is what the others see when a rank dies. The launcher is the one who
+sees how each task ends: look for the lines that begin with `srun: error`. srun's task N is rank N
+here.
+
+## 3
+
+There are four such lines. The last three come after `Terminating`: those tasks were ended, or
+ended themselves, because another had died. The first one has the node, the rank and the word for
+how it ended.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it lived on"),

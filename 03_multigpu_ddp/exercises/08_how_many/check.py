@@ -5,6 +5,33 @@ from pathlib import Path
 
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# How many times as fast as 8 GPUs are 16?
+prediction = 1.5
+# How many GPUs?
+fastest = 16
+cheapest = 1
+deadline = 2
+budget = 8
+rule = 4
+"""
+HINTS = """\
+## 1
+
+Begin with the row of one GPU: its speedup is 1, its efficiency 100 %. How many images does the
+whole training have? How many seconds do they take at its images/s?
+
+## 2
+
+speedup(N) = images/s(N) / images/s(1), and efficiency(N) = 100 x speedup(N) / N. Minutes =
+64,000,000 / images/s / 60. GPU-hours = minutes / 60 x N. None of them needs `weak_images_per_s`.
+
+## 3
+
+For each of the five questions cross out the rows that are not allowed (8 hours are 480 minutes).
+Of those that are left, take the one with the fewest minutes, or with the fewest GPU-hours where
+those are asked for.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("table.csv", "60.1,173,23.1", "60.1,173,2.9", "each of the 8 GPUs"),

@@ -6,6 +6,41 @@ from pathlib import Path
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Which table would you have believed? A letter
+prediction = D
+# The mistake of each: batch, warmup, busy, rank0 or upside_down
+A = rank0
+B = upside_down
+C = batch
+D = warmup
+E = busy
+# What should have stood in the bold cell: percent, of D images/s
+A_true = 66.0
+B_true = 94.4
+C_true = 89.6
+D_true = 1306
+E_true = 94.4
+"""
+HINTS = """\
+## 1
+
+An efficiency above 100 % occurs twice, for two reasons. Divide the images/s of the table: is the printed
+speedup right? If it is, how was the efficiency made of it? And is each speed the one that `epochs.csv`
+gives?
+
+## 2
+
+Mean of epochs 2 and 3 of each run (epoch 1 is the warm-up), beside the tables' images/s: which
+differ, and by which factor? One is just half. One is the mean of three epochs. One comes from a
+run whose epochs differ much from each other.
+
+## 3
+
+Efficiency = images/s of two / images/s of one / 2, with the same global batch in both, of epochs
+2 and 3. For E there is a second run of one device at the same batch, whose epochs agree: take
+that. D_true is the mean of the epochs 2 and 3 of 4 workers.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "C = batch", "C = upside_down", "both rows of table C"),

@@ -6,6 +6,33 @@ import statistics
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# Two GPUs on two nodes, against two on one: faster, same or slower?
+prediction = slower
+# Of the run on two nodes
+global_batch = 64
+batch_per_device = 32
+interface = eth0
+megabytes = 4.8     # that each rank sends in a step
+ratio = 1.24        # images/s on two nodes / images/s on one
+"""
+HINTS = """\
+## 1
+
+The second line of a run's output has the nodes, the ranks and the batch of each device; the first
+one the global batch. With --debug there is a line `rank 1 on ...` before them.
+
+## 2
+
+At the end of the line `rank 1 on n2: ...` stands `interface ... towards rank 0`. Two ranks send 2
+(2 - 1) / 2 = 1 times the gradients in each step: how many megabytes are 1,199,882 numbers of 4
+bytes?
+
+## 3
+
+`megabytes` is 4.8. For `ratio` take the column `images_per_s` of the epochs with warmup 0, or the
+lines of epochs 2 and 3 of the logs: their mean on two nodes, divided by their mean on one.
+"""
 STARTS_WITH = "`prediction`"
 _EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
 RECORDED = {

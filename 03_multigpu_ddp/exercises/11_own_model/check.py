@@ -11,6 +11,31 @@ from types import ModuleType
 from trainkit import records
 from trainkit.workshop.work import Mine, Wrong, near
 
+ANSWERS = """\
+# How many lines of mnist_ddp.py will you change or add?
+prediction = 8
+"""
+HINTS = """\
+## 1
+
+Search for `Net`, `data.load`, `nll_loss` and `"ddp"` in `mine/my_training.py`: these are all the
+places. Leave `here.rank` and `here.size` where they are.
+
+## 2
+
+`data.Split("waves", inputs, targets)` is one part of the data; `data.load` returned two. The loss
+for raw logits is `F.cross_entropy`. `channels_last` is a layout of images, which waves have no
+use for.
+
+## 3
+
+    train_set = data.Split("waves", *waves(2000, seed=1))
+    test_set = data.Split("waves", *waves(500, seed=2))
+    model = WaveNet().to(here.device)
+
+and `F.cross_entropy` twice, `Run("waves", ...)`, and `from waves import WaveNet, waves` at the
+top.
+"""
 STARTS_WITH = "`prediction`"
 _SHARE, _DDP = (
     ", here.rank, here.size",

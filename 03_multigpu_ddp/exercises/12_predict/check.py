@@ -5,6 +5,35 @@ import math
 from trainkit.analysis import advice, comparison
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# Four devices, global batch 128: how many times the images/s of one?
+prediction = 3
+# By hand
+serial_ms = 19.6    # what the devices do not divide, of a step at batch 128
+four = 3294         # images/s
+most_128 = 3        # devices
+most_512 = 6
+# Asked
+low = 2500          # images/s of four devices at batch 128
+high = 3430
+refused = 8         # devices
+"""
+HINTS = """\
+## 1
+
+T(1) = s + p and T(2) = s + p / 2. Take the half of the first from the second: what is left?
+
+## 2
+
+s = 2 T(2) - T(1), and p = T(1) - s. Four devices take s + p / 4 for a step of 128 images.
+For the efficiency, write N T(N) = N s + p: it grows by s with every device.
+
+## 3
+
+N s + p may be T(1) / 0.7 at most, so that N is (T(1) / 0.7 - p) / s at most. Round down. In the
+table of how_many_gpus.py the interval stands beneath its number; what it does not predict, and why,
+stands beneath the table.
+"""
 STARTS_WITH = "`prediction`"
 RECORDED = {  # each twice: one worker and two at batch 128, then at 512
     "results/sample/cpu-xeon-2-cores/scaling/w32.csv": [

@@ -6,6 +6,38 @@ from pathlib import Path
 from trainkit import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# Two nodes, 256 images each: how many times the images/s of one worker with 256?
+prediction = 1.5
+# From the runs and from the doctor
+step_ms = 191       # one worker, 256 images
+exchange_ms = 401   # of all gradients, between two nodes
+# The step on two nodes
+longest_ms = 592    # the exchange after all that is computed
+shortest_ms = 401   # both at the same time
+# Images/s of both nodes together
+least = 865
+most = 1277
+# Asked
+recommended = 1     # workers, at a global batch of 512
+"""
+HINTS = """\
+## 1
+
+A step is the batch divided by images/s. How many bytes are 1,199,882 gradients? Which two lines of
+the doctor's are they between?
+
+## 2
+
+4.8 million bytes are a little more than the line of 4,194,304, and take as much longer: multiply its
+seconds by 4,799,528 / 4,194,304. What the doctor measured is the whole sum, with everything that
+each rank sends for it.
+
+## 3
+
+Longest: step + exchange. Shortest: the larger of the two. In both of them two nodes do 2 x 256
+images.
+"""
 STARTS_WITH = "`prediction`"
 _SLOW = "results/sample/cpu-xeon-2-cores/slow_network"
 _DOCTOR = f"{_SLOW}/two_nodes/all_reduce/20261122-060146-2x2.tsv"

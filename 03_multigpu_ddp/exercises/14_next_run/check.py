@@ -8,6 +8,32 @@ from pathlib import Path
 from trainkit import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# Which of the six would you start?
+prediction = F
+# Letters of candidates.csv
+nothing = B, C, E   # all that tell nothing about two workers or four
+cheapest = F        # of the others
+# Of the kit's second answer
+efficiency = 92.7   # % of two workers
+four = predicted    # of four workers: measured, predicted or unknown
+"""
+HINTS = """\
+## 1
+
+Seconds / 3600 are hours, and each of the workers costs them. As for what a run tells: what is in a
+step on two workers that is in no step on one?
+
+## 2
+
+Workers exchange gradients. No run on one worker has that in it, however long it is. And what does
+the kit do with the first epoch of every run?
+
+## 3
+
+The first epoch is the warm-up, which no mean has in it. So a run of one epoch measures nothing.
+Three runs are left: of them the cheapest is the one with fewer workers and fewer epochs.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("candidates.csv", "F,2,512,3,27,0.015", "F,2,512,3,27,0.0075", "Each of the 2 workers"),

@@ -7,6 +7,33 @@ from trainkit import samples
 from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# From ended.txt alone: which job do you suspect? Its number.
+prediction = 1
+
+# From all that there is
+job = 3        # its number
+idle = 2       # of its GPUs
+gpu_hours = 0.111  # of these
+percent = 19.1    # of the GPU-hours of all four jobs
+"""
+HINTS = """\
+## 1
+
+`gres/gpu=2` in AllocTRES are all GPUs of a job, on all of its nodes. For each job, set that beside its
+ranks. Of what `srun` started, count the training, not `env`, which only tried the environment.
+
+## 2
+
+`torchrun` is one task for Slurm, and starts a rank for each GPU: the samples have them all. Look at every
+node of a job: its ranks count over all nodes.
+
+## 3
+
+Job by job: GPUs - ranks. The hours are those of the whole job (the line without a dot, Elapsed): from its
+first second on a GPU is yours, and nobody else's. In the script, `--ntasks` counts over all nodes and
+`--gpus-per-node` on each.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "job = 3", "job = 1", "is torchrun"),

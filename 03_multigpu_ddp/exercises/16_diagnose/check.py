@@ -1,19 +1,53 @@
-"""Computes the numbers from the traces in starter/, and asks the kit for its verdict on them."""
+"""Computes the numbers from the traces that are given, and asks the kit for its verdict on them."""
 
 import runpy
 import statistics
 from pathlib import Path
 
-from trainkit import samples
 from trainkit.analysis import waste
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
+ANSWERS = """\
+# From the table alone: which job wastes most, a, b or c?
+prediction = b
+
+a_cause = launch_bound
+a_power = 20    # percent of its limit
+a_cure = batch
+
+b_cause = stalled_rank
+b_rank = 2
+b_waits = 67    # of 100 seconds, by one of the others
+b_cure = rank
+
+c_cause = shared_cores
+c_core = 50     # percent
+c_cure = cores
+"""
+HINTS = """\
+## 1
+
+Utilisation is the share of the time in which some kernel ran. A kernel can be short, and it can do nothing
+but wait for another GPU. Power tells the work: set it beside its limit. And what limits a rank is not
+always its GPU.
+
+## 2
+
+Compare `own_seconds` of the ranks of `b` with each other. A rank in NCCL that waits has a GPU at 100 % and
+little power: the kernel that waits is a kernel. Of `c`, look at `core_list` of both ranks.
+
+## 3
+
+`a`: 143 of 700 W, hardly any waiting for data, and 64 images in a step: each kernel is over before the next
+one is started. `b`: 11.2 of 12 seconds are rank 2's own work, and 4.0 rank 0's. `c`: both ranks may only
+use core 0.
+"""
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "a_cause = launch_bound", "a_cause = nothing", "of its limit"),
     ("answers.txt", "a_cause = launch_bound", "a_cause = waiting_for_loader", "`data_seconds`"),
-    ("answers.txt", "a_power = 29", "a_power = 94", "utilisation"),
-    ("answers.txt", "a_power = 29", "a_power = 117", "in watts"),
+    ("answers.txt", "a_power = 20", "a_power = 24", "utilisation"),
+    ("answers.txt", "a_power = 20", "a_power = 143", "in watts"),
     ("answers.txt", "a_cure = batch", "a_cure = fewer", "64 images"),
     ("answers.txt", "b_cause = stalled_rank", "b_cause = nothing", "waits is a kernel, too"),
     ("answers.txt", "b_cause = stalled_rank", "b_cause = idle_gpu", "by utilisation alone"),
@@ -29,7 +63,12 @@ WRONG = [
     ("answers.txt", "c_core = 50", "c_core = 60", "it waited"),
     ("answers.txt", "c_cure = cores", "c_cure = batch", "another core"),
 ]
-STARTER = Path(__file__).parent / "starter"
+REPOSITORY = Path(__file__).resolve().parents[3]
+GIVEN = {
+    "a/monitor": "results/sample/h100/traces/launch_bound_64_tf32",
+    "b/monitor": "results/sample/traces/gpu_slow_rank",
+    "c/monitor": "results/sample/traces/cpu_shared_cores",
+}
 CAUSES = ("idle_gpu", "waiting_for_loader", "launch_bound", "memory_full", "throttled")
 CAUSES += ("shared_cores", "stalled_rank", "nothing")
 CURES = {"a": "batch", "b": "rank", "c": "cores"}
@@ -38,7 +77,7 @@ NUMBERS = {
     "b": [("rank", "own_seconds"), ("rank", "data_seconds"), ("epoch", "train_seconds")],
     "c": [("rank", "cores"), ("rank", "waiting")],
 }
-values = runpy.run_path(str(STARTER / "look.py"))["values"]
+values = runpy.run_path(str(Path(__file__).parent / "starter" / "look.py"))["values"]
 
 
 def check(mine: Mine) -> str:
@@ -50,17 +89,17 @@ def check(mine: Mine) -> str:
         _check_cure(answers, job)
     return (
         f"By utilisation you suspected {prediction}. All three wasted, and none of them by what their users "
-        "had looked at: `a` is busy with starting kernels, the busiest GPUs of `b` are those that wait, and "
-        "the core of `c` is full because two ranks take turns at it. So look first at images/s, then at "
-        "power beside its limit, then for the one among equals that differs; the lines that begin with "
-        "`watch` do that at the end of each job. For `a` one GPU is enough, or too much: with 64 images in "
-        "a step, no GPU could be full."
+        "had looked at: the core of `a` is busy with starting kernels, the busiest GPUs of `b` are those "
+        "that wait, and the core of `c` is full because two ranks take turns at it. So look first at "
+        "images/s, then at power beside its limit, then for the one among equals that differs; the lines "
+        "that begin with `watch` do that at the end of each job. For `a` one GPU is enough, or too much: "
+        "with 64 images in a step, no GPU could be full."
     )
 
 
 def _check_cause(answers: Answers, job: str) -> None:
     name, given = f"{job}_cause", answers.word(f"{job}_cause", *CAUSES)
-    if given == waste.judge(STARTER / job / samples.FOLDER).findings[0].kind:
+    if given == waste.judge(_trace(job)).findings[0].kind:
         return
     if given == "waiting_for_loader":
         waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")
@@ -143,6 +182,11 @@ def _check_cure(answers: Answers, job: str) -> None:
     raise Wrong(f"`{job}_cure = {given}`: {hints[job]}")
 
 
+def _trace(job: str) -> Path:
+    return REPOSITORY / GIVEN[f"{job}/monitor"]
+
+
 def _means(job: str, what: str, column: str) -> list[float]:
     """Of each GPU or rank, in the order of their numbers."""
-    return [statistics.fmean(found) for _, found in sorted(values(STARTER / job, what, column).items())]
+    of_each = values(_trace(job), what, column)
+    return [statistics.fmean(found) for _, found in sorted(of_each.items())]

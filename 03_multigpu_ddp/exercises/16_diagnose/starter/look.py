@@ -25,7 +25,7 @@ def main() -> None:
     opts = parser.parse_args()
     if unknown := set(opts.column) - set(COLUMNS):
         parser.error(f"there is no column {unknown.pop()}")
-    trace = Path(__file__).parent / opts.trace
+    trace = Path(__file__).parent / opts.trace / samples.FOLDER
     found = {column: values(trace, opts.what, column) for column in opts.column}
     print(f"{'':8}", *(f"{column:>15}" for column in opts.column))
     for number in {number: None for of_each in found.values() for number in of_each}:
@@ -33,9 +33,8 @@ def main() -> None:
         print(f"{opts.what:5} {number:2}", *(f"{told:>15}" for told in means))
 
 
-def values(trace: Path, what: str, column: str) -> dict[str, list[object]]:
+def values(folder: Path, what: str, column: str) -> dict[str, list[object]]:
     """What is in a column, by the number of the GPU or rank: in samples of the training, or in its record."""
-    folder = trace / samples.FOLDER
     (path,) = samples.runs(folder)
     epochs = [row for row in records.read(path) if not row["warmup"]]
     if what == EPOCH:

@@ -1,0 +1,128 @@
+"""Compares the answers with the recorded traces: their verdicts, and the records of their trainings."""
+
+import re
+import statistics
+from pathlib import Path
+
+from trainkit import records
+from trainkit.analysis import waste
+from trainkit.workshop.work import Answers, Mine, Wrong, near
+
+ANSWERS = """\
+# Before you look: which batch gains more, 64 or 1024?
+prediction = 64
+
+# From the verdicts: milliseconds that you expect of a captured step
+step_64 = 0.59
+step_1024 = 2.03
+
+# As measured
+gain_64 = 4.5    # times the images/s
+gain_1024 = 1.5  # times the images/s
+power_64 = 32    # percent of the limit
+next = batch     # batch, graph or nothing
+"""
+HINTS = """\
+## 1
+
+A step of 10 ms with a utilisation of 30 % has a kernel running for 3 ms. The other 7 ms are gaps.
+
+## 2
+
+images/s before: 64 images in 2.46 ms are 64 / 0.00246. Divide what traces.csv has by that.
+
+## 3
+
+At 98 % a kernel runs nearly all the time. How much each of them has to do, the power tells: 227 of 700 W.
+"""
+STARTS_WITH = "`prediction`"
+WRONG = [
+    ("answers.txt", "step_64 = 0.59", "step_64 = 1.87", "so long are the gaps"),
+    ("answers.txt", "step_1024 = 2.03", "step_1024 = 2.99", "with its gaps"),
+    ("answers.txt", "gain_64 = 4.5", "gain_64 = 0.22", "upside down"),
+    ("answers.txt", "gain_1024 = 1.5", "gain_1024 = 4.5", "of the other batch"),
+    ("answers.txt", "power_64 = 32", "power_64 = 98", "utilisation"),
+    ("answers.txt", "power_64 = 32", "power_64 = 227", "in watts"),
+    ("answers.txt", "next = batch", "next = nothing", "two thirds of its power"),
+    ("answers.txt", "next = batch", "next = graph", "no gaps left"),
+]
+TRACES = Path(__file__).parents[3] / "results" / "sample" / "h100" / "traces"
+EAGER = {64: "launch_bound_64_tf32", 1024: "batch_1024_bf16"}
+CAPTURED = {64: "captured_64_tf32", 1024: "captured_1024_bf16"}
+
+
+def check(mine: Mine) -> str:
+    answers = mine.answers()
+    prediction = answers.word("prediction", *map(str, EAGER))
+    for batch in EAGER:
+        _check_step(answers, batch)
+    gains = {batch: _speed(CAPTURED[batch]) / _speed(EAGER[batch]) for batch in EAGER}
+    for batch, other in ((64, 1024), (1024, 64)):
+        _check_gain(answers, batch, gains[batch], gains[other])
+    _check_power(answers)
+    _check_next(answers.word("next", "batch", "graph", "nothing"))
+    return (
+        f"You expected more of batch {prediction}. With 64 images a step became {gains[64]:.1f} times as "
+        f"fast, with 1024 {gains[1024]:.1f} times. The utilisation of the eager step told both beforehand: a "
+        "graph removes the gaps and nothing else. What it leaves are short kernels: at 98 % utilisation the "
+        "GPU takes a third of its power. For that a larger batch is the remedy, or a compiler that joins "
+        "kernels."
+    )
+
+
+def _verdict(trace: str, pattern: str) -> float:
+    """A number of the worst finding."""
+    return float(re.search(pattern, waste.judge(TRACES / trace).findings[0].sentence)[1])
+
+
+def _speed(trace: str) -> float:
+    """images/s of the median epoch behind the warm-up."""
+    (path,) = (TRACES / trace / "training").glob("*.csv")
+    return statistics.median(row["images_per_s"] for row in records.read(path) if not row["warmup"])
+
+
+def _check_step(answers: Answers, batch: int) -> None:
+    name, given = f"step_{batch}", answers.number(f"step_{batch}")
+    busy, step = _verdict(EAGER[batch], r"utilisation (\d+) %"), _verdict(EAGER[batch], r"([\d.]+) ms a step")
+    if near(given, step * busy / 100, 0.06):
+        return
+    hint = "multiply the milliseconds of a step by the share of the time in which a kernel runs."
+    if near(given, step - step * busy / 100, 0.03):
+        hint = "so long are the gaps. How long do kernels run?"
+    elif near(given, step, 0.03):
+        hint = "that is the step as it is, with its gaps."
+    raise Wrong(f"`{name}` is not {given:g}: {hint}")
+
+
+def _check_gain(answers: Answers, batch: int, gain: float, other: float) -> None:
+    given = answers.number(f"gain_{batch}")
+    if near(given, gain, 0.06):
+        return
+    hint = "divide the images/s of the captured training by those of the eager one."
+    if near(given, 1 / gain, 0.06):
+        hint = "that is upside down."
+    elif near(given, other, 0.06):
+        hint = "that is the gain of the other batch."
+    raise Wrong(f"`gain_{batch}` is not {given:g}: {hint}")
+
+
+def _check_power(answers: Answers) -> None:
+    given = answers.number("power_64")
+    watts, limit = (_verdict(CAPTURED[64], pattern) for pattern in (r"\((\d+) of", r"of (\d+) W"))
+    if near(given, 100 * watts / limit, 0.04):
+        return
+    hint = "divide the watts by the limit, times 100."
+    if near(given, watts, 0.03):
+        hint = "that is in watts."
+    elif near(given, _verdict(CAPTURED[64], r"utilisation (\d+) %"), 0.03):
+        hint = "that is its utilisation."
+    raise Wrong(f"`power_64` is not {given:g}: {hint}")
+
+
+def _check_next(given: str) -> None:
+    if given == "nothing":
+        raise Wrong(
+            "`next = nothing`: it leaves two thirds of its power unused. What would give kernels more?"
+        )
+    if given == "graph":
+        raise Wrong("`next = graph`: at 98 % utilisation there are no gaps left that a graph could remove.")
