@@ -221,6 +221,7 @@ def test_auto_precision_is_found_out_and_recorded(trained) -> None:
     assert rows[0]["precision"] in ("fp32", "bf16")
 
 
+@pytest.mark.full
 def test_the_fast_recipe_learns(trained) -> None:
     sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
     (row,) = trained("single", "--recipe", "fast", *sizes, "--precision", "fp32")
