@@ -3,7 +3,8 @@
 A graph starts all kernels by one launch: the same ones, on the same tensors, with nothing left to decide.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,19 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.errors import UserError, first_line
 
 
-def side_stream(model: nn.Module) -> torch.cuda.Stream:
-    """A stream to capture on, as the default one cannot be. DDP has to be wrapped on it, too."""
-    _check(model)
-    return torch.cuda.Stream()
+def check(model: nn.Module) -> None:
+    """Raise a UserError where no CUDA graph can be made."""
+    if isinstance(model, nn.DataParallel):
+        raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
+    if next(model.parameters()).device.type != "cuda":
+        raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
 
 
 def graphed(model: nn.Module, inputs: torch.Tensor) -> None:
-    """Make the forward and the backward pass of `model` a CUDA graph each, for `inputs` of this size.
-
-    Before DDP wraps it, and in the precision that it has now.
-    """
-    _check(model)
-    with torch.random.fork_rng([inputs.device]):  # its trials are not to change the training's dropout
+    """Make the forward and the backward pass a CUDA graph each, for `inputs` of this size."""
+    # Its trials are not to change the training's dropout.
+    with _explained(), torch.random.fork_rng([inputs.device]):
         torch.cuda.make_graphed_callables(model.train(), (inputs,))
 
 
@@ -60,21 +60,22 @@ class CapturedStep:
 
     def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
         self._batch, graph = [given.clone() for given in batch], torch.cuda.CUDAGraph()
-        try:
-            # thread_local: a loader's thread may ask for pinned memory meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._step(*self._batch)
-        except RuntimeError as error:
-            cause = first_line(error.__context__ or error)  # what comes after it ends the capture only
-            raise UserError(
-                f"this training step cannot be captured ({cause}): within it nothing may read a "
-                "tensor's value, as .item(), print, if and GradScaler.step do. Or train with --how eager."
-            ) from None
+        # thread_local: a loader's thread may ask for pinned memory meanwhile.
+        how = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        with _explained(), torch.cuda.graph(graph, **how):
+            self._loss = self._step(*self._batch)
         self._graph = graph
 
 
-def _check(model: nn.Module) -> None:
-    if isinstance(model, nn.DataParallel):
-        raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
-    if next(model.parameters()).device.type != "cuda":
-        raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__ or error  # what comes after it ends the capture only
+        if isinstance(cause, torch.cuda.OutOfMemoryError):
+            raise
+        raise UserError(
+            f"this training cannot be captured ({first_line(cause)}): within its graph nothing may read a "
+            "tensor's value, as .item(), print, if and GradScaler.step do. Or train with --how eager."
+        ) from None

@@ -199,10 +199,10 @@ class Run:
     def _tell_of_start(self, bar: tqdm) -> None:
         """Have rank 0 say how long the start took."""
         self._started = True
-        if self._log:
-            startup.mark("first step")
+        startup.mark("first step")
+        if self._log and (told := startup.told()):
             bar.clear()
-            tell(startup.told())
+            tell(told)
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""

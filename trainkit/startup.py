@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 _done: list[tuple[str, float]] = []  # what has been done, and when
+_told: list[bool] = []
 
 
 def process_start() -> float:
@@ -20,7 +21,13 @@ def mark(what: str) -> None:
 
 
 def told() -> str:
-    """The seconds from the start of the process to the last mark, and what of them went into what."""
+    """The seconds from the start of the process to the last mark, and what of them went into what.
+
+    Told once: what a process trains after that has no start of its own, and gets "".
+    """
+    if _told:
+        return ""
+    _told.append(True)
     began = before = process_start()
     seconds: dict[str, float] = {}
     for what, moment in _done:

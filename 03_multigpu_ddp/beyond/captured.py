@@ -34,13 +34,15 @@ def main() -> None:
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     choose_precision(model, opts, train_set)
+    if opts.how != "eager":
+        capture.check(model)
     if opts.compile:
         model = torch.compile(model)
     if opts.how == "graphed":
         capture.graphed(model, next(iter(train_batches))[0])
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
-    stream = capture.side_stream(model) if opts.how == "captured" else None
+    stream = torch.cuda.Stream() if opts.how == "captured" else None
     with torch.cuda.stream(stream):  # a captured step averages its gradients there
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))

@@ -135,8 +135,14 @@ class Best:
             world.on_first(lambda: self._write(weights))
 
     def _write(self, weights: dict[str, torch.Tensor]) -> None:
-        with files.replacing(self.folder / "best.pt", "wb") as file:
-            torch.save(weights, file)
+        path = self.folder / "best.pt"
+        try:
+            with files.replacing(path, "wb") as file:
+                torch.save(weights, file)
+        except (OSError, RuntimeError) as error:
+            raise errors.UserError(
+                f"{path} cannot be written ({errors.reason(error)}): give another --checkpoint-dir."
+            ) from None
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from trainkit import batches, errors, files, options
+from trainkit import batches, errors, files, options, startup
 from trainkit.options import Options
 from trainkit.world import World
 
@@ -91,11 +91,11 @@ def write(data_dir: Path, shards: int) -> list[Path]:
         UserError: if they cannot be written.
     """
     folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # another grammar, another text
-    files.check_writable(folder, "the text", "give another --data-dir.")
     paths = [folder / f"{name}.uint16" for name in ("validation", *map("{:05}".format, range(shards)))]
-    for path in paths:
-        if path.exists():
-            continue
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        files.check_writable(folder, "the text", "give another --data-dir.")
+    for path in missing:
         count = VALIDATION_TOKENS if path.stem == "validation" else SHARD
         text = np.fromiter(tokens(path.stem), np.uint16, count)
         try:
@@ -105,6 +105,7 @@ def write(data_dir: Path, shards: int) -> list[Path]:
             raise errors.UserError(
                 f"{path} cannot be written ({error.strerror}): free the space, or give another --data-dir."
             ) from None
+    startup.mark("data")
     return paths
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from trainkit.analysis.peaks import peak
+from trainkit.peaks import peak
 from trainkit.epoch import Metric, Trained
 from trainkit.machine import device_name
 from trainkit.options import Options

@@ -128,4 +128,4 @@ def test_a_batch_of_another_size_is_one_sentence(without_a_gpu: list[Graph]) -> 
 
 def test_data_parallel_cannot_be_captured() -> None:
     with pytest.raises(UserError, match="DataParallel copies the network"):
-        capture.side_stream(nn.DataParallel(nn.Linear(1, 1)))
+        capture.check(nn.DataParallel(nn.Linear(1, 1)))

@@ -13,7 +13,7 @@ from conftest import REPOSITORY
 BARE = ("slurm", "site", "stages", "finding", "checkup", "doctor", "login_node", "checkup_job")
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
-OF_ANALYSIS = ("records", "samples", "files", "errors")
+OF_ANALYSIS = ("records", "samples", "peaks", "files", "errors")
 # What an exercise may need, and learn.py to tell of the machine.
 OF_THE_WORKSHOP = (
     "workshop",

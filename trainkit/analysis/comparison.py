@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit import records, samples
-from trainkit.analysis import packed, peaks, trust, waste
+from trainkit import peaks, records, samples
+from trainkit.analysis import packed, trust, waste
 from trainkit.errors import UserError, printable
 from trainkit.files import check_regular
 
@@ -285,13 +285,13 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
     measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
     of_ranks = [row for row in of_ranks if row["epoch"] in measured]
-    peaks = {}
+    most = {}
     for row in of_ranks:
         device = (row["host"], row["rank"], row["device"])
-        peaks[device] = max(row["peak_memory_mb"], peaks.get(device, 0))
+        most[device] = max(row["peak_memory_mb"], most.get(device, 0))
     return {
         "slow_rank": records.slow_rank(of_ranks),
-        "least_memory_mb": min(peaks.values(), default=math.nan),
+        "least_memory_mb": min(most.values(), default=math.nan),
     }
 
 

@@ -43,21 +43,23 @@ def pack(folder: Path) -> None:
         rows = [{"run_id": run_id} | row for run_id, rows in of_runs.items() for row in rows]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise UserError(f"the {suffix} files in {folder} have unequal columns: pack the runs apart.")
-        _write(folder.with_suffix(suffix), rows, delimiter)
+        _write(folder.with_name(folder.name + suffix), rows, delimiter)
     if any(verdicts.values()):
         known = {run_id: verdict for run_id, verdict in verdicts.items() if verdict}
-        folder.with_suffix(VERDICT).write_text(json.dumps({OF_RUNS: known}, indent=1))
+        folder.with_name(folder.name + VERDICT).write_text(json.dumps({OF_RUNS: known}, indent=1))
 
 
 def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
     """Put the files of these runs, or of all, into `folder` as the runs have written them."""
     for suffix, delimiter in TABLES.items():
-        for run_id, rows in records.by_run(_rows(packed.with_suffix(suffix), delimiter)).items():
+        for run_id, rows in records.by_run(_rows(packed.with_name(packed.stem + suffix), delimiter)).items():
             if run_id in (run_ids or [run_id]):
                 own = rows if suffix == ".csv" else [dict(list(row.items())[1:]) for row in rows]
                 _write(folder / f"{run_id}{suffix}", own, delimiter)
-    if packed.with_suffix(VERDICT).exists():
-        for run_id, verdict in json.loads(packed.with_suffix(VERDICT).read_text())[OF_RUNS].items():
+    if packed.with_name(packed.stem + VERDICT).exists():
+        for run_id, verdict in json.loads(packed.with_name(packed.stem + VERDICT).read_text())[
+            OF_RUNS
+        ].items():
             if run_id in (run_ids or [run_id]):
                 (folder / f"{run_id}{VERDICT}").write_text(json.dumps(verdict, indent=1))
 

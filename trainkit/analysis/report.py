@@ -68,8 +68,8 @@ LEGENDS = {
     "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
     "J/1000 img": "the energy of all GPUs of the job for 1,000 training images, evaluations between "
     "included.",
-    "MFU %": "the TFLOP/s that the network needs, of all devices together, as a share of what the GPUs' "
-    "datasheets promise in this precision (dense).",
+    "TFLOP/s": "the operations that the network needs, of all devices together.",
+    "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
 }
 MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
 TARGET_LEGEND = (

@@ -139,7 +139,7 @@ def judge_job(job: Job) -> Verdict:
     """The same on samples that were read already."""
     found = [*_unused(job), *_pauses(job), *_by_record(job), *_crowded(job), *_throttled(job)]
     found += [*_full(job, GPU), *_full(job, NODE)]
-    if not job.shares:
+    if not any(share.own > 0 for share in job.shares.values()):  # as of a captured step, or a split network
         found += _by_samples(job)
     found += _by_power(job, {finding.kind for finding in found})
     one_each: dict[str, Finding] = {}
@@ -308,7 +308,7 @@ def _throttled(job: Job) -> Iterator[Finding]:
     """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
     for why, least in (("heat", HOT), ("power", CAPPED), ("other", CAPPED)):
         slowed = {
-            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
+            gpu: [row for row in rows if _names(row, why) and (why == "heat" or _is_slow(row))]
             for gpu, rows in job.judged[GPU].items()
         }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
@@ -316,6 +316,11 @@ def _throttled(job: Job) -> Iterator[Finding]:
             worst = max(gpus, key=parts.get)
             yield _slowed(why, _where("GPU", gpus), parts[worst], slowed[worst])
             return
+
+
+def _names(row: Row, why: str) -> bool:
+    """Whether this is a reason for the low clock; "other" only where neither of the others is."""
+    return row["throttled"] == why if why == "other" else why in row["throttled"]
 
 
 def _slowed(why: str, where: str, part: float, rows: list[Row]) -> Finding:

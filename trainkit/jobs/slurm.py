@@ -35,7 +35,7 @@ REFUSALS = {
     "`sacctmgr show associations user=$USER` show the limits",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
-    "partition": "set SBATCH_PARTITION in slurm/site.sh, or --partition, to one of: {partitions}",
+    "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one of: {partitions}",
     "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
     "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
     "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
