@@ -13,6 +13,7 @@ PAGE = REPOSITORY / "03_multigpu_ddp" / "beyond" / "DOES_NOT_FIT.md"
 WEIGHTS = 4 * 1_199_882  # bytes
 
 
+@pytest.mark.full
 def test_the_program_prints_what_the_page_says() -> None:
     program, printed = re.search(
         r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE.read_text(), re.DOTALL

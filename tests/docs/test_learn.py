@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from test_compare import make_project, run
 
 STAGES = ("01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp")
@@ -22,6 +23,7 @@ def exercises(project: Path, stage: str) -> list[str]:
     return [path.parent.name[3:] for path in sorted((project / stage / "exercises").glob("*/check.py"))]
 
 
+@pytest.mark.full
 def test_first_steps(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (project / ".venv" / "bin" / "activate").touch()
@@ -48,6 +50,7 @@ def test_first_steps(tmp_path: Path) -> None:
     assert told[-2] == "  cd 02_multigpu_dp"
 
 
+@pytest.mark.full
 def test_the_last_step_and_no_data(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (project / "data").unlink()

@@ -210,6 +210,7 @@ def measured(output: str) -> dict[str, tuple[float, float]]:
     return {way: (float(busy), float(done.replace(",", ""))) for way, busy, done in rows}
 
 
+@pytest.mark.full
 def test_a_wait_that_spins_looks_as_busy_as_work() -> None:
     output = experiment("--seconds", 1)
     (quoted,) = (block for block in BLOCKS if "looks busy" in block)
@@ -258,6 +259,7 @@ def test_every_timeline_is_on_the_page() -> None:
     assert [f"slurm/{name}" for name in shown] == list(pictures.timelines())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", pictures.timelines())
 def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -> None:
     """But for the letters, which a newer matplotlib may set in another way."""

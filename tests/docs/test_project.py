@@ -61,6 +61,7 @@ def test_gpus():
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 1])
 def test_only_tests_of_gpus_see_them(workers: int, tmp_path: Path) -> None:
     """On a machine with a device file and a PyTorch that takes it for two GPUs; with pytest-xdist, too."""
@@ -189,6 +190,7 @@ def test_bench_measures_the_ladder() -> None:
     assert float(done.stdout) > 0
 
 
+@pytest.mark.full
 def test_bench_names_its_parts() -> None:
     done = subprocess.run(
         [sys.executable, "tools/bench/bench.py", "sped"], cwd=REPOSITORY, capture_output=True, text=True

@@ -95,6 +95,7 @@ def test_both_definitions_run_one_list_of_steps() -> None:
     }
 
 
+@pytest.mark.full
 def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
     """install.sh, as it is, in a folder that has only what the definitions copy.
 

@@ -663,7 +663,7 @@ def test_a_job_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_pa
     finally:
         cluster.run([*on_n2, "umount", "/etc/hosts"])
     assert "the master's name n1 cannot be resolved here" in found(told, "names", FAULT)
-    assert {finding["node"] for finding in told["findings"] if finding["check"] == "names"} == {"n2"}
+    assert [f["node"] for f in told["findings"] if (f["check"], f["level"]) == ("names", FAULT)] == ["n2"]
     assert "1 CPU(s) per task for the training and 4 loader workers" in found(told, "cores", FAULT)
     assert "sbatch --cpus-per-task=5" in found(told, "cores", FAULT)
     assert "2 ranks reported" in found(told, "ranks", OK)

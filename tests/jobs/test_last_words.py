@@ -165,6 +165,7 @@ def test_srun_of_a_gpu_that_failed(checkout: Checkout) -> None:
     assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"], log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "waited_for"),
     [("0", "0 waited for rank 1, which hung or was lost"), ("01", "0,1 waited for each other")],

@@ -323,6 +323,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
     assert "is of a sweep with the options" in other.stderr
 
 
+@pytest.mark.full
 def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(checkout: SweepCheckout) -> None:
     """When its process is there, and the file with what to do is not yet where that process looks for it."""
     checkout.site(f"echo read >>'{checkout.folder}/reads'")

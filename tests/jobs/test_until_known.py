@@ -15,6 +15,7 @@ from trainkit.jobs.sweep import Cell
 REPLAY = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "until_known.py"))
 
 
+@pytest.mark.full
 def test_a_sweep_until_known(tmp_path: Path) -> None:
     """Batch 4096 does not fit on these devices: it is tried once."""
     checkout = SweepCheckout(tmp_path / "a checkout")

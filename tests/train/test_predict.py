@@ -226,6 +226,7 @@ def test_a_variant_with_another_network_is_told_apart(
     )
 
 
+@pytest.mark.full
 def test_the_commands_of_its_page(weights: Path, tmp_path: Path, script: Script) -> None:
     """As they stand there, with these weights and an image."""
     page = (BEYOND / "PREDICT.md").read_text()

@@ -121,6 +121,7 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     own_time = OwnTime(model, optimizer, torch.device("cuda", 0))
     assert math.isnan(own_time.per_step())
     for milliseconds, wait, update in ((100, 1000, True), (300, 2000, False), (200, 50, True)):

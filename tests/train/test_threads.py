@@ -31,6 +31,7 @@ def test_cores_are_shared_with_the_ranks_of_this_host_only(own: set[int]) -> Non
     assert torch.get_num_threads() == max(1, len(own) // 2)
 
 
+@pytest.mark.full
 def test_one_process_with_more_threads_than_cores(tmp_path: Path) -> None:
     core = str(min(os.sched_getaffinity(0)))
     small = ("--epochs", 1, "--train-size", 64, "--test-size", 64, "--no-cuda", "--results-dir", tmp_path)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,14 @@ def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_p
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
         assert str(place) in done.stderr and told in done.stderr
-    one.write_text("broken off")
-    assert f"{one}: not read" in pack(folder).stderr
+    for file in (one, records.beside(one), records.beside(one, "metrics"), waste.beside(one)):
+        before = file.read_text()
+        file.write_text("{broken off")
+        done = pack(folder)
+        assert re.match(rf"error: {file}: not (read|packed), .*\n$", done.stderr)
+        file.write_text(before)
+    one.rename(folder / "other.csv")
+    assert "other.csv: not packed, its name is not that of its run" in pack(folder).stderr
     assert not folder.with_suffix(".csv").exists()
 
 

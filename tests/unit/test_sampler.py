@@ -81,7 +81,8 @@ def sampled(folder: Path, **how: object) -> Iterator[subprocess.Popen]:
             told, errors = sampler.communicate(timeout=60)
     assert sampler.returncode == 0, errors
     assert told.startswith("light\n")
-    assert float(told.split()[-1]) * 1024 < 50e6
+    with_a_driver = "CUDA_VISIBLE_DEVICES" in how  # its library took half of 53 MB beside an H100
+    assert float(told.split()[-1]) * 1024 < (70e6 if with_a_driver else 50e6)
 
 
 def seen(folder: Path, what: str = "") -> list[Row]:

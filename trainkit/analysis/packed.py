@@ -24,23 +24,29 @@ def pack(folder: Path) -> None:
     """Put the runs of `folder` into files beside it, which are called as it is.
 
     Raises:
-        UserError: if it has no runs, one that cannot be read, or runs with unequal columns.
+        UserError: if it has no runs, a file that cannot be read or is not called as its run, or runs with
+            unequal columns.
     """
     files = sorted(folder.glob("*.csv"))
     if not files:
         raise UserError(f"{folder} has no runs: give a folder with the CSVs of some.")
     for file in files:
-        records.read(file)
+        if {*records.by_run(records.read(file))} != {file.stem}:
+            raise UserError(f"{file}: not packed, its name is not that of its run.")
+        if records.beside(file).exists():
+            records.read_ranks(file)
+        if records.beside(file, "metrics").exists():
+            records.read_metrics(file)
+    verdicts = {file.stem: _verdict(file.with_suffix(VERDICT)) for file in files}
     for suffix, delimiter in TABLES.items():
         of_runs = {file.stem: _rows(file.with_suffix(suffix), delimiter) for file in files}
         rows = [{"run_id": run_id} | row for run_id, rows in of_runs.items() for row in rows]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise UserError(f"the {suffix} files in {folder} have unequal columns: pack the runs apart.")
         _write(folder.with_suffix(suffix), rows, delimiter)
-    verdicts = {file.stem: file.with_suffix(VERDICT) for file in files}
-    verdicts = {run_id: json.loads(file.read_text()) for run_id, file in verdicts.items() if file.exists()}
-    if verdicts:
-        folder.with_suffix(VERDICT).write_text(json.dumps({OF_RUNS: verdicts}, indent=1))
+    if any(verdicts.values()):
+        known = {run_id: verdict for run_id, verdict in verdicts.items() if verdict}
+        folder.with_suffix(VERDICT).write_text(json.dumps({OF_RUNS: known}, indent=1))
 
 
 def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
@@ -61,6 +67,15 @@ def _rows(file: Path, delimiter: str) -> list[Row]:
         return []
     with file.open(newline="") as lines:
         return list(csv.DictReader(lines, delimiter=delimiter))
+
+
+def _verdict(file: Path) -> dict[str, object] | None:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(f"{file}: not packed, it is damaged.") from None
 
 
 def _write(file: Path, rows: list[Row], delimiter: str) -> None:

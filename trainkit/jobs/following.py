@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,9 +159,11 @@ class SlurmHandle(Handle):
 class LocalHandle(Handle):
     """Processes of this machine; the job's number is that of the process that controls them.
 
-    When that has ended, `sampler` has some seconds for its verdict.
+    `ended` tells whether that process has. Of a child that was only just started /proc would not tell.
+    `sampler` then has some seconds for its verdict.
     """
 
+    ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
     ended_at: float | None = None
     failed_at: float | None = None
@@ -188,10 +191,6 @@ class LocalHandle(Handle):
             checkpoints = (self.folder / "stopped").read_text().strip()
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
         return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
-
-    def ended(self) -> bool:
-        """Whether the process has that controls the ranks."""
-        return has_ended(self.job_id, self.folder)
 
     def _end_peers(self) -> None:
         """As srun --kill-on-bad-exit: they would wait for the rank that failed."""
@@ -236,14 +235,6 @@ class LocalHandle(Handle):
 
     def how_to_follow(self) -> str:
         return f"{super().how_to_follow()}\nstop     kill {self.job_id}"
-
-
-def has_ended(job_id: str, folder: Path) -> bool:
-    """Whether the process has that controls the ranks of the local job in `folder`."""
-    try:  # the number may belong to another program by now
-        return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return True
 
 
 def follow(handle: Handle, quiet: bool = False) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from trainkit import network, samples
@@ -117,7 +118,7 @@ def start(
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
-    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", sampler)
+    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done, sampler)
 
 
 def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
@@ -131,6 +132,19 @@ def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
             stderr=complaints,
             start_new_session=True,
         )
+
+
+def started_before(job_id: str, tasks: int, log: Path, folder: Path, results: Path) -> LocalHandle:
+    """A job that an earlier program has started: its processes are not our children."""
+    return LocalHandle(job_id, tasks, log, folder, results, partial(has_ended, job_id, folder))
+
+
+def has_ended(job_id: str, folder: Path) -> bool:
+    """Whether the process has that controls the ranks of the job in `folder`."""
+    try:  # the number may belong to another program by now
+        return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return True
 
 
 def outside_of_jobs() -> dict[str, str]:

@@ -30,7 +30,7 @@ from trainkit import samples
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError, first_line, printable, tell
 from trainkit.files import check_writable
-from trainkit.jobs import following, housekeeping, local, slurm
+from trainkit.jobs import housekeeping, local, slurm
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
 
@@ -241,9 +241,7 @@ def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
 
     def ended(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while (
-            not (over := following.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0
-        ):
+        while not (over := local.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, END_SECONDS))
         return over
 

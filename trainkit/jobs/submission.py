@@ -139,7 +139,7 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     log = folder / f"{job_id}_0_log.out"
     if in_slurm:
         return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
-    return LocalHandle(job_id, tasks, log, folder, results)
+    return local.started_before(job_id, tasks, log, folder, results)
 
 
 def _wait_for_sbatch(folder: Path) -> str | None:

@@ -62,10 +62,11 @@ def check(mine: Mine) -> str:
     _check_power(answers)
     _check_next(answers.word("next", "batch", "graph", "nothing"))
     return (
-        f"You expected more of batch {prediction}. With 64 images a step became {gains[64]:.1f} times as fast, "
-        f"with 1024 {gains[1024]:.1f} times. The utilisation of the eager step told both beforehand: a graph "
-        "removes the gaps and nothing else. What it leaves are short kernels: at 98 % utilisation the GPU takes "
-        "a third of its power. For that a larger batch is the remedy, or a compiler that joins kernels."
+        f"You expected more of batch {prediction}. With 64 images a step became {gains[64]:.1f} times as "
+        f"fast, with 1024 {gains[1024]:.1f} times. The utilisation of the eager step told both beforehand: a "
+        "graph removes the gaps and nothing else. What it leaves are short kernels: at 98 % utilisation the "
+        "GPU takes a third of its power. For that a larger batch is the remedy, or a compiler that joins "
+        "kernels."
     )
 
 
