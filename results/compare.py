@@ -19,6 +19,7 @@ from trainkit.jobs import local, plan, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 
+PROBES = Path(__file__).with_name("probes.py")
 BATCH_SIZE = 256
 CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; all of MNIST would take long
 MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common node; --workers asks for more
@@ -99,28 +100,35 @@ def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse
 
 
 def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) -> list[plan.Probe]:
-    """Run stage 01 with each batch size; a run that is there from an earlier call is taken as it is.
+    """Run stage 01 with each batch size, all in one process; probes of an earlier call are taken as they are.
 
     Raises:
         UserError: if not even the smallest goes well.
     """
-    probes = []
-    for batch_size in batches:
-        # A folder of its own: each chooses its own precision, and none enters the comparison.
-        alone = replace(compared, folder=compared.folder / "probes" / f"batch{batch_size}")
-        lists = sweep.Lists((STAGES["single"],), (1,), (batch_size,), train_sizes=(train_size,))
-        if not alone.finished():
-            if probes and compared.finished():
-                break  # the sizes were chosen without it in an earlier call
-            print(f"first a run on one GPU with batch {batch_size}, to choose the sizes by", flush=True)
-        if sweep.finish(alone, alone.cells(lists)[0], 1, compared.folder):
-            break  # mostly for want of GPU memory, of which a larger one needs even more
-        probes.append(plan.Probe.of(records.read(alone.finished()[0])))
+    *smaller, largest = batches
+    # A folder of its own: each chooses its own precision, and none enters the comparison.
+    alone = replace(
+        compared,
+        folder=compared.folder / "probes",
+        arguments=(*compared.arguments, "--smaller", *map(str, smaller)),
+    )
+    stage = STAGES["single"].with_script(str(PROBES))
+    lists = sweep.Lists((stage,), (1,), (largest,), train_sizes=(train_size,))
+    (cell,) = alone.cells(lists)[0]
+    measured, failed = f"{cell.name}/**", []
+    # Once something is compared the sizes are chosen, also where a larger batch has failed.
+    if not (alone.finished(cell.name) or (alone.finished(measured) and compared.finished())):
+        told = ", ".join(map(str, batches))
+        print(f"first a process on one GPU trains with batch {told}, to choose the sizes by", flush=True)
+        failed = sweep.finish(alone, [cell], 1, compared.folder)
+    probes = plan.of_one_process(records.read(csv) for csv in alone.finished(measured))
     if not probes:
         raise UserError(
             f"the run on one GPU with batch {batches[0]} failed, as told above: mend that, then give the "
             f"same command again, with --out {compared.folder}."
         )
+    if failed:
+        print("a larger batch failed, as told above: the sizes are chosen by what was measured before")
     return probes
 
 

@@ -50,6 +50,7 @@ OTHERS = {
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
         --proposal --set --target""",
     "results/plot_results.py": "--each --out --target",
+    "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "--remove --unfinished",
     "slurm/monitor.py": "--attach --json --out --plot --sample --verdict --watch",

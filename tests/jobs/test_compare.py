@@ -11,9 +11,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from checkout import copy_project
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, STAGES
 
-from trainkit import options
+from trainkit import options, records
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
 
@@ -210,3 +210,30 @@ def test_the_time_of_a_run_is_that_of_its_probe() -> None:
     assert plan.Probe.of(rows) == plan.Probe(256, 30_000, eval_seconds=0.5, start_seconds=9)
     assert plan.Probe.of(rows[:1]).images_per_s == 10_000  # of --epochs 1
     assert plan.Probe.of(rows).run_seconds(epochs=4, train_size=90_000) == 5 + 9 + 4 * 3.5
+
+
+def test_probes_of_one_process_have_the_start_of_its_first() -> None:
+    row = {"warmup": False, "images_per_s": 30_000.0, "train_seconds": 2.0, "eval_seconds": 1.0}
+    larger = [row | {"global_batch": 1024, "elapsed_s": 16.0}]
+    interrupted, again = ([row | {"global_batch": 256, "elapsed_s": seconds}] for seconds in (99.0, 12.0))
+    first, second = plan.of_one_process([larger, interrupted, again])
+    assert (first.batch_size, second.batch_size) == (256, 1024)
+    assert first.start_seconds == second.start_seconds == 9
+
+
+def test_a_probe_trains_as_a_run_of_its_own(tmp_path: Path) -> None:
+    """Whatever its process has done before; the records stay when a larger batch fails."""
+    options = [*QUICK.split(), "--checkpoint-dir"]
+    probing = [sys.executable, REPOSITORY / "results" / "probes.py", "--smaller", "32", "64"]
+    failed = run([*probing, *options, tmp_path / "1", "--batch-size", "600", "--results-dir", tmp_path])
+    assert failed.returncode == 1
+    assert failed.stderr == "error: --batch-size 600 is more than the 512 training images: lower it.\n"
+    assert not list(tmp_path.glob("runs/*.csv"))
+    alone = run([sys.executable, STAGES["single"], *options, tmp_path / "2", "--results-dir", tmp_path])
+    assert alone.returncode == 0, alone.stderr
+    before, probe, own = (
+        records.read(next(tmp_path.glob(f"{folder}runs/*.csv"))) for folder in ("batch32/", "batch64/", "")
+    )
+    for shown in ("global_batch", "train_loss", "test_loss", "test_accuracy"):
+        assert [row[shown] for row in probe] == [row[shown] for row in own]
+    assert before[-1]["global_batch"] == 32

@@ -226,6 +226,8 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
     done = on_cluster.python("results/compare.py", "--repeats", 1)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
+    assert re.search("probes-.* failed: error on rank 0: out of memory", done.stdout)
+    assert "a larger batch failed, as told above" in done.stdout
     assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
     # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, 8 to start, and 5 around each.
     assert "7 runs, 0 of them finished; the others take at least about 4 minute(s)" in done.stdout
@@ -239,6 +241,11 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
 
     before = sorted(on_cluster.sweep.rglob("runs/*.csv"))
     assert len(before) == 2 + 7
+    probes = sorted(path.stem for path in before if "probes" in path.parts)
+    processes = {
+        name.removeprefix(batch) for name, batch in zip(probes, ("batch1024", "batch256"), strict=True)
+    }
+    assert len(processes) == 1
     assert "Slurm found" in done.stdout and most_at_a_time(on_cluster) == 1
     too_many = on_cluster.python("results/compare.py", "--workers", 3)
     assert "--workers 3 is more than the 2 found here" in too_many.stderr

@@ -5,8 +5,8 @@ kernels to be launched, and an epoch of 60 ms is noise.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from trainkit.errors import UserError
 from trainkit.jobs.stages import STAGES
@@ -48,6 +48,16 @@ class Probe:
         """About how long a run on one GPU takes; on several it has about as much to do."""
         epoch = train_size / self.images_per_s + self.eval_seconds
         return AROUND_SECONDS + self.start_seconds + epochs * epoch
+
+
+def of_one_process(runs: Iterable[list[dict]]) -> list[Probe]:
+    """The probes, the smallest batch first, from the rows of each; of a batch that ran again, the last.
+
+    Their process has started once, for the first: the `elapsed_s` of the others have the runs before in them.
+    """
+    latest = {probe.batch_size: probe for probe in map(Probe.of, runs)}
+    probes = [latest[batch_size] for batch_size in sorted(latest)]
+    return [replace(probe, start_seconds=probes[0].start_seconds) for probe in probes]
 
 
 def device_counts(gpus: int) -> tuple[int, ...]:
