@@ -1,7 +1,4 @@
-"""A part of the training step captured in a CUDA graph, so that the GPU does not wait for Python's launches.
-
-A graph starts all kernels by one launch: the same ones, on the same tensors, with nothing left to decide.
-"""
+"""A part of the training step captured in a CUDA graph: one launch starts all of its kernels, as recorded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
