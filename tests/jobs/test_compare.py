@@ -71,7 +71,8 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     # The runs as they go, and each one's log.
     for name in ("single-1gpu", "dp-1gpu", "ddp-1gpu", "ddp-2gpu"):
         assert f"{name}-batch64-train512-r1 running: epoch 2/2: " in done.stdout
-        assert "epoch 2/2: " in (folder / f"{name}-batch64-train512-r1" / "log").read_text()
+        (log,) = (folder / f"{name}-batch64-train512-r1").glob("job/*_0_log.out")
+        assert "epoch 2/2: " in log.read_text()
     assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
 
     go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
@@ -102,7 +103,8 @@ def test_a_failing_stage_leaves_the_others(faulty: tuple[Path, subprocess.Comple
     assert done.returncode != 0
     assert "failed: dp-1gpu-batch64-train512-r1. The same command" in done.stderr
     assert sorted(pd.read_csv(folder / "comparison.csv").stage) == ["ddp", "single"]
-    assert "planted" in (folder / "dp-1gpu-batch64-train512-r1" / "log").read_text()
+    (log,) = (folder / "dp-1gpu-batch64-train512-r1").glob("job/*_0_log.out")
+    assert "planted" in log.read_text()
 
 
 @pytest.mark.full

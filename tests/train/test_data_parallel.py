@@ -117,7 +117,9 @@ def test_the_stage_trains_with_two_replicas(
     recipe: str, precision: str, script: Callable, tmp_path: Path
 ) -> None:
     checkout = Checkout(tmp_path / "a checkout")
-    planted = f"sys.path.append({str(Path(__file__).parent)!r}); import replicas; gpus = replicas.pretend(2)"
+    planted = (
+        f"sys.path.append({str(Path(__file__).parents[1])!r}); import replicas; gpus = replicas.pretend(2)"
+    )
     checkout.insert("dp", planted, before="if gpus > 1:")
     small = ("--epochs", 2, "--train-size", 960, "--test-size", 301)
     chosen = ("--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)

@@ -143,9 +143,11 @@ def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
     assert "tables on 2 CPU workers trained" in done.stdout
 
     mnist = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
-    done = checkout.python("results/plot_results.py", out, mnist, "--out", checkout.folder / "both")
-    assert done.returncode == 0, done.stdout + done.stderr
-    both = pd.read_csv(checkout.folder / "both" / "comparison.csv")
-    alone = pd.read_csv(mnist.parent / "comparison.csv")
+    tables = {}
+    for name, paths in {"both": (out, mnist), "alone": (mnist,)}.items():
+        done = checkout.python("results/plot_results.py", *paths, "--out", checkout.folder / name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        tables[name] = pd.read_csv(checkout.folder / name / "comparison.csv")
+    both, alone = tables["both"], tables["alone"]
     assert both[both.model == "Net"].speedup.dropna().tolist() == alone.speedup.dropna().tolist()
     assert set(both[both.model == "Tables"].baseline) == {"tables"}
