@@ -169,9 +169,9 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
             for samples in Path(found[1]).glob("monitor/*.csv"):
                 shutil.copy(samples, folder / name)
         rows = [row for path in results.glob("runs/*.csv") for row in records.read(path)]
-        watched = [line for line in told.splitlines() if line.startswith("watch ")]
+        *verdict, _ = re.findall(r"^watch +(.*)$", told, re.MULTILINE) or [""]
         if rows:
-            yield {"trace": name, "images/s": round(steady(rows)), "verdict": " ".join(watched)}
+            yield {"trace": name, "images/s": round(steady(rows)), "verdict": " ".join(verdict)}
 
 
 def start(folder: Path, until: float) -> Iterator[Row]:
