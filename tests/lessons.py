@@ -1,9 +1,9 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE` (.md or .csv), `table FILE "A, B, ..."` of these columns, of the comparison of runs `pivot
-RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`, with paths relative to the
-README. Run this file (`make lessons`) to bring all up to date.
+`table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
+of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`,
+with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import comparison, waste
+from trainkit.analysis import comparison, report, waste
 from trainkit.jobs import monitor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,7 +57,13 @@ def up_to_date(readme: Path) -> str:
 
     def quoted(match: re.Match) -> str:
         kind, *words = shlex.split(match[2])
-        kinds = {"diff": _diff, "table": _table, "pivot": _pivot, "verdict": _verdict}
+        kinds = {
+            "diff": _diff,
+            "table": _table,
+            "comparison": _comparison,
+            "pivot": _pivot,
+            "verdict": _verdict,
+        }
         text = kinds[kind](readme.parent, *words)
         return f"{match[1]}{text}\n{match[3]}"
 
@@ -78,22 +84,33 @@ def _diff(folder: Path, *names: str) -> str:
 
 
 def _table(folder: Path, name: str, columns: str = "") -> str:
-    """All columns of a CSV or of the table of a comparison, or those named."""
+    """All columns of a CSV or of the table in a Markdown file, or those named."""
     lines = (folder / name).read_text().splitlines()
     if name.endswith(".csv"):
         head, *body = csv.reader(lines)
-        rows = [head, ["---"] * len(head), *body]
-    else:
-        rows = [line[2:-2].split(" | ") for line in lines if line.startswith("|")]
+        return _markdown([head, ["---"] * len(head), *body], columns)
+    return _markdown([line[2:-2].split(" | ") for line in lines if line.startswith("|")], columns)
+
+
+def _comparison(folder: Path, name: str, columns: str = "") -> str:
+    """All columns of the comparison of runs, as results/plot_results.py makes it, or those named."""
+    shown, _ = report.as_text(_compared(folder / name))
+    return _markdown([[*shown], ["---"] * len(shown.columns), *shown.to_numpy().tolist()], columns)
+
+
+def _markdown(rows: list[list[str]], columns: str) -> str:
     chosen = [rows[0].index(column) for column in columns.split(", ")] if columns else range(len(rows[0]))
     return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
 
 
+def _compared(runs: Path) -> pd.DataFrame:
+    rows, _ = comparison.load_some([runs])
+    return comparison.compare(comparison.summarize(rows))
+
+
 def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
     """A table of one column of the comparison of runs, by two others."""
-    runs, _ = comparison.load_some([folder / name])
-    compared = comparison.compare(comparison.summarize(runs))
-    table = compared.query(condition).pivot_table(values, rows, columns)
+    table = _compared(folder / name).query(condition).pivot_table(values, rows, columns)
     lines = [[rows.replace("_", " "), *map(str, table.columns)], ["---"] * (1 + len(table.columns))]
     lines += [
         [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()

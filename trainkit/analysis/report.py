@@ -88,7 +88,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     """
     rows, skipped = comparison.load_some(paths)
     table = comparison.compare(comparison.summarize(rows, target))
-    shown, reasons = _as_text(table, target)
+    shown, reasons = as_text(table, target)
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
     narrow, left_out = _fitting(shown)
@@ -145,7 +145,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
-    shown, reasons = _as_text(table, target)
+    shown, reasons = as_text(table, target)
     shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
     shown.insert(0, "folder", table.folder)
     if table.device_name.nunique() > 1:
@@ -172,7 +172,7 @@ def _short_names(folders: list[Path]) -> list[str]:
     return names if "." not in names else list(map(str, folders))
 
 
-def _as_text(table: pd.DataFrame, target: float | None) -> tuple[pd.DataFrame, list[str]]:
+def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
     """The table with all cells as text, and what its marks and columns mean that not every table has."""
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
