@@ -50,7 +50,7 @@ MOMENTS = {
     "evaluating": ("trainkit/evaluation.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
     "saving": ("trainkit/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
 }
-JOBS = {"srun": list(MOMENTS), "torchrun": ["meeting", "training"], "submitit": ["training"]}
+JOBS = {"srun": ["importing", "training", "evaluating"], "torchrun": ["meeting"], "submitit": ["saving"]}
 
 
 @pytest.mark.parametrize("launcher", JOBS)

@@ -8,6 +8,8 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, STAGES, Script, rows_of
 
+from trainkit.analysis import comparison
+
 # What the user writes in place of the stage's lines.
 NETWORK = """
 
@@ -121,14 +123,6 @@ def test_checkpoints_of_another_model_are_refused(script: Script, tmp_path: Path
     assert "was made with the dataset mnist, the model Net" in done.stderr
 
 
-def test_as_a_job(checkout: Checkout) -> None:
-    rows = checkout.train("srun", "tables.py", *SMALL)
-    assert {(row["stage"], row["world_size"], row["launcher"]) for row in rows} == {("tables", 2, "srun")}
-    job = checkout.submit("srun", "no_such.py")
-    assert checkout.cluster.wait(job)["JobState"] == "FAILED"
-    assert "error: there is no script no_such.py" in checkout.log(job)
-
-
 def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
     script, out = checkout.folder / "03_multigpu_ddp" / "tables.py", checkout.folder / "a sweep"
     arguments = ("--script", script, "--gpus", "1,2", "--batch-size", 50, "--epochs", 2)
@@ -143,11 +137,9 @@ def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
     assert "tables on 2 CPU workers trained" in done.stdout
 
     mnist = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
-    tables = {}
-    for name, paths in {"both": (out, mnist), "alone": (mnist,)}.items():
-        done = checkout.python("results/plot_results.py", *paths, "--out", checkout.folder / name)
-        assert done.returncode == 0, done.stdout + done.stderr
-        tables[name] = pd.read_csv(checkout.folder / name / "comparison.csv")
-    both, alone = tables["both"], tables["alone"]
+    both, alone = (
+        comparison.compare(comparison.summarize(comparison.load_some(paths)[0]))
+        for paths in ([out, mnist], [mnist])
+    )
     assert both[both.model == "Net"].speedup.dropna().tolist() == alone.speedup.dropna().tolist()
     assert set(both[both.model == "Tables"].baseline) == {"tables"}
