@@ -2,15 +2,18 @@
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
 `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
-of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"` or, of a job's samples, `verdict FOLDER`,
-with paths relative to the README. Run this file (`make lessons`) to bring all up to date.
+of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, or
+`bench TOOL FILE.csv`, the table that a tool in tools/bench makes of what it has written. Paths are relative
+to the README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv
 import difflib
+import importlib
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +22,7 @@ from trainkit.analysis import comparison, report, waste
 from trainkit.jobs import monitor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+BENCH = REPOSITORY / "tools" / "bench"
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_SLURM = re.compile(
     r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b|<job>"
@@ -63,6 +67,7 @@ def up_to_date(readme: Path) -> str:
             "comparison": _comparison,
             "pivot": _pivot,
             "verdict": _verdict,
+            "bench": _bench,
         }
         text = kinds[kind](readme.parent, *words)
         return f"{match[1]}{text}\n{match[3]}"
@@ -121,6 +126,12 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
 def _verdict(folder: Path, name: str) -> str:
     """As the log of a job tells it."""
     return "\n".join(["```", *monitor.in_log(waste.judge(folder / name), "job 12", 12), "```"])
+
+
+def _bench(folder: Path, tool: str, name: str) -> str:
+    if str(BENCH) not in sys.path:  # for what a tool imports from beside it
+        sys.path.append(str(BENCH))
+    return importlib.import_module(tool).table(folder / name)
 
 
 if __name__ == "__main__":

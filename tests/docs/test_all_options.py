@@ -59,7 +59,7 @@ OTHERS = {
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
         --max-jobs --min-efficiency --num-workers --out --partition --repeats --scaling --script --spend
         --stages --target --time --train-size --until-known""",
-    "tools/bench/bench.py": "--data-dir --out --repeats --tables-only",
+    "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--out --smoke",
     "tools/bench/ladder.py": "--data-dir --steps",

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -162,9 +161,6 @@ def test_a_command_of_the_documents_runs(
         shorter += f" --out {shlex.quote(str(tmp_path))}"  # the later of two counts
     if "looks_busy" in command:
         shorter += " --seconds 0.5"
-    if "--tables-only" in command:
-        shutil.copytree(readme.parent / "cpu-2-cores" / "bench", tmp_path / "bench")
-        shorter += f" --out {shlex.quote(str(tmp_path / 'bench'))}"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     folder = REPOSITORY / lessons.starts_in(readme)
     environment = ENVIRONMENT | {"PATH": path, "SITE_SCRATCH_DIR": str(tmp_path / "jobs")}

@@ -1,8 +1,8 @@
 """Time our stages against the classic script, side by side on this machine.
 
 The parts speed, ladder and ddp run their cases in turn, several times over, and compare medians:
-machines drift, and a ratio of neighbours survives that. Each part writes `<out>/<part>.csv`, and the
-table made of it to `<out>/<part>.md`.
+machines drift, and a ratio of neighbours survives that. Each part writes `<out>/<part>.csv`, and prints the
+table made of it.
 """
 
 import argparse
@@ -44,24 +44,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSVs (default: tools/bench/out)"
     )
-    parser.add_argument("--tables-only", action="store_true", help="remake the tables from the CSVs in --out")
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
-    if not args.tables_only:
-        staging.check("mnist", args.data_dir)  # says what to do where there is none
+    staging.check("mnist", args.data_dir)  # says what to do where there is none
     check_writable(args.out, "the benchmark", "give another --out.")
 
     for part in args.parts or PARTS:
-        measure, summarise = PARTS[part]
+        measure, _ = PARTS[part]
         print(f"\n== {part}: {measure.__doc__}", flush=True)
         path = args.out / f"{part}.csv"
-        if not args.tables_only:
-            _measure(measure, args, path)
-        table = _markdown(summarise(_read(path)))
-        path.with_suffix(".md").write_text(table)
-        print(table, flush=True)
+        _measure(measure, args, path)
+        print(table(path), flush=True)
 
 
 def _measure(measure: Callable[[argparse.Namespace], Rows], args: argparse.Namespace, path: Path) -> None:
@@ -81,28 +76,23 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _read(path: Path) -> pd.DataFrame:
-    try:
-        return pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise errors.UserError(
-            f"{path} cannot be read ({error}): measure first, without --tables-only."
-        ) from None
+def table(path: Path) -> str:
+    """The CSV of a part, which is called as it, as a table in Markdown."""
+    _, summarise = PARTS[path.stem]
 
-
-def _markdown(table: pd.DataFrame) -> str:
     def text(value: object) -> str:
         if not isinstance(value, float):
             return str(value)
         return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
-    table = table.reset_index().astype(object)  # numpy would turn whole numbers into floats
+    # Else numpy would turn whole numbers into floats.
+    table = summarise(pd.read_csv(path)).reset_index().astype(object)
     rows = [
         list(map(str, table)),
         ["---"] * len(table.columns),
         *([text(cell) for cell in row] for row in table.values.tolist()),
     ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def speed(args: argparse.Namespace) -> Rows:

@@ -1,7 +1,7 @@
 """What the sampler of slurm/monitor.py costs: trainings with and without it, in turns, on this machine.
 
-Writes `<out>/sampler.csv`, a row per training, and the table made of it, `sampler.md`. The two trainings of a
-pair have the same seed, and every other pair begins with the one that is sampled.
+Writes `<out>/sampler.csv`, a row per training, and prints the table made of it. The two trainings of a pair
+have the same seed, and every other pair begins with the one that is sampled.
 """
 
 import tempfile
@@ -46,15 +46,13 @@ def main() -> None:
                     {"case": case, "pair": pair} | _train(case, pair, sampled, args.data_dir.absolute())
                 )
                 pd.DataFrame(rows).to_csv(args.out / "sampler.csv", index=False, float_format="%.6g")
-    table = text.markdown(summary(pd.DataFrame(rows)))
-    (args.out / "sampler.md").write_text(f"{table}\n")
-    print(table)
+    print(table(args.out / "sampler.csv"))
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
+def table(path: Path) -> str:
     """Of each case the median ratio of its pairs' images/s, its 95 % interval, and the sampler's own load."""
     chance, lines = np.random.default_rng(1), []
-    for case, of_case in rows.groupby("case", sort=False):
+    for case, of_case in pd.read_csv(path).groupby("case", sort=False):
         speeds = of_case.pivot(index="pair", columns="sampled", values="images_per_s")
         ratios = (speeds[True] / speeds[False]).to_numpy()
         draws = np.median(chance.choice(ratios, (DRAWS, len(ratios))), axis=1)
@@ -68,7 +66,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
                 "sampler, MB": f"{of_case.memory_mb.max():.0f}",
             }
         )
-    return pd.DataFrame(lines)
+    return text.markdown(pd.DataFrame(lines))
 
 
 def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, object]:
