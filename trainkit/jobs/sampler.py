@@ -1,9 +1,8 @@
 """Looks at a node once a second while a job runs there, and writes down what it sees (samples.py)."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,13 +26,12 @@ def sample(
         stop: waits for so many seconds at most, and tells whether to end.
         period: seconds from one sample to the next. One that would be late is left out.
     """
-    with suppress(
-        OSError
-    ):  # not to take a core away from a rank the moment that it wakes up, as most programs do
+    # Not to take a core away from a rank the moment that it wakes up, as most programs do.
+    with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    notes, file = _Notes(folder / samples.NOTES, node), _File(folder, node)
-    processes = gpus = None
+    notes = _Notes(folder / samples.NOTES, node)
+    processes = gpus = writer = None
     began = time.monotonic()
     while True:
         rows, now = [], time.time()
@@ -48,13 +46,13 @@ def sample(
         except Exception as error:
             notes.tell(f"the GPUs cannot be looked at ({type(error).__name__}: {error})")
         try:
-            file.add({"time": now} | row for row in rows)
+            writer = writer or samples.Writer(folder, node)
+            writer.add({"time": now} | row for row in rows)
         except OSError as error:
-            notes.tell(f"samples are missing: {file.path} could not be written ({reason(error)})")
+            notes.tell(f"samples are missing: {folder}/{node}.csv could not be written ({reason(error)})")
+            writer = None
         notes.write()
         if stop(period - (time.monotonic() - began) % period):
-            if gpus:
-                gpus.end()
             return
 
 
@@ -64,7 +62,7 @@ class _Notes:
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
         self._told: set[str] = set()
-        self._untold: list[str] = []
+        self._untold = ""
         with suppress(OSError):
             self._told |= set(path.read_text(errors="replace").splitlines())
 
@@ -72,43 +70,15 @@ class _Notes:
         line = f"{self._node}: {sentence}"
         if line not in self._told:
             self._told.add(line)
-            self._untold.append(line)
-            self.write()
-            if self._untold:
-                with suppress(OSError):
-                    print(line, file=sys.stderr, flush=True)
+            self._untold += f"{line}\n"
 
     def write(self) -> None:
         """What could not be written yet, as the disk may have space again."""
-        text = "".join(f"{line}\n" for line in self._untold).encode()
+        text = self._untold.encode()
         if text:
             with suppress(OSError), self._path.open("ab", buffering=0) as file:
                 before = file.tell()
                 if file.write(text) == len(text):
-                    self._untold = []
+                    self._untold = ""
                 else:  # there was space for a part
                     file.truncate(before)
-
-
-class _File:
-    """The node's samples: opened anew after they could not be written, or were taken away."""
-
-    def __init__(self, folder: Path, node: str) -> None:
-        self.path = folder / f"{node}.csv"
-        self._writer: samples.Writer | None = None
-
-    def add(self, rows: Iterable[dict[str, object]]) -> None:
-        if self._writer and not self.path.exists():
-            self._close()
-        if not self._writer:
-            self.path.parent.mkdir(exist_ok=True)  # but not the job's folder, which somebody has removed
-            self._writer = samples.Writer(self.path.parent, self.path.stem)
-        try:
-            self._writer.add(rows)
-        except OSError:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        self._writer.close()
-        self._writer = None
