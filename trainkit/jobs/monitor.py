@@ -12,7 +12,6 @@ JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_M
 import argparse
 import json
 import os
-import re
 import select
 import shlex
 import shutil
@@ -37,14 +36,13 @@ from trainkit.jobs.stages import REPOSITORY
 if TYPE_CHECKING:
     from trainkit.analysis.waste import Verdict
 
-VERDICT_SECONDS = 8  # that it may take at the end of a job, which waits for 10 (job_env.sh)
+VERDICT_SECONDS = 8  # that it may take after Ctrl-C
 OVER = ("COMPLETING", *housekeeping.ENDED)
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
 # That the newest sample is old: before Slurm is asked whether the job runs, and where nobody knows.
 LATE_SECONDS, OLD_SECONDS = 5, 60
-# The end of the command that it runs, and what somebody may send to this program, and means for that.
-WAITED_FOR = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-WAITED_FOR |= {signal.SIGUSR1, signal.SIGUSR2}
+# What somebody may send to this program, and means for the command that it runs.
+HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 
 
@@ -143,10 +141,10 @@ def _with_number(job: str) -> Path:
     here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
     if here:
         return max(here, key=os.path.getmtime)
-    facts = slurm.job_facts(job) if slurm.is_here() else {}
-    if facts.get("JobState") in slurm.QUEUED:
-        raise UserError(f"job {job} waits ({facts['Reason']}): there is nothing to see before it runs.")
-    raise UserError(f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them.")
+    raise UserError(
+        f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits has no "
+        "folder yet."
+    )
 
 
 def _has_ended(folder: Path) -> bool:
@@ -169,34 +167,27 @@ def _run(command: list[str]) -> int:
     job = read_site().jobs_dir / local.new_name("monitored")
     folder, mine = job / samples.FOLDER, {"TRAINKIT_JOB_DIR": str(job)}
     check_writable(folder, "samples", FIX)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     try:
-        child = subprocess.Popen(
-            command,
-            env=os.environ | mine,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-        )
+        child = subprocess.Popen(command, env=os.environ | mine)
     except OSError as error:
         shutil.rmtree(job)
         raise UserError(
             f"{printable(command[0])} cannot be run ({error.strerror}): correct the command."
         ) from None
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends them to the command, too
+        signal.signal(number, signal.SIG_IGN)
+    for number in HANDED_ON:
+        signal.signal(number, lambda number, _: child.send_signal(number))
 
-    def ended(seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while child.poll() is None and (left := until - time.monotonic()) > 0:
-            sent = signal.sigtimedwait(WAITED_FOR, left)
-            # What the kernel sends, such as for Ctrl-C in a terminal, goes to the command by itself.
-            if sent and sent.si_signo != signal.SIGCHLD and sent.si_code <= 0:
-                child.send_signal(sent.si_signo)
-        return child.poll() is not None
+    def ended(seconds: float | None) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+        return child.returncode is not None
 
     try:
         sampler.sample(folder, mine, ended)
     finally:  # whatever becomes of the samples
-        while not ended(60):
-            pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ended(None)
     _tell(folder, "the command", job)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
@@ -216,19 +207,9 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
         if own_job:  # another practice cluster may have a job with that number
             mine["TRAINKIT_JOB_DIR"] = own_job
         sampler.sample(folder, mine, _end_of_input)
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.alarm(VERDICT_SECONDS)
     number = until or os.environ["SLURM_JOB_ID"]
     if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
         _tell(folder, f"job {number}", number)
-
-
-class _TooLong(Exception):  # noqa: N818  it is said in a line of its own
-    """The verdict is not there in time."""
-
-
-def _give_up(*_: object) -> None:
-    raise _TooLong
 
 
 def _end_of_input(seconds: float) -> bool:
@@ -257,7 +238,7 @@ def _attach(job: int) -> None:
     nodes = _nodes_of_running(job)
     folder = read_site().jobs_dir / str(job) / samples.FOLDER
     check_writable(folder, "samples", FIX)
-    before = _sizes(folder)
+    before = _bytes(folder)
     script = 'source "$1"; activate; sample "$2" "$3" --jobid="$4"'
     words = [str(REPOSITORY / "slurm" / "site_env.sh"), nodes, str(folder), str(job)]
     with (folder / "log").open("w") as log:
@@ -277,8 +258,8 @@ def _attach(job: int) -> None:
         with suppress(subprocess.TimeoutExpired):
             step.wait(VERDICT_SECONDS)
         step.terminate()
-    if _sizes(folder) == before:
-        raise UserError(f"job {job} could not be sampled: {_last_words(folder / 'log')}")
+    if _bytes(folder) == before:
+        raise UserError(f"job {job} could not be sampled: see {folder / 'log'}")
     _tell(folder, f"job {job}", job)
 
 
@@ -288,29 +269,17 @@ def _nodes_of_running(job: int) -> str:
         raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
     state, reason = facts["JobState"], printable(facts.get("Reason", ""))
-    if state == "UNKNOWN":
-        raise UserError(f"Slurm does not answer ({reason}): try again later.")
-    if state in slurm.QUEUED:
-        raise UserError(f"job {job} waits ({reason}): attach when it runs.")
-    if state == "GONE":
-        raise UserError(f"Slurm does not know job {job}, or not any more: `squeue --me` lists what runs.")
-    if state in OVER:
-        raise UserError(f"job {job} has ended ({state}): there is nothing left to sample.")
+    if state in (*OVER, *slurm.QUEUED, "UNKNOWN"):
+        told = f"{state}, {reason}" if reason else state
+        raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
     if "monitor" in steps:
         raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --watch {job}")
     return facts["NumNodes"]
 
 
-def _sizes(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_size for path in folder.glob("*.csv")}
-
-
-def _last_words(log: Path) -> str:
-    """Why a step failed; srun also says of every step that it did."""
-    lines = log.read_text(errors="replace").splitlines()
-    told = [line for line in lines if not re.search(r": tasks? [\d,-]+: |^Try ", line)]
-    return printable(told[-1]) if told else "the step ended without a word."
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.csv"))
 
 
 def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
@@ -331,9 +300,6 @@ def _tell(folder: Path, name: str, job: object) -> None:
         lines = in_log(judged, name, job)
     except UserError as error:
         lines = [f"watch   not sampled: {error}"]
-    except _TooLong:
-        command = f"python slurm/monitor.py --verdict {folder.parent}"
-        lines = [f"watch   no verdict within {VERDICT_SECONDS} seconds: {command}"]
     except Exception as error:  # a fault of ours must not become one of the job
         lines = [f"watch   no verdict: {type(error).__name__}: {first_line(error)}"]
     tell("\n".join(lines))
