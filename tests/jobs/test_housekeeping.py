@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from checkout import Checkout
@@ -86,15 +85,14 @@ def test_what_may_still_be_needed_stays(tmp_path: Path) -> None:
     for name, machine in (("elsewhere", "another-machine"), ("killed", os.uname().nodename)):
         (jobs / f"submitit/{name}-{ending}/rank-0.started").write_text(f"{machine}\n")
     (jobs / f"submitit/starts-{ending}/3_submitted.pkl").rename(jobs / f"submitit/starts-{ending}/0af3.pkl")
-    words = ("submitit.local._local", jobs / f"submitit/runs-{ending}")
+    runs = os.environ | {"TRAINKIT_JOB_DIR": str(jobs / f"submitit/runs-{ending}")}
     with (
-        subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
-        ),
+        subprocess.Popen(["sleep", "600"], env=runs) as running,
         FileLock(jobs / f"7-{ending[:15]}" / "checkpoints" / ".lock"),
     ):
         states = {name: row[1] for name, row in listed(checkout).items()}
         done = checkout.python("slurm/jobs.py", "--remove", "--unfinished")
+        running.kill()
     assert states == {
         "7": "unknown",
         f"7-{ending[:15]}": "ended",

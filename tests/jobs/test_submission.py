@@ -651,7 +651,7 @@ def test_a_job_that_could_never_start_is_cancelled(
     checkout.fake("srun", "")
     checkout.fake("scontrol", _show("PENDING Reason=PartitionTimeLimit"))
     checkout.fake("scancel", f"echo $1 >{shlex.quote(str(told))}")
-    with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\), so it was cancelled"):
+    with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\): ask"):
         _main("ddp", "", checkout, monkeypatch)
     assert told.read_text() == "7\n"
     assert not job_folders(checkout)

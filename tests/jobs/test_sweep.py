@@ -4,14 +4,10 @@ Every test works on a copy of the checkout, so that it can have a site file of i
 planted in a stage script. There is a space in its path.
 """
 
-import os
-import random
 import re
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +16,8 @@ import psutil
 import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import REPOSITORY
 
 from trainkit import records
-from trainkit.analysis import packed
 
 SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200, "--width", 4)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
@@ -69,35 +63,6 @@ def checkout(tmp_path: Path) -> SweepCheckout:
 @pytest.fixture
 def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
     return SweepCheckout(tmp_path / "a checkout", cluster)
-
-
-# A run that trains nothing, and leaves the CSV of another; its results folder tells how often it ran.
-OWN = """
-import os, sys, time
-from pathlib import Path
-from trainkit import errors
-
-def main():
-    results = Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--results-dir")])
-    (results / f"ran-{os.getpid()}").touch()
-    time.sleep(1)
-    sample = Path(__file__).with_name("sample.csv").read_text().replace(SAMPLE, f"run-{os.getpid()}")
-    Path(results, "runs", "writing").write_text(sample)
-    Path(results, "runs", "writing").rename(results / "runs" / f"{os.getpid()}.csv")
-
-errors.run(main)
-"""
-CELLS = [f"mine-1gpu-batch100-r{number}" for number in range(1, 7)]
-
-
-def own_sweep(checkout: SweepCheckout, runs: int) -> tuple:
-    """The arguments of a sweep of so many runs of a script of one's own."""
-    sample, folder = "ddp-20261121-041110-f2fc72", checkout.folder / "03_multigpu_ddp"
-    packed.unpack(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv", folder, [sample])
-    (folder / "mine.py").write_text(f"SAMPLE = {sample!r}\n{OWN}")
-    (folder / f"{sample}.csv").rename(folder / "sample.csv")
-    options = ("--precision", "fp32", "--batch-size", 100, "--gpus", 1, "--repeats", runs)
-    return ("--script", "mine.py", *options)
 
 
 # A stage that trains nothing, and records what a GPU might have done.
@@ -187,37 +152,6 @@ def most_at_a_time(checkout: SweepCheckout) -> int:
         now += change
         most = max(most, now)
     return most
-
-
-def test_a_sweep_killed_at_any_moment_runs_every_cell_once(on_cluster: SweepCheckout) -> None:
-    """First at the three worst: before sbatch, while it goes on alone, when Slurm has just taken the job."""
-    on_cluster.fake(
-        "sbatch",
-        f"""
-PATH=${{PATH#*:}}  # the real one
-call=$(find '{on_cluster.folder}' -maxdepth 1 -name 'call-*' | wc -l)
-touch '{on_cluster.folder}'/call-$call
-case $call in
-    0) kill -9 $PPID; exit 1 ;;
-    1) kill -9 $PPID; sleep 2; exec sbatch "$@" ;;
-    2) sbatch "$@"; kill -9 $PPID ;;
-    *) exec sbatch "$@" ;;
-esac""",
-    )
-    arguments = own_sweep(on_cluster, runs=len(CELLS))
-    for _ in range(3):
-        done = on_cluster.start_sweep(*arguments)
-        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    program = (sys.executable, on_cluster.folder / "slurm/sweep.py", *arguments, "--out", on_cluster.sweep)
-    for _ in range(3):
-        on_cluster.run("timeout", "--signal=KILL", random.uniform(0.2, 3), *program)
-    done = on_cluster.start_sweep(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran = [path.parent.name for path in on_cluster.sweep.rglob("ran-*")]
-    assert sorted(ran) == CELLS
-    lost = ("squeue", "--noheader", "--states=PENDING,RUNNING", "--name=mine")  # jobs that no sweep found
-    assert not on_cluster.cluster.run(lost).stdout
-    assert [len(on_cluster.rows(cell)) for cell in CELLS] == [3] * len(CELLS)
 
 
 def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
@@ -323,78 +257,6 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
     assert "is of a sweep with the options" in other.stderr
 
 
-@pytest.mark.full
-def test_a_local_run_is_found_though_its_sweep_was_killed_while_it_started(checkout: SweepCheckout) -> None:
-    """When its process is there, and the file with what to do is not yet where that process looks for it."""
-    checkout.site(f"echo read >>'{checkout.folder}/reads'")
-    starting = checkout.folder / "trainkit" / "jobs" / "local.py"
-    kill = """
-    import submitit.core.utils
-    if not folder.parents[1].joinpath("killed").exists():
-        folder.parents[1].joinpath("killed").touch()
-        submitit.core.utils.JobPaths.move_temporary_file = lambda *_, **__: os.kill(os.getpid(), 9)
-"""
-    text = starting.read_text()
-    starting.write_text(text.replace("    import submitit\n\n    if threads", f"{kill}\n    if threads"))
-    arguments = own_sweep(checkout, runs=2)
-    program = (sys.executable, checkout.folder / "slurm/sweep.py", *arguments, "--out", checkout.sweep)
-    # Not by `start_sweep`, which would wait for the run too: it has the sweep's output.
-    killed = subprocess.Popen(list(map(str, program)), env=checkout.environment, stdout=subprocess.DEVNULL)
-    assert killed.wait(60) == -signal.SIGKILL
-    done = checkout.start_sweep(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.parent.name for path in checkout.sweep.rglob("ran-*")) == CELLS[:2]
-    # Once by each of the two sweeps, not once more for every run; slurm/site_env.sh first tries it out.
-    assert (checkout.folder / "reads").read_text().split() == ["read"] * 4
-
-
-def test_junk_in_the_folder_of_a_sweep(checkout: SweepCheckout) -> None:
-    """In place of the link to a job it is no job; options that are not these are of another sweep."""
-    refused = "error: Slurm did not take the job (no more today)"
-    checkout.fake("sbatch", "echo sbatch: error: no more today >&2; exit 1")
-    checkout.fake("srun", "")
-    checkout.fake("scontrol", "echo No jobs in the system")
-    makes = [Path.touch, os.mkfifo]
-    for target in ("/", "/nowhere", "job", checkout.folder, f"{checkout.folder}/submitit/x"):
-        makes.append(lambda link, target=target: link.symlink_to(target))
-    for number, make in enumerate(makes, start=1):
-        cell = checkout.sweep / f"mine-1gpu-batch100-r{number}"
-        cell.mkdir(parents=True)
-        make(cell / "job")
-    (checkout.sweep / "options.txt").write_text("")
-    arguments = own_sweep(checkout, runs=len(makes))
-    assert "is of a sweep with the options ," in checkout.start_sweep(*arguments).stderr
-    (checkout.sweep / "options.txt").unlink()
-    cells = [path.rename(checkout.folder / path.name) for path in checkout.sweep.glob("mine-*")]
-    # As after a kill while the folder was made.
-    assert checkout.start_sweep(*arguments).stderr.startswith(refused)
-    for cell in cells:
-        shutil.rmtree(checkout.sweep / cell.name, ignore_errors=True)
-        cell.rename(checkout.sweep / cell.name)
-    done = checkout.start_sweep(*arguments)
-    assert done.stderr.startswith(refused), done.stderr
-    assert done.stderr.count("\n") == 1
-    options = checkout.sweep / "options.txt"
-    for make in (
-        lambda: options.write_bytes(b"\xff\0\033[31m" * 9999),
-        lambda: os.mkfifo(options),
-        options.mkdir,
-    ):
-        options.unlink()
-        make()
-        done = checkout.start_sweep(*arguments)
-        assert "is of a sweep with the options" in done.stderr
-        assert (done.returncode, done.stderr.count("\n"), "\033" in done.stderr) == (1, 1, False)
-
-
-def test_ten_dry_runs_at_once(checkout: SweepCheckout) -> None:
-    with ThreadPoolExecutor(10) as users:
-        asked = [users.submit(checkout.start_sweep, *SMALL, "--no-cuda", "--dry-run") for _ in range(10)]
-    told = {(done.result().returncode, done.result().stdout, done.result().stderr) for done in asked}
-    assert len(told) == 1
-    assert told.pop()[0] == 0
-
-
 def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
     checkout.fake("sbatch", "")  # only asked for
     arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
@@ -456,7 +318,6 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--out /proc/nowhere", "cannot be written to"),
         ("--out trainkit", "has other things in it"),
         ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
-        ("--repeats 100000", "600,000 runs are more than the 10,000 of a sweep: shorten the lists"),
     ],
 )
 def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:

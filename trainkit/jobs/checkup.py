@@ -60,8 +60,8 @@ SHM_GB = 1.0
 GB = 1e9
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
-REPEATS = 7  # the median of them
-SLOW_SECONDS = 1.0  # of a sum: fewer repeats then, and no larger size, which would take four times as long
+REPEATS = 5  # the median of them
+SLOW_SECONDS = 1.0  # of a sum: no larger size then, which would take four times as long
 SLOW_NETWORK_GB_S = 0.1  # what gigabit Ethernet carries
 
 
@@ -212,7 +212,7 @@ def _gpus(tasks: int | None) -> Iterator[Finding]:
     """This rank's GPU, as the training would choose it, and for one rank those of its node's `tasks`."""
     import torch
 
-    from trainkit import world
+    from trainkit import machine, world
 
     device = world.own_device(use_cuda=True)
     if device.type == "cuda":
@@ -221,35 +221,25 @@ def _gpus(tasks: int | None) -> Iterator[Finding]:
             message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
             fix = f"something else computes there; without the node: sbatch --exclude={_node()}"
             yield Finding("gpus", WARNING, message, fix)
-    if tasks:
-        yield from _gpus_of_node(tasks)
-
-
-def _gpus_of_node(tasks: int) -> Iterator[Finding]:
-    import torch
-
-    from trainkit import machine
-
+    if not tasks:
+        return
     given, seen = machine.gpus_given() or 0, torch.cuda.device_count()
-    if not given and not seen:
-        message = "the job has no GPU: it will train on the CPU"
-        yield Finding("gpus", WARNING, message, "sbatch --gpus-per-node=2")
     if given and given != tasks:
         message = f"{tasks} task(s) for {given} GPU(s): it has to be one task per GPU"
         fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
         yield Finding("gpus", FAULT, message, fix)
-    if given and not seen:  # else it would have been refused before
+    if 0 < seen < given:
+        message = f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
+        fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
+        yield Finding("gpus", WARNING, message, fix)
+    if seen:
+        yield Finding("gpus", OK, f"{_cards()}, {_software_of_gpus()}")
+    elif given:  # else it would have been refused before
         message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
         yield Finding("gpus", OK, message)
-    if seen:
-        # Slices of cards (MIG) never copy to each other directly.
-        if seen < given and " MIG " not in torch.cuda.get_device_properties(0).name:
-            message = (
-                f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
-            )
-            fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
-            yield Finding("gpus", WARNING, message, fix)
-        yield Finding("gpus", OK, ", ".join(filter(None, [_cards(), machine.build(), _nccl()])))
+    else:
+        message = "the job has no GPU: it will train on the CPU"
+        yield Finding("gpus", WARNING, message, "sbatch --gpus-per-node=2")
 
 
 def _cards() -> str:
@@ -264,13 +254,15 @@ def _cards() -> str:
     return ", ".join(cards if torch.version.hip else [*cards, machine.driver()])
 
 
-def _nccl() -> str:
+def _software_of_gpus() -> str:
+    """What this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
     import torch
 
+    from trainkit import machine
+
     if not torch.distributed.is_nccl_available():
-        return ""
-    name = "RCCL" if torch.version.hip else "NCCL"
-    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        return machine.build()
+    return f"{machine.build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def look_from_login_node(data_dir: str, most_gpus: int) -> None:
@@ -284,21 +276,19 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
 
     from trainkit import data, machine, run  # noqa: F401  what a rank imports
 
-    version = f"torch {torch.__version__.partition('+')[0]} for {machine.build()}"
     gpus, found = "no GPU here, as usual on a login node", []
     try:
         machine.check_usable()
         if torch.cuda.is_available():
             gpus = _cards()
     except (UserError, RuntimeError) as error:  # no job's GPU
-        unusable = fault_of("gpus", first_line(error), "see `nvidia-smi` here, ask your admin")
-        found = [unusable._replace(level=WARNING)]
+        found.append(Finding("gpus", WARNING, first_line(error), "see `nvidia-smi` here, ask your admin"))
     if machine.build() == "the CPU only" and most_gpus:
-        message = f"{version}, but nodes of this cluster have up to {most_gpus} GPUs"
+        message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
         found.append(Finding("gpus", FAULT, message, fix))
-    software = ", ".join(filter(None, [sys.executable, version, _nccl()]))
-    for finding in (Finding("environment", OK, f"{software}; {gpus}"), *found):
+    version = f"torch {torch.__version__.partition('+')[0]} for {_software_of_gpus()}"
+    for finding in (Finding("environment", OK, f"{sys.executable}, {version}; {gpus}"), *found):
         tell(finding=finding._asdict())
     data.load("mnist", Path(data_dir))
     tell(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
@@ -364,7 +354,7 @@ def _all_reduce(nodes: int) -> Iterator[Finding]:
         device = torch.device("cuda", torch.cuda.current_device())
     facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": world.count()}
     facts |= {"backend": dist.get_backend(), "device_name": machine.device_name(device)}
-    seconds: list[float] = []
+    rows = []
     for number_of_bytes in SIZES:
         wrong = _wrong_sums(number_of_bytes, device)
         if wrong:
@@ -372,11 +362,14 @@ def _all_reduce(nodes: int) -> Iterator[Finding]:
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
         if world.largest(wrong, device):  # on any rank: all of them stop here
             return
-        seconds.append(_seconds_of_sum(number_of_bytes, device))
-        if seconds[-1] > SLOW_SECONDS:
+        values = torch.zeros(number_of_bytes // 4, device=device)
+        seconds = statistics.median(_time_one(values) for _ in range(REPEATS))
+        rows.append(facts | bandwidth(world.count(), number_of_bytes, seconds))
+        if seconds > SLOW_SECONDS:
             break
-    if world.is_first():
-        rows = bandwidths(facts, seconds)
+    if world.is_first() and world.count() == 1:
+        yield Finding("all-reduce", OK, "one rank only: nothing to exchange")
+    elif world.is_first():
         tell(rows=rows)
         yield _judge_network(rows, nodes)
     world.leave()
@@ -394,18 +387,8 @@ def _wrong_sums(number_of_bytes: int, device: object) -> int:
     return int((world.sum_in_place(ramp + rank) != expected).sum())
 
 
-def _seconds_of_sum(number_of_bytes: int, device: object) -> float:
-    """The median of a sum over all ranks, by the slowest rank's clock."""
-    import torch
-
-    values = torch.zeros(number_of_bytes // 4, device=device)
-    times = [_time_one(values)]
-    while len(times) < REPEATS and sum(times) < 2 * SLOW_SECONDS:
-        times.append(_time_one(values))
-    return statistics.median(times)
-
-
 def _time_one(values: object) -> float:
+    """Seconds of a sum over all ranks, by the slowest rank's clock."""
     import torch
 
     from trainkit import world
@@ -421,24 +404,18 @@ def _time_one(values: object) -> float:
     return world.largest(time.perf_counter() - started, values.device)
 
 
-def bandwidths(facts: dict[str, object], seconds: list[float]) -> list[dict[str, object]]:
-    """One row per message size: `facts`, bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
+def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:
+    """What a sum over all ranks has shown: bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
 
     For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
     of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    n, rows = facts["ranks"], []
-    for size, time_of_one in zip(SIZES, seconds, strict=False):
-        algorithm = size / time_of_one / GB
-        measured = {"bytes": size, "seconds": time_of_one}
-        rates = {"algorithm_gb_s": algorithm, "bus_gb_s": algorithm * 2 * (n - 1) / n}
-        rows.append(facts | measured | rates)
-    return rows if n > 1 else []
+    algorithm = number_of_bytes / seconds / GB
+    rates = {"algorithm_gb_s": algorithm, "bus_gb_s": algorithm * 2 * (ranks - 1) / ranks}
+    return {"bytes": number_of_bytes, "seconds": seconds} | rates
 
 
 def _judge_network(rows: list[dict], nodes: int) -> Finding:
-    if not rows:
-        return Finding("all-reduce", OK, "one rank only: nothing to exchange")
     rate = rows[-1]["bus_gb_s"]
     message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:

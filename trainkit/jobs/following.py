@@ -2,9 +2,8 @@
 
 That is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
 slurm/job_env.sh tells why it failed; of local processes, from the notes that the ranks leave in the
-job's folder (`trainkit.errors.note`), and from their logs. submitit's own result
-files are not used: a job that went back to the queue may leave one from before, the error of one
-rank hides behind the silence of another, and without `sacct` submitit never learns that a job failed.
+job's folder (`trainkit.errors.note`), and from their logs. submitit's own result files are not used: without
+`sacct` it never learns that a job failed.
 """
 
 import os
@@ -24,9 +23,8 @@ from trainkit.errors import UserError, printable
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 
-GIVING_UP_SECONDS = 5  # between the first rank and the last
 VERDICT_SECONDS = 15  # that the sampler has to end by itself
-PEERS_SECONDS = 10  # that the ranks beside one that failed have to end by themselves
+PEERS_SECONDS = 2  # that the ranks beside one that failed have to end by themselves
 PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
 
 # The last words of a job script and of a Python program; the first pattern that is found counts.
@@ -165,61 +163,42 @@ class LocalHandle(Handle):
 
     ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
-    ended_at: float | None = None
     failed_at: float | None = None
-    gave_up_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
 
     def _look(self) -> State:
-        told, gave_up = self._told_by_a_rank(), self._told_by_nccl()
-        failure = told or gave_up
-        if gave_up and self.gave_up_at is None:
-            self.gave_up_at = time.monotonic()
         if not self.ended():
-            # Where NCCL gave up, the other ranks are about to say so: who does not, was waited for.
-            if told or (gave_up and time.monotonic() - self.gave_up_at > GIVING_UP_SECONDS):
-                self._end_peers()
+            self._end_peers()
             return State("running", self._progress())
-        if self.sampler and self.sampler.poll() is None:
-            self.ended_at = self.ended_at or time.monotonic()
-            if time.monotonic() - self.ended_at > VERDICT_SECONDS:  # it may hang in the driver, or on a disk
-                self.sampler.kill()
-            return State("running", self._progress())
-        if len(self._notes("finished")) == self.tasks and not self._stopped():
-            return State("done", self._results())
+        if self.sampler:
+            with suppress(subprocess.TimeoutExpired):  # it may hang in the driver, or on a disk
+                self.sampler.wait(VERDICT_SECONDS)
+            self.sampler.kill()
         if self._stopped():
             checkpoints = (self.folder / "stopped").read_text().strip()
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
-        return State("failed", failure or self._silent() or self._last_words() or f"see {self.log}")
+        if len(self._notes("finished")) == self.tasks:
+            return State("done", self._results())
+        why = self._told_by_a_rank() or self._silent() or self._last_words()
+        return State("failed", why or f"see {self.log.parent}")
 
     def _end_peers(self) -> None:
-        """As srun --kill-on-bad-exit: they would wait for the rank that failed."""
-        if self.failed_at is None:
-            self.failed_at = time.monotonic()
-            self.cancel()
-        elif time.monotonic() - self.failed_at > PEERS_SECONDS:  # one that waits does not hear SIGTERM
-            import psutil
+        """As srun --kill-on-bad-exit: they would wait for the rank that failed, or was killed."""
+        import psutil
 
-            with suppress(psutil.Error):
-                for rank in psutil.Process(int(self.job_id)).children():
+        with suppress(psutil.Error):
+            ranks = psutil.Process(int(self.job_id)).children()
+            if not (self._notes("failed") or len(ranks) < len(self._notes("started"))):
+                return
+            self.failed_at = self.failed_at or time.monotonic()
+            if time.monotonic() - self.failed_at > PEERS_SECONDS:
+                for rank in ranks:
                     rank.kill()
 
     def _told_by_a_rank(self) -> str | None:
-        """The words of the rank that failed first."""
-        notes = self._notes("failed")
-        lines = (line for note in (self.folder / "first-failed", *notes) for line in _lines(note))
-        # On a full disk a note has no text.
-        return next(lines, f"{notes[0].stem} failed; see {self.log.parent}") if notes else None
-
-    def _told_by_nccl(self) -> str | None:
-        """NCCL aborts ranks that have waited for --timeout; the one they waited for has nothing to say."""
-        gave_up = r"\[Rank (\d+)\] Watchdog caught collective operation timeout"
-        waited = {int(rank) for line in self._all_lines() for rank in re.findall(gave_up, line)}
-        if not waited:
-            return None
-        missing = ",".join(str(rank) for rank in range(self.tasks) if rank not in waited)
-        peers = f"rank {missing}, which hung or was lost" if missing else "each other"
-        return f"NCCL gave up after --timeout: rank {','.join(map(str, sorted(waited)))} waited for {peers}"
+        """The words of the rank that failed first; on a full disk there are none."""
+        notes = (self.folder / "first-failed", *self._notes("failed"))
+        return next((line for note in notes for line in _lines(note)), None)
 
     def _notes(self, state: str) -> list[Path]:
         return sorted(self.folder.glob(f"rank-*.{state}"))

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,16 +13,14 @@ from filelock import FileLock, Timeout
 
 from trainkit import samples
 from trainkit.errors import printable
-from trainkit.jobs import local, slurm
+from trainkit.jobs import slurm
 
 # Folders of job_env.sh: of a job, and of an older one whose number came again; of monitor.py; of submit.py.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
 MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
 SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
-# What is in them.
-NOTE = re.compile(r"rank-\d+\.(started|finished|failed|lost)|monitor/log")
-SAMPLES = re.compile("monitor")
-OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
+# What is in them: notes of ranks, samples, what submitit keeps.
+MARKS = re.compile(r"rank-\d+\.\w+|monitor|.*\.pkl|.*_log\.out|\.submission_file_.*")
 UNKNOWN = "unknown"
 ENDED = ("COMPLETED", "ended", *slurm.FAILED)
 
@@ -59,12 +57,10 @@ def look(jobs_dir: Path) -> list[JobFolder]:
 
 def remove(folder: JobFolder) -> str | None:
     """Remove the folder of a job that has ended; returns why it could not be, if so."""
-    lock = folder.path / "checkpoints" / ".lock"
+    checkpoints = folder.path / "checkpoints"
     try:
-        if lock.exists():  # a later job may have been sent here, by --checkpoint-dir
-            with FileLock(lock, timeout=0):
-                shutil.rmtree(folder.path)
-        else:
+        # A later job may have been sent there, by --checkpoint-dir.
+        with FileLock(checkpoints / ".lock", timeout=0) if checkpoints.exists() else nullcontext():
             shutil.rmtree(folder.path)
     except Timeout:
         return "a run is at work with its checkpoints"
@@ -74,12 +70,11 @@ def remove(folder: JobFolder) -> str | None:
 
 
 def size(folder: Path) -> int:
-    """Bytes in its files; of a link, its own."""
+    """Bytes in it; of a link, its own."""
     total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # of a job that runs
-                total += Path(place, name).lstat().st_size
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # of a job that runs
+            total += path.lstat().st_size
     return total
 
 
@@ -98,18 +93,13 @@ def state_of(job: Path) -> str:
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
     """By name, owner and content: a folder called 2024 may also be the user's photographs."""
-    kinds = ((jobs_dir, NUMBERED, NOTE), (jobs_dir, MONITORED, SAMPLES))
-    for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
-        if place.is_symlink() and place != jobs_dir or not place.is_dir():
-            continue
-        for path in place.iterdir():
-            if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-                continue
-            if path.stat().st_uid != os.getuid():
-                continue
-            names = [str(entry.relative_to(path)) for entry in (*path.iterdir(), *path.glob("monitor/log"))]
-            if not names or any(marks.fullmatch(entry) for entry in names):
-                yield path
+    for place, names in ((jobs_dir, (NUMBERED, MONITORED)), (jobs_dir / "submitit", (SUBMITTED,))):
+        for path in place.iterdir() if place.is_dir() else ():
+            named = any(name.fullmatch(path.name) for name in names)
+            if named and path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+                inside = [entry.name for entry in path.iterdir()]
+                if not inside or any(map(MARKS.fullmatch, inside)):
+                    yield path
 
 
 def _judge(path: Path, jobs_dir: Path) -> JobFolder:
@@ -127,10 +117,11 @@ def _state_in_slurm(job_id: str) -> str:
 
 def _state_here(job: Path) -> str:
     """Of processes of this machine, or of another one with the same folders."""
-    if local.process_with(job, "submitit.local._local"):
-        return "RUNNING"
-    if local.process_with(job, "TRAINKIT_JOB_DIR", told="environ"):
-        return "RUNNING"
+    mark = os.fsencode(f"TRAINKIT_JOB_DIR={job}")
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in environment.read_bytes().split(b"\0"):
+                return "RUNNING"
     nodes = {note.read_text().strip() for note in job.glob("rank-*.started")}
     nodes |= {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
     return "ended" if nodes <= {os.uname().nodename} else UNKNOWN

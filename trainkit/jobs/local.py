@@ -11,10 +11,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from trainkit import network, samples
@@ -134,11 +133,6 @@ def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
         )
 
 
-def started_before(job_id: str, tasks: int, log: Path, folder: Path, results: Path) -> LocalHandle:
-    """A job that an earlier program has started: its processes are not our children."""
-    return LocalHandle(job_id, tasks, log, folder, results, partial(has_ended, job_id, folder))
-
-
 def has_ended(job_id: str, folder: Path) -> bool:
     """Whether the process has that controls the ranks of the job in `folder`."""
     try:  # the number may belong to another program by now
@@ -158,16 +152,6 @@ def outside_of_jobs() -> dict[str, str]:
 def new_name(word: str) -> str:
     """A name that no other job's folder has had, as numbers of jobs come again; housekeeping.py knows it."""
     return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-
-
-def process_with(folder: Path, word: str, told: str = "cmdline") -> str | None:
-    """The number of a process with both in its command line, or its `environ`; None if there is none."""
-    for words in Path("/proc").glob(f"[0-9]*/{told}"):
-        with suppress(OSError):  # it has ended, or is another user's
-            text = words.read_bytes()
-            if os.fsencode(folder) in text and os.fsencode(word) in text:
-                return words.parent.name
-    return None
 
 
 def gpus_here() -> int:

@@ -97,20 +97,6 @@ def job_facts(job_id: str) -> dict[str, str]:
     return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
 
 
-def job_with_log_in(folder: Path) -> str | None:
-    """The number of the job whose log goes into `folder`; None if Slurm knows of none.
-
-    Raises:
-        UserError: if Slurm does not answer.
-    """
-    shown = ask("scontrol", "show", "jobs", "--oneliner")
-    if shown.returncode:
-        why = shown.stderr.strip().rpartition("\n")[2]
-        raise UserError(f"Slurm does not tell whether a job was submitted ({why}): try again later.")
-    lines = [line for line in shown.stdout.splitlines() if f" StdOut={folder}/" in line]
-    return re.match(r"JobId=(\d+)", lines[0])[1] if lines else None
-
-
 def cluster() -> str:
     """The cluster's name; empty if Slurm does not tell."""
     told = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)

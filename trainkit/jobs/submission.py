@@ -12,10 +12,10 @@ import io
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,11 +71,8 @@ def submit(request: Request, site: Site | None = None) -> Handle:
             cannot be written to, and what sbatch refuses. Nothing was submitted then.
     """
     site = site or read_site()
-    opts = check(request, site)
-    to_slurm = _goes_to_slurm(request, opts)
+    opts, to_slurm = check(request, site)
     folder = request.folder or new_folder(request, site)
-    if to_slurm:
-        _check_for_slurm(site, folder)
     results_dir = opts.results_dir.absolute()
     fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
     check_writable(results_dir / "runs", "results", fix)
@@ -106,9 +103,7 @@ def submit(request: Request, site: Site | None = None) -> Handle:
     if reason in slurm.NEVER:
         handle.cancel()
         shutil.rmtree(folder)
-        raise UserError(
-            f"Slurm would never start the job ({reason}), so it was cancelled: {slurm.advice(reason)}."
-        )
+        raise UserError(f"Slurm would never start the job ({reason}): {slurm.advice(reason)}.")
     return handle
 
 
@@ -118,36 +113,18 @@ def new_folder(request: Request, site: Site) -> Path:
 
 
 def find(folder: Path, tasks: int, results: Path) -> Handle | None:
-    """The job that was submitted with this `folder`, also if its submitter was killed; None if there is none.
+    """The job that was submitted with this `folder`; None if there is none.
 
-    Raises:
-        UserError: if Slurm does not answer.
+    One whose submitter was killed before it could name the pickle after the job ends by itself.
     """
     submitted = next(folder.glob("[0-9]*_submitted.pkl"), None)
-    in_slurm = next(folder.glob("*submission*.sh"), None)  # with a dot in front if the submitter was killed
-    if submitted:
-        job_id = submitted.name.removesuffix("_submitted.pkl")
-    elif in_slurm:
-        job_id = _wait_for_sbatch(folder)
-    else:
-        job_id = local.process_with(folder, "submitit.local._local")
-    if job_id is None:
-        return None
     if not submitted:
-        for pickle in folder.glob("*.pkl"):  # the job waits a minute for submitit to name it after its number
-            pickle.rename(folder / f"{job_id}_submitted.pkl")
+        return None
+    job_id = submitted.name.removesuffix("_submitted.pkl")
     log = folder / f"{job_id}_0_log.out"
-    if in_slurm:
+    if next(folder.glob("*_submission.sh"), None):
         return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
-    return local.started_before(job_id, tasks, log, folder, results)
-
-
-def _wait_for_sbatch(folder: Path) -> str | None:
-    """The job with its log in `folder`, by Slurm's word; an sbatch outlives the program that called it."""
-    until = time.monotonic() + slurm.ANSWER_SECONDS
-    while local.process_with(folder, "sbatch") and time.monotonic() < until:
-        time.sleep(0.1)
-    return slurm.job_with_log_in(folder)
+    return LocalHandle(job_id, tasks, log, folder, results, partial(local.has_ended, job_id, folder))
 
 
 def preview(request: Request) -> str:
@@ -157,13 +134,11 @@ def preview(request: Request) -> str:
         UserError: as `submit`, as far as that can be told without writing anything.
     """
     site = read_site()
-    opts = check(request, site)
-    if not _goes_to_slurm(request, opts):
+    _, to_slurm = check(request, site)
+    if not to_slurm:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         return f"no Slurm here: would run as {request.geometry.tasks} local process(es) of {command}"
-    folder = site.jobs_dir / "submitit" / "preview"
-    _check_for_slurm(site, folder)
-    executor = _executor(request, folder)._executor
+    executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overruling(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -171,18 +146,29 @@ def preview(request: Request) -> str:
     )
 
 
-def check(request: Request, site: Site) -> options.Options:
-    """The stage's options, after the checks that the stage will make itself.
+def check(request: Request, site: Site) -> tuple[options.Options, bool]:
+    """The options, after the checks that the stage will make itself, and whether the job goes to Slurm.
 
     Raises:
-        UserError: with the stage's sentence on what is wrong with an option or the data.
+        UserError: for a wrong option, data that is not there, what this machine has not if it is to stand
+            in for Slurm, and a job that cannot be told to sbatch as it is meant.
     """
     arguments = [f"--checkpoint-dir={site.jobs_dir}", *request.arguments]
     opts = read_options(request.stage, arguments, site)
     if not request.stage.own:
         staging.check(opts.dataset, opts.data_dir)
     check_sizes(opts, request.stage, request.geometry)
-    return opts
+    if request.here or not slurm.is_here():
+        _check_machine(request, opts)
+        return opts, False
+    if "SBATCH_ARRAY_INX" in site.sbatch:
+        raise UserError(
+            "SBATCH_ARRAY_INX asks for an array of jobs, which would all train the same: unset it. Many runs "
+            "are what slurm/sweep.py is for."
+        )
+    for path in (REPOSITORY, site.jobs_dir):
+        slurm.check_path(path)
+    return opts, True
 
 
 def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
@@ -209,10 +195,8 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
     options.check_sizes(opts, available)
 
 
-def _goes_to_slurm(request: Request, opts: options.Options) -> bool:
-    """Whether it does; raises a UserError if this machine, in its place, has not what is asked for."""
-    if slurm.is_here() and not request.here:
-        return True
+def _check_machine(request: Request, opts: options.Options) -> None:
+    """Raise a UserError if this machine, in the place of Slurm, has not what is asked for."""
     if request.geometry.nodes > 1:
         raise UserError(
             "no Slurm here (sbatch is not on PATH), and this machine is one node, not "
@@ -225,36 +209,17 @@ def _goes_to_slurm(request: Request, opts: options.Options) -> bool:
             f"--gpus {request.geometry.gpus} is more than the {gpus} GPU(s) of this machine: lower it, or "
             "add --no-cuda to train on its CPU."
         )
-    return False
-
-
-def _check_for_slurm(site: Site, folder: Path) -> None:
-    """See that the job can be told to sbatch as it is meant.
-
-    Raises:
-        UserError: if it cannot.
-    """
-    if "SBATCH_ARRAY_INX" in site.sbatch:
-        raise UserError(
-            "SBATCH_ARRAY_INX asks for an array of jobs, which would all train the same: unset it. Many runs "
-            "are what slurm/sweep.py is for."
-        )
-    for path in (REPOSITORY, folder):
-        slurm.check_path(path)
 
 
 def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
-    """Call sbatch.
-
-    Raises:
-        UserError: if it refuses.
-    """
+    """Call sbatch; raises a UserError if it refuses."""
     from submitit.core.utils import FailedJobError
 
     executor = _executor(request, folder)
+    variables = local.outside_of_jobs() | local.QUIET | _overruling(request, site)
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
-        with local.environment(_for_sbatch(request, site)), redirect_stderr(io.StringIO()):
+        with local.environment(variables), redirect_stderr(io.StringIO()):
             return executor.submit(local.Rank(request.stage.script, request.arguments))
     except FailedJobError as error:
         told = slurm.told_by_sbatch(str(error))
@@ -300,10 +265,6 @@ def _overruling(request: Request, site: Site) -> dict[str, str]:
     """The SBATCH_* variables. To sbatch they count more than the script's lines, so options are here too."""
     asked = {"SBATCH_PARTITION": request.partition, "SBATCH_TIMELIMIT": request.minutes}
     return site.sbatch | {name: str(value) for name, value in asked.items() if value}
-
-
-def _for_sbatch(request: Request, site: Site) -> dict[str, str]:
-    return local.outside_of_jobs() | local.QUIET | _overruling(request, site)
 
 
 def main(stage_name: str, description: str) -> int:

@@ -4,7 +4,6 @@ slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, s
 cells are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
 """
 
-import io
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from trainkit import records
 from trainkit.errors import UserError, printable
-from trainkit.files import check_writable, replacing
+from trainkit.files import check_writable
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
@@ -33,7 +32,6 @@ from trainkit.options import Options
 
 PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
 HOW_MANY_GPUS = REPOSITORY / "results" / "how_many_gpus.py"
-MOST_CELLS = 10_000
 EPOCHS = 3  # one to warm up, two to measure
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
 
@@ -145,11 +143,6 @@ class Sweep:
         cells, left_out = {}, Counter()
         repeats = range(1, lists.repeats + 1)
         axes = repeats, sorted(lists.gpus), lists.stages, lists.batch_sizes, lists.num_workers
-        combinations = math.prod(map(len, (*axes, lists.train_sizes)))
-        if combinations > MOST_CELLS:
-            raise UserError(
-                f"{combinations:,} runs are more than the {MOST_CELLS:,} of a sweep: shorten the lists."
-            )
         for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, lists.train_sizes):
             nodes = math.ceil(gpus / lists.gpus_per_node) if lists.gpus_per_node else 1
             for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[lists.scaling]:
@@ -186,20 +179,18 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        others = {path.name for path in self.folder.iterdir()} - {".lock", "options.txt.tmp"}
-        if others and not known.exists():
+        if not known.exists() and {path.name for path in self.folder.iterdir()} - {".lock"}:
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
-        except (Timeout, OSError):
+        except Timeout:
             raise UserError(
                 f"another sweep.py is at work in {self.folder}: wait, or stop that one."
             ) from None
         if not known.exists():
-            with replacing(known) as file:
-                file.write(mine)
-        elif (was := _text(known)) != mine:
+            known.write_text(mine)
+        elif (was := known.read_text(errors="replace")) != mine:
             raise UserError(
                 f"{self.folder} is of a sweep with the options {printable(was[:1000])}, not {mine}: "
                 "its rows could not be compared with these. Give another --out."
@@ -234,17 +225,11 @@ class Sweep:
             raise
 
     def attach(self, cell: Cell) -> Handle | None:
-        """The latest job of `cell`, of an earlier call too, or None if there is none.
-
-        Raises:
-            UserError: if Slurm does not answer.
-        """
+        """The latest job of `cell`, of an earlier call too, or None if there is none."""
         place = self.folder / cell.name
         try:
             folder = (place / "job").readlink()
-        except OSError:  # there is none, or junk
-            return None
-        if folder.parent.name != "submitit":
+        except OSError:  # there is none
             return None
         return submission.find(folder, cell.shape.tasks, place / "runs")
 
@@ -267,15 +252,6 @@ class Sweep:
         for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
             with suppress(records.RecordError):
                 yield csv, records.read(csv)
-
-
-def _text(path: Path) -> str:
-    """What is in a small file; nothing if it is none, such as a pipe, in which nobody may ever write."""
-    try:
-        with path.open(errors="replace") if path.is_file() else io.StringIO() as file:
-            return file.read(100_000)
-    except OSError:
-        return ""
 
 
 def run(
@@ -311,11 +287,12 @@ def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> li
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
-    queue = Queue(sweep, cells, 1 if sweep.here else max_jobs)
+    queue = _Queue(sweep, cells, 1 if sweep.here else max_jobs)
     try:
-        _watch(queue)
+        queue.work()
     except KeyboardInterrupt:
-        _leave(queue, command_to_go_on(go_on_in))
+        _leave(list(queue.active.values()))
+        print(f"\nto go on: {command_to_go_on(go_on_in)}", file=sys.stderr)
         raise
     return queue.failed
 
@@ -354,8 +331,8 @@ def compare(sweep: Sweep, failed: list[str], question: tuple[str, ...] | None = 
             command += ["--target", question[question.index("--target") + 1]]
         code = subprocess.run(command).returncode
     if csvs and question is not None:
-        done = _how_many_gpus(sweep, csvs, "--out", sweep.folder, *question)
-        print(f"\n{done.stdout or _why_not(done)}", flush=True)
+        told, why_not = _how_many_gpus(sweep, "--out", str(sweep.folder), *question)
+        print(f"\n{told or why_not}", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
     return 1 if failed else code
@@ -366,18 +343,19 @@ def answer(sweep: Sweep, question: tuple[str, ...]) -> dict:
 
     Where it refuses, there are no `options` and `probes`, and the `sentence` tells why.
     """
-    told, csvs = "nothing has run", sweep.finished()
-    if csvs:
-        done = _how_many_gpus(sweep, csvs, "--json", *question)
-        if done.stdout:
-            return json.loads(done.stdout)
-        told = _why_not(done)
-    return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": told}
+    told, why_not = _how_many_gpus(sweep, "--json", *question)
+    nothing = {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": why_not}
+    return json.loads(told) if told else nothing
 
 
-def _how_many_gpus(sweep: Sweep, csvs: list[Path], *options: str | Path) -> subprocess.CompletedProcess[str]:
+def _how_many_gpus(sweep: Sweep, *options: str) -> tuple[str, str]:
+    """What it says of the finished runs, and where it refuses, why."""
+    csvs = sweep.finished()
+    if not csvs:
+        return "", "nothing has run"
     command = [sys.executable, HOW_MANY_GPUS, *csvs, *_all_reduce(sweep), *options]
-    return subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout, done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
 
 
 def _all_reduce(sweep: Sweep) -> list[Path]:
@@ -385,23 +363,14 @@ def _all_reduce(sweep: Sweep) -> list[Path]:
     return [folder for folder in [sweep.site.results_dir / "all_reduce"] if folder.is_dir()]
 
 
-def _why_not(done: subprocess.CompletedProcess[str]) -> str:
-    """Its sentence, or the last line of what went wrong with the program itself."""
-    return done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-
-
-class Queue:
-    """The cells of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished.
-
-    `states` tells how the active ones are doing. At most `limit` are active at a time.
-    """
+class _Queue:
+    """The cells of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished."""
 
     def __init__(self, sweep: Sweep, cells: list[Cell], limit: int) -> None:
-        self._sweep, self._cells, self.limit = sweep, cells, limit
-        self._refused_at = math.inf
+        self._sweep, self._number, self._limit = sweep, len(cells), limit
+        self._shown: dict[Cell, State] = {}
         self.waiting: list[Cell] = []
-        self.active: dict[Cell, Handle] = {}
-        self.states: dict[Cell, State] = {}
+        self.active: dict[Cell, Handle] = {}  # at most `limit`
         self.failed: list[str] = []
         for cell in cells:
             if sweep.finished(cell.name):
@@ -412,19 +381,31 @@ class Queue:
             else:
                 self.waiting.append(cell)
 
-    def undecided(self) -> bool:
-        """Whether the precision is still to be chosen, by a run that goes alone."""
-        return self._sweep.precision() == "auto"
-
-    def submit(self) -> Iterator[str]:
-        """Submit what there is room for, and tell if Slurm takes no more.
+    def work(self) -> None:
+        """Have every cell finished or failed, and print what changes.
 
         Raises:
-            UserError: if a job is refused while none is active.
+            UserError: if a job is refused while none is active, or Slurm does not answer.
         """
+        if self.waiting and self._limit > 1 and self._sweep.precision() == "auto":
+            print("the first run goes alone, and its precision holds for all (or give --precision)")
+        while self.waiting or self.active:
+            self._submit()
+            for cell, handle in list(self.active.items()):
+                state = handle.state()
+                if state.name in ("done", "failed"):
+                    del self.active[cell]
+                    self._tell_end(cell, handle, state)
+                elif state != self._shown.get(cell):
+                    self._shown[cell] = state
+                    print(f"{cell.name} {state.name}: {state.detail}", flush=True)
+            if self.active:
+                time.sleep(min(handle.poll_seconds for handle in self.active.values()))
+
+    def _submit(self) -> None:
+        """Submit what there is room for; one run alone while it is to choose the precision."""
         precision = self._sweep.precision()
-        room = min(self._refused_at, 1 if self.undecided() else self.limit)
-        while self.waiting and len(self.active) < room:
+        while self.waiting and len(self.active) < (1 if precision == "auto" else self._limit):
             cell = self.waiting[0]
             try:
                 self.active[cell] = self._sweep.submit(cell, precision)
@@ -432,64 +413,31 @@ class Queue:
                 if not self.active:
                     raise
                 # As where a user may have only so many jobs: there is room when one has ended.
-                self._refused_at = len(self.active)
-                yield f"{cell.name} waits for the end of another job: {error}"
+                self._limit = len(self.active)
+                print(f"{cell.name} waits for the end of another job: {error}", flush=True)
                 return
-            self._refused_at = math.inf
             self.waiting.pop(0)
 
-    def look(self) -> Iterator[str]:
-        """Ask how the active runs are doing; a line for each that has ended."""
-        self.states = {cell: handle.state() for cell, handle in self.active.items()}
-        for cell, state in list(self.states.items()):
-            if state.name not in ("done", "failed"):
-                continue
-            del self.states[cell]
-            log = self.active.pop(cell).log
-            number = len(self._cells) - len(self.waiting) - len(self.active)
-            ended = f"[{number}/{len(self._cells)}] {cell.name}"
-            csv = self._wait_for_csv(cell) if state.name == "done" else None
-            if csv:
-                yield f"{ended} finished: {records.read(csv)[-1]['images_per_s']:,.0f} images/s"
-            else:
-                self.failed.append(cell.name)
-                why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
-                yield f"{ended} failed: {why} (log: {log})"
-
-    def _wait_for_csv(self, cell: Cell) -> Path | None:
-        """Its CSV, for which a shared file system may take its time."""
-        until = time.monotonic() + CSV_SECONDS
+    def _tell_end(self, cell: Cell, handle: Handle, state: State) -> None:
+        ended = f"[{self._number - len(self.waiting) - len(self.active)}/{self._number}] {cell.name}"
+        until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
         while not (csvs := self._sweep.finished(cell.name)) and time.monotonic() < until:
             time.sleep(1)
-        return csvs[0] if csvs else None
+        if csvs and state.name == "done":
+            print(f"{ended} finished: {records.read(csvs[0])[-1]['images_per_s']:,.0f} images/s", flush=True)
+        else:
+            self.failed.append(cell.name)
+            why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
+            print(f"{ended} failed: {why} (log: {handle.log})", flush=True)
 
 
-def _watch(queue: Queue) -> None:
-    """Have every cell finished or failed, and print what changes."""
-    if queue.waiting and queue.limit > 1 and queue.undecided():
-        print("the first run goes alone, and its precision holds for all (or give --precision)", flush=True)
-    shown: dict[Cell, State] = {}
-    while queue.waiting or queue.active:
-        for news in (*queue.submit(), *queue.look()):
-            print(news, flush=True)
-        for cell, state in queue.states.items():
-            if state != shown.get(cell):
-                print(f"{cell.name} {state.name}: {state.detail}", flush=True)
-        shown = queue.states
-        if queue.active:
-            time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
-
-
-def _leave(queue: Queue, command: str) -> None:
-    """After Ctrl-C: stop a local run, say what becomes of the jobs and how to come back to them."""
-    in_slurm = []
-    for handle in queue.active.values():
-        if not isinstance(handle, LocalHandle):
-            in_slurm.append(handle.job_id)
-            continue
-        handle.cancel()
-        while handle.state().name == "running":
-            time.sleep(0.1)
+def _leave(handles: list[Handle]) -> None:
+    """After Ctrl-C: stop a local run, and say what becomes of the jobs."""
+    in_slurm = [handle.job_id for handle in handles if not isinstance(handle, LocalHandle)]
+    for handle in handles:
+        if isinstance(handle, LocalHandle):
+            handle.cancel()
+            while handle.state().name == "running":
+                time.sleep(0.1)
     if in_slurm:
         print(f"\n{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}", file=sys.stderr)
-    print(f"\nto go on: {command}", file=sys.stderr)
