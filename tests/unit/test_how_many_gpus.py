@@ -17,7 +17,7 @@ from trainkit import options, records
 
 SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"
-FIGURES = {f"how_many_{name}.png" for name in ("speedup", "cost", "time_to_accuracy", "break_even")}
+FIGURES = {"how_many_speedup.png", "how_many_cost.png"}
 COUNTS, BATCHES = (1, 2, 4), (256, 512, 1024)
 Asked = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -79,7 +79,7 @@ def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
     assert answer["sentence"] in done.stdout.replace("\n   ", "")
 
     proposal = (tmp_path / "proposal.md").read_text()
-    hours = float(re.search(r"20 trainings: \*\*(\S+) worker-hours", proposal)[1])
+    hours = float(re.search(r"20 trainings: (\S+) worker-hours", proposal)[1])
     assert hours == pytest.approx(20 * chosen.gpu_hours, rel=0.01)
     assert "![how_many_speedup.png]" in proposal and "PyTorch" in proposal
 
@@ -179,15 +179,12 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["best"]
 
 
-def test_names_are_escaped_bad_files_named_and_old_figures_gone(asked: Asked, tmp_path: Path) -> None:
+def test_names_are_escaped_and_bad_files_named(asked: Asked, tmp_path: Path) -> None:
     folder = runs(tmp_path, stage="<b>|x`", counts=(1, 2))
     (folder / "broken.csv").write_text("schema_version\n1\n")
-    old = tmp_path / "how_many_time_to_accuracy.png"
-    old.touch()
     done = asked(folder, "--epochs", 5, "--budget", 10, "--out", tmp_path, "--proposal")
     assert done.returncode == 0, done.stderr
     assert "broken.csv" in done.stdout.replace("\n    ", " ")
-    assert {path.name for path in tmp_path.glob("*.png")} == FIGURES - {old.name}
     for name in ("how_many_gpus.md", "proposal.md"):
         page = re.sub("```.*?```", "", (tmp_path / name).read_text(), flags=re.DOTALL)
         assert "<b>" not in page and "&lt;b&gt;\\|x\\`" in page

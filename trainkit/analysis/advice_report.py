@@ -5,10 +5,10 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.analysis import advice_figures, page
-from trainkit.analysis.advice import Wishes, advise, all_reduces, sets
+from trainkit.analysis.advice import Option, Wishes, advise, all_reduces, sets
 from trainkit.analysis.answer import LEGEND, InWords, checked
 from trainkit.analysis.proposal import proposal
-from trainkit.analysis.text import escaped, markdown, no_formula, plain, wrapped
+from trainkit.analysis.text import no_formula, plain, wrapped
 from trainkit.errors import UserError, tell
 
 MOST_SETS = 4  # that a page has an answer for
@@ -23,13 +23,11 @@ def report(words: InWords, wishes: Wishes, out: Path, notes: list[str], training
     """
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    answer = _answer(words)
-    few, marks = words.table(words.few())
     if wishes.gpus:
         notes = [f"Chosen among {', '.join(map(str, wishes.gpus))} {words.units} (--gpus).", *notes]
-    told = [LEGEND, *marks, *words.unknown(), *notes]
-    tell(f"{wrapped(answer)}\n\n{plain(_on_two_lines(few))}\n")
-    tell("\n".join(map(wrapped, told)) + "\n")
+    few, marks = words.table(words.few())
+    tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
+    tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
     tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
     if probes := words.probes():
         runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in probes]
@@ -37,10 +35,8 @@ def report(words: InWords, wishes: Wishes, out: Path, notes: list[str], training
         tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
     if trainings and not words.answer.best:
         tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
-    try:
-        tell(f"Written to {out}: {', '.join(_write(words, wishes, answer, out, notes, trainings))}")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+    with page.writing_to(out):
+        tell(f"Written to {out}: {', '.join(_write(words, wishes, out, notes, trainings))}")
 
 
 def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:
@@ -53,57 +49,46 @@ def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[
         made += [page.Text(f"Of the runs with {what}:")] if what else []
         try:
             measured, _ = all_reduces(paths, of_set)
-            made += _blocks_of(InWords(checked(advise(of_set, Wishes(target), measured)), of_set))
+            words = InWords(checked(advise(of_set, Wishes(target), measured)), of_set)
+            made += _blocks_of(words, words.few())
         except UserError as error:
             made.append(page.Text(str(error)))
     return [*made, page.Text("With a deadline or a budget: results/how_many_gpus.py --deadline or --budget.")]
 
 
-def _blocks_of(words: InWords) -> list[page.Block]:
-    table, marks = words.table(words.few())
-    made = [page.Text(_answer(words)), page.Table(table)]
-    made.append(page.Notes([LEGEND, *marks, *words.unknown(), *words.trust()]))
-    for tells, command in words.probes():
-        made += [page.Text(f"{PROBES}: {tells}:"), page.Command(command)]
+def _blocks_of(words: InWords, options: list[Option], notes: list[str] | None = None) -> list[page.Block]:
+    table, marks = words.table(options)
+    made = [page.Text(words.answered()), page.Table(table)]
+    made.append(page.Notes([LEGEND, *marks, *words.unknown(), *(notes or [])]))
+    made += [page.Heading(TRUST), page.Text(" ".join(words.trust()))]
+    if probes := words.probes():
+        made.append(page.Heading(PROBES))
+    for tells, command in probes:
+        made += [page.Text(f"{tells}:"), page.Command(command)]
     return made
 
 
-def _answer(words: InWords) -> str:
-    return " ".join(filter(None, [words.sentence(), words.how_sure()]))
-
-
 def _write(
-    words: InWords, wishes: Wishes, answer: str, out: Path, notes: list[str], trainings: int | None
-) -> list[str]:
+    words: InWords, wishes: Wishes, out: Path, notes: list[str], trainings: int | None
+) -> list[str]:  # fmt: skip
     """Returns the names of the files."""
-    out.mkdir(parents=True, exist_ok=True)
     numbers = words.numbers().apply(lambda column: column.map(no_formula))
     numbers.to_csv(out / "how_many_gpus.csv", index=False)
-    figures = advice_figures.draw(words, wishes, out)
-    table, marks = words.table(words.options())
-    parts = [f"# How many {words.units}?", escaped(answer), markdown(table)]
-    parts.append("\n".join(f"- {escaped(note)}" for note in [LEGEND, *marks, *words.unknown(), *notes]))
-    parts += [f"## {TRUST}", escaped(" ".join(words.trust()))]
-    if probes := words.probes():
-        parts.append(f"## {PROBES}")
-        parts += [f"{escaped(tells)}:\n\n```\n{command}\n```" for tells, command in probes]
-    parts += [f"![{name}]({name})" for name in figures]
-    (out / "how_many_gpus.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    shown = [page.Figure(out / name, name.removesuffix(".png")) for name in figures]
-    title = f"How many {words.units}?"
-    page.write(out / "how_many_gpus.html", title, [*_blocks_of(words), *shown, page.Notes(notes)])
-    names = ["how_many_gpus.html", "how_many_gpus.md", "how_many_gpus.csv", *figures]
+    names = advice_figures.draw(words, wishes, out)
+    figures = [page.Figure(out / name) for name in names]
+    answer = [*_blocks_of(words, words.options(), notes), *figures]
+    for name in ("how_many_gpus.html", "how_many_gpus.md"):
+        page.write(out / name, f"How many {words.units}?", answer)
+    written = ["how_many_gpus.html", "how_many_gpus.md", "how_many_gpus.csv", *names]
     if trainings and words.answer.best:
-        (out / "proposal.md").write_text(proposal(words, trainings, figures), encoding="utf-8")
-        names.append("proposal.md")
-    return names
+        pages = proposal(words, trainings, figures)
+        page.write(out / "proposal.md", "Request for computing time", pages)
+        written.append("proposal.md")
+    return written
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
     """With the intervals beneath the numbers, for a terminal."""
-    lines = []
-    for row in table.to_dict("records"):
-        parts = {name: cell.partition(" (") for name, cell in row.items() if name not in ("stage", "note")}
-        lines.append(row | {name: middle for name, (middle, _, _) in parts.items()})
-        lines.append({name: parts[name][2].rstrip(")") if name in parts else "" for name in row})
-    return pd.DataFrame(lines)
+    middle = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
+    interval = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
+    return pd.concat([middle, interval]).sort_index(kind="stable")

@@ -2,9 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -25,6 +24,14 @@ MODELS = {
     "shared": "devices of a node slow each other down",
     "overlap": "the exchange goes on during the computation in part",
     "doctor": "computation, and the all-reduce that the doctor measured",
+}
+# Of an option, as a program reads them: equally likely values of each.
+INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
+    "images_per_s": lambda option: option.images_per_s,
+    "minutes": lambda option: option.seconds / 60,
+    "gpu_hours": lambda option: option.hours,
+    "efficiency": lambda option: option.efficiency,
+    "break_even_images": lambda option: option.break_even,
 }
 LEGEND = (
     "In brackets: the 90 % interval. eff. %: speedup over one device with the same batch, divided by the "
@@ -71,15 +78,16 @@ class InWords:
         self.units, self.hours = ("CPU workers", "worker-hours") if self.on_cpu else ("GPUs", "GPU-hours")
         self.why = answer.why.replace("GPU-hours", self.hours)
 
-    def devices(self, count: int) -> str:
-        """As `2 GPUs`, or `2 CPU workers`."""
-        return f"{count} {self.units if count > 1 else self.units[:-1]}"
-
     def choice(self, option: Option) -> str:
         """As `2 GPUs on 1 node, DDP, batch 256`."""
-        nodes = f"{option.shape.nodes} node{'s' * (option.shape.nodes > 1)}"
-        stage = comparison.stage_name(option.stage)
-        return f"{self.devices(option.shape.devices)} on {nodes}, {stage}, batch {option.global_batch}"
+        devices, nodes, _ = option.shape
+        units = self.units if devices > 1 else self.units[:-1]
+        where = f"{devices} {units} on {nodes} node{'s' * (nodes > 1)}"
+        return f"{where}, {comparison.stage_name(option.stage)}, batch {option.global_batch}"
+
+    def answered(self) -> str:
+        """The recommendation, and how sure it is."""
+        return f"{self.sentence()} {self.how_sure()}".strip()
 
     def sentence(self) -> str:
         """The recommendation, or that there is none, and its reason."""
@@ -107,22 +115,16 @@ class InWords:
 
     def options(self) -> list[Option]:
         """All, from few devices to many."""
-        return sorted(self.answer.options, key=_place)
+        return sorted(self.answer.options, key=lambda option: (*_layout(option), option.global_batch))
 
     def few(self) -> list[Option]:
-        """Those worth a look: the fastest of each count, the front of time and cost, and the best's batch."""
+        """Those worth a look: the fastest of each count of devices, and all with the best one's batch."""
         options, best = self.options(), self.answer.best
-        costs = [(np.median(option.seconds), np.median(option.hours)) for option in options]
         fastest: dict[tuple, int] = {}
-        for i in sorted(range(len(options)), key=costs.__getitem__):
+        for i in sorted(range(len(options)), key=lambda i: np.median(options[i].seconds)):
             fastest.setdefault(_layout(options[i]), i)
-        chosen = {i for i, cost in enumerate(costs) if math.isfinite(cost[0]) and not _beaten(cost, costs)}
-        if best:
-            alike = [i for i, option in enumerate(options) if _layout(option) == _layout(best)]
-            at = next(i for i in alike if options[i] is best)
-            chosen |= {at - 1, at + 1} & set(alike)
-            chosen |= {i for i, option in enumerate(options) if option.global_batch == best.global_batch}
-        return [option for i, option in enumerate(options) if i in chosen | set(fastest.values())]
+        batch = best.global_batch if best else 0
+        return [o for i, o in enumerate(options) if o.global_batch == batch or i in fastest.values()]
 
     def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
         """The options as texts, a row each, and what the marks in the column `note` mean."""
@@ -147,16 +149,11 @@ class InWords:
 
     def numbers(self) -> pd.DataFrame:
         """All options as numbers, a row each; the columns `_low` and `_high` bound the interval."""
-        rows = []
-        for option in map(_as_json, self.options()):
-            row = {}
-            for name, value in option.items():
-                if isinstance(value, list):
-                    row[f"{name}_low"], row[name], row[f"{name}_high"] = value
-                else:
-                    row[name] = value
-            rows.append(row)
-        return pd.DataFrame(rows)
+        table = pd.DataFrame(map(_as_json, self.options()))
+        for name in INTERVALS:
+            ends = pd.DataFrame(table[name].tolist(), columns=[f"{name}_low", name, f"{name}_high"])
+            table = table.drop(columns=name).join(ends)
+        return table
 
     def trust(self) -> list[str]:
         """How far the answer may be trusted: the model and its error, what was observed, what is left out."""
@@ -177,11 +174,8 @@ class InWords:
             "An interval is to hold the truth in 9 of 10 cases, on this machine as it was then: another "
             "network, busy neighbours or another version of the program are not in it."
         )
-        return [*told, self._doubt] if self._doubt else told
-
-    @cached_property
-    def _doubt(self) -> str:
-        return trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
+        doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
+        return [*told, doubt] if doubt else told
 
     def unknown(self) -> list[str]:
         """What is not predicted, and why."""
@@ -192,11 +186,8 @@ class InWords:
         best, probes = self.answer.best, self.answer.probes
         if best and not best.runs and not probes:
             probes = [probe_of(best, "whether the prediction holds")]
-        own = (
-            ""
-            if self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
-            else " (with your script and its own options)"
-        )
+        ours = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
+        own = "" if ours else " (with your script and its own options)"
         return [
             (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most{own}", self.command(probe))
             for probe in probes
@@ -282,15 +273,6 @@ def _layout(option: Option) -> tuple[object, ...]:
     return option.shape.devices, option.shape.nodes, option.stage
 
 
-def _place(option: Option) -> tuple[object, ...]:
-    return *_layout(option), option.global_batch
-
-
-def _beaten(one: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    """Whether another is sooner done and costs no more, or the other way round."""
-    return any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in others)
-
-
 def _note(option: Option, marks: dict[str, str]) -> str:
     """`measured` or `predicted`, with a mark for what more there is to say."""
     known = "measured" if option.runs else "predicted"
@@ -311,20 +293,8 @@ def _given_lr(row: pd.Series) -> str:
 
 def _as_json(option: Option) -> dict[str, object]:
     intervals = {
-        "images_per_s": option.images_per_s,
-        "minutes": option.seconds / 60,
-        "gpu_hours": option.hours,
-        "efficiency": option.efficiency,
-        "break_even_images": option.break_even,
+        name: [x if math.isfinite(x) else None for x in interval(draws(option))]
+        for name, draws in INTERVALS.items()
     }
-    return {
-        "stage": option.stage,
-        "devices": option.shape.devices,
-        "nodes": option.shape.nodes,
-        "global_batch": option.global_batch,
-        **{
-            name: [x if math.isfinite(x) else None for x in interval(draws)]
-            for name, draws in intervals.items()
-        },
-        "basis": option.basis,
-    }
+    place = {"stage": option.stage, "devices": option.shape.devices, "nodes": option.shape.nodes}
+    return place | {"global_batch": option.global_batch} | intervals | {"basis": option.basis}

@@ -1,15 +1,20 @@
-"""One page to share: an HTML file that a browser shows without a server and without a network.
+"""What is told, as blocks: a page of HTML to share, which needs no server and no network, or Markdown.
 
-page.write(out / "report.html", "Comparison", [page.Text(verdict), page.Table(shown)])
+blocks = [page.Text(verdict), page.Table(shown)]
+page.write(out / "report.html", "Comparison", blocks)
 """
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
 import pandas as pd
+
+from trainkit.analysis.text import escaped, markdown
+from trainkit.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -39,10 +44,9 @@ class Command(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A PNG, which becomes a part of the page; `text` says what it shows."""
+    """A PNG, which becomes a part of the page."""
 
     png: Path
-    text: str
 
     @property
     def address(self) -> str:
@@ -58,13 +62,11 @@ class Table(NamedTuple):
     cells: pd.DataFrame
     runs: pd.DataFrame | None = None
 
-    def rows(self) -> list[tuple[list[str], list[list[str]]]]:
+    def rows(self) -> Iterator[tuple[list[str], list[list[str]]]]:
         """The texts of each row, and those of the runs behind it."""
-        behind: dict[object, list[list[str]]] = {}
-        if self.runs is not None:
-            for i, *texts in self.runs.itertuples(name=None):
-                behind.setdefault(i, []).append(texts)
-        return [(texts, behind.get(i, [])) for i, *texts in self.cells.itertuples(name=None)]
+        for i, *texts in self.cells.itertuples(name=None):
+            behind = [] if self.runs is None else self.runs[self.runs.index == i].to_numpy().tolist()
+            yield texts, behind
 
     def numeric(self) -> list[bool]:
         """Of each column, whether it holds numbers, which stand better on the right."""
@@ -75,16 +77,49 @@ Block = Heading | Text | Notes | Command | Figure | Table
 
 
 def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
-    """Write the blocks, one below the other, as a page of its own.
+    """Write the blocks, one below the other: as HTML, or as Markdown to a `path` that ends in .md.
 
     Whatever is in their texts shows as it is written: no name can bring markup or a script into the page.
 
     Raises:
         OSError: if `path` cannot be written, or a figure cannot be read.
     """
-    # Blocks and loops leave no blank lines in the page.
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    kinds = [(type(block).__name__, block) for block in blocks]
+    if path.suffix == ".md":
+        text = "\n\n".join([f"# {title}", *map(_as_markdown, blocks)])
+    else:
+        # Blocks and loops leave no blank lines in the page.
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        text = template.render(title=title, blocks=[(type(block).__name__, block) for block in blocks])
     # A file name may not be UTF-8.
-    path.write_text(template.render(title=title, blocks=kinds) + "\n", encoding="utf-8", errors="replace")
+    path.write_text(text + "\n", encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Makes the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
+
+    Raises:
+        UserError: if so.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+
+
+def _as_markdown(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {escaped(text)}"
+        case Text(text):
+            return escaped(text)
+        case Notes(lines):
+            return "\n".join(f"- {escaped(line)}" for line in lines)
+        case Command(text):
+            return f"```\n{text}\n```"
+        case Figure(png):
+            return f"![{png.name}]({png.name})"
+        case Table(cells, _):
+            return markdown(cells)

@@ -2,48 +2,42 @@
 
 import pandas as pd
 
-from trainkit.analysis import comparison
+from trainkit.analysis import comparison, page
 from trainkit.analysis.advice import interval
 from trainkit.analysis.answer import LEGEND, InWords, number, text
-from trainkit.analysis.text import escaped, markdown
 
 MOST_NODES = 10  # that are named
 
 
-def proposal(words: InWords, trainings: int, figures: list[str]) -> str:
-    """The page, in Markdown, for so many trainings with the recommended choice, which has to be there."""
-    answer, rows = words.answer, words.rows
-    best, steady = answer.best, rows[~rows.warmup]
+def proposal(words: InWords, trainings: int, figures: list[page.Figure]) -> list[page.Block]:
+    """The page, for so many trainings with the recommended choice, which has to be there."""
+    rows, best = words.rows, words.answer.best
     low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
     table, marks = words.table(words.few())
-    limits = [words.how_sure(), *marks, *words.unknown(), *words.trust()[1:]]
+    how_known, *limits = words.trust()
     if rows.dataset.iloc[0] == "synthetic":
-        limits.append(
-            "Measured with generated digits, not with MNIST: the accuracies say nothing about MNIST."
-        )
-    sections = {
-        "What is asked for": [
-            f"{escaped(words.choice(best))}, for {trainings:,} training{'s' * (trainings > 1)}: **{middle} "
-            f"{words.hours}** ({low} to {high}).",
-            f"A training ({escaped(answer.goal)}) takes {text(best.seconds / 60)} minutes.",
-        ],
-        "Why so many": [
-            f"It is {escaped(words.why)}.",
-            markdown(table),
-            LEGEND,
-            *(f"![{name}]({name})" for name in figures if "speedup" in name or "cost" in name),
-        ],
-        "Machine and software": [_listed(_machine(rows))],
-        "How it was measured": [
-            f"{rows.run_id.nunique()} runs, {len(steady)} epochs after the warm-up of each process, timed on "
-            "the slowest rank with its device synchronised.",
-            words.trust()[0],
-        ],
-        "Limits": [_listed(limits)],
-    }
-    pages = ["# Request for computing time"]
-    pages += ["\n\n".join([f"## {title}", *texts]) for title, texts in sections.items()]
-    return "\n\n".join(pages) + "\n"
+        limits.append("Measured with generated digits, not with MNIST: their accuracies say nothing of it.")
+    return [
+        page.Heading("What is asked for"),
+        page.Text(
+            f"{words.choice(best)}, for {trainings:,} training{'s' * (trainings > 1)}: {middle} "
+            f"{words.hours} ({low} to {high}). A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."
+        ),
+        page.Heading("Why so many"),
+        page.Text(f"It is {words.why}."),
+        page.Table(table),
+        page.Text(LEGEND),
+        *figures,
+        page.Heading("Machine and software"),
+        page.Notes(_machine(rows)),
+        page.Heading("How it was measured"),
+        page.Text(
+            f"{rows.run_id.nunique()} runs, {(~rows.warmup).sum()} epochs after the warm-up of each process, "
+            f"timed on the slowest rank with its device synchronised. {how_known}"
+        ),
+        page.Heading("Limits"),
+        page.Notes([words.how_sure(), *marks, *words.unknown(), *limits]),
+    ]
 
 
 def _machine(rows: pd.DataFrame) -> list[str]:
@@ -57,7 +51,3 @@ def _machine(rows: pd.DataFrame) -> list[str]:
         ", ".join(f"{name} {', '.join(values)}" for name, values in found.items() if values),
         f"{comparison.with_model(row.dataset, row.model)}: {settings}",
     ]
-
-
-def _listed(lines: list[str]) -> str:
-    return "\n".join(f"- {escaped(line)}" for line in lines)

@@ -92,35 +92,26 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
     narrow, left_out = _fitting(shown)
-    plain, marked = [], [f"# Comparison\n\n{text.escaped(conclusion)}"]
-    blocks: list[page.Block] = [page.Text(conclusion), *advice_report.blocks(rows, paths, target)]
+    blocks: list[page.Block] = []
     runs = _runs(rows, table)
     for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
-        settings, lines = comparison.common(section), shown.loc[section.index]
-        plain.append(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}")
-        marked.append(f"## {text.escaped(title)}\n\n{text.escaped(settings)}\n\n{text.markdown(lines)}")
-        blocks += [page.Heading(title), page.Text(settings), page.Table(lines, runs)]
-        for sentence in sizes.sentences(section):
-            plain.append(text.wrapped(sentence))
-            marked.append(text.escaped(sentence))
-            blocks.append(page.Text(sentence))
-    # The terminal first: it is of use even where nothing can be written.
-    tell("\n\n".join(plain) + "\n")
+        settings, from_size_on = comparison.common(section), sizes.sentences(section)
+        blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
+        blocks += map(page.Text, from_size_on)
+        # The terminal first: it is of use even where nothing can be written.
+        tell(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}\n")
+        for sentence in from_size_on:
+            tell(f"{text.wrapped(sentence)}\n")
     told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
     tell("\n".join(map(text.wrapped, told)) + "\n")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        table.apply(lambda column: column.map(text.no_formula)).to_csv(out / "comparison.csv", index=False)
+    with page.writing_to(out):
+        _write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
-        marked.append("\n".join(f"- {text.escaped(note)}" for note in notes))
-        marked += [f"![{name}]({name})" for name in names]
-        (out / "comparison.md").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
-        blocks += [page.Figure(out / name, name.removesuffix(".png")) for name in names]
-        blocks += [page.Heading("How it was measured"), page.Notes(notes)]
-        page.write(out / "report.html", "Comparison", blocks)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+        blocks += [page.Notes(notes), *(page.Figure(out / name) for name in names)]
+        page.write(out / "comparison.md", "Comparison", [page.Text(conclusion), *blocks])
+        advice = advice_report.blocks(rows, paths, target)
+        page.write(out / "report.html", "Comparison", [page.Text(conclusion), *advice, *blocks])
     tell(f"Written to {out}: {', '.join(['report.html', 'comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
@@ -152,16 +143,15 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
         shown.insert(1, "device", table.device_name)
     notes += reasons
     tell(f"{text.plain(shown)}\n\n" + "\n".join(map(text.wrapped, notes)) + "\n")
-    title = "Each folder by itself"
-    marked = "\n".join(f"- {text.escaped(note)}" for note in notes)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        table.apply(lambda column: column.map(text.no_formula)).to_csv(out / "each.csv", index=False)
-        (out / "each.md").write_text(f"# {title}\n\n{text.markdown(shown)}\n\n{marked}\n", encoding="utf-8")
-        page.write(out / "each.html", title, [page.Table(shown), page.Notes(notes)])
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+    with page.writing_to(out):
+        _write_csv(table, out / "each.csv")
+        for name in ("each.html", "each.md"):
+            page.write(out / name, "Each folder by itself", [page.Table(shown), page.Notes(notes)])
     return f"Written to {out}: each.html, each.md, each.csv"
+
+
+def _write_csv(table: pd.DataFrame, path: Path) -> None:
+    table.apply(lambda column: column.map(text.no_formula)).to_csv(path, index=False)
 
 
 def _short_names(folders: list[Path]) -> list[str]:
@@ -227,9 +217,8 @@ def _memory(row: tuple) -> str:
 def _reached(row: tuple) -> str:
     if not row.target_runs:
         return "not reached"
-    return f"{row.target_s:.1f}" + (
-        f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
-    )
+    some = f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
+    return f"{row.target_s:.1f}{some}"
 
 
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
