@@ -21,8 +21,9 @@ def proposal(words: InWords, trainings: int, figures: list[page.Figure]) -> list
         page.Heading("What is asked for"),
         page.Text(
             f"{words.choice(best)}, for {trainings:,} training{'s' * (trainings > 1)}: {middle} "
-            f"{words.hours} ({low} to {high}). A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."
+            f"{words.hours} ({low} to {high})."
         ),
+        page.Text(f"A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."),
         page.Heading("Why so many"),
         page.Text(f"It is {words.why}."),
         page.Table(table),
