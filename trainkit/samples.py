@@ -92,10 +92,11 @@ class Writer:
                 raise
 
 
-def read(folder: Path) -> list[dict[str, object]]:
+def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     """The samples of all nodes in the order of time, with a column `node`; NaN, or "", for an empty cell.
 
-    What a kill or a full disk has cut short is left out: a line, or a file that ends within its header.
+    Of very many only those of one second in `every`. What a kill or a full disk has cut short is left out: a
+    line, or a file that ends within its header.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -111,8 +112,11 @@ def read(folder: Path) -> list[dict[str, object]]:
                 header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
+                time = header.index("time")
                 for cells in lines:
-                    with suppress(ValueError):
+                    with suppress(ValueError, IndexError):
+                        if every > 1 and float(cells[time]) % every >= 1:
+                            continue
                         row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
                         if row["time"] >= 0:  # as NaN has no place in an order
                             rows.append(row)

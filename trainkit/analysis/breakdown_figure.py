@@ -45,9 +45,9 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     heights = [len(panel) + 2.5 for _, panel in panels]
     figure = plt.figure(figsize=(7.5, 0.8 + 0.45 * sum(heights)), layout="constrained")
     every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
-    for axes, (settings, panel) in zip(every, panels, strict=True):
+    for axes, (_, panel) in zip(every, panels, strict=True):
         _bars(axes, panel)
-        axes.set_title(f"{_message(panel)}\n{textwrap.fill(_in_words(settings), 85)}", fontsize=10)
+        axes.set_title(f"{_message(panel)}\n{textwrap.fill(_settings(panel.iloc[0]), 85)}", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     try:
@@ -70,36 +70,32 @@ def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _read(file: Path) -> pd.DataFrame:
     try:
-        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))
-        missing = [name for name in COLUMNS if name not in rows]
-        if missing:
-            raise ValueError(f"it has no column {', '.join(missing)}")
+        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))[COLUMNS]
         numbers = ["rank", "seconds", *BARS]
         rows[numbers] = rows[numbers].apply(pd.to_numeric)
-        if rows[COLUMNS].isna().any(axis=None) or set(rows.phase) != {*PHASES, "step"}:
+        if rows.isna().any(axis=None) or set(rows.phase) != {*PHASES, "step"}:
             raise ValueError("it is cut short, or has phases that are not known")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).partition("\n")[0]
         raise UserError(f"{file}: not read, {why}. Take it out of this folder.") from None
     return rows
 
 
 def _bars(axes: Axes, panel: pd.DataFrame) -> None:
-    places, left = range(len(panel)), pd.Series(0.0, panel.index)
-    for phase, (colour, hatch) in PHASES.items():
-        widths = panel[phase].clip(lower=0)  # an exchange of nothing may come out below it
-        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
-        axes.barh(places, widths, left=left, height=0.6, label=phase, **look)
-        for place, width, start in zip(places, widths, left, strict=True):
-            if width > ROOM * panel.step.max():
-                paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-                middle = start + width / 2
-                axes.text(middle, place, f"{width:.1f}", ha="center", va="center", fontsize=8, bbox=paper)
-        left += widths
-    axes.plot(panel.step, places, "kD", markersize=5, label="the step, timed as a whole")
-    axes.set_yticks(places, [_label(row) for row in panel.itertuples()], fontsize=9)
+    # An exchange of nothing may come out below 0.
+    bars = panel[[*PHASES]].clip(lower=0).set_axis([_label(row) for row in panel.itertuples()])
+    colours = [colour for colour, _ in PHASES.values()]
+    bars.plot.barh(stacked=True, ax=axes, color=colours, edgecolor="black", linewidth=0.6, legend=False)
+    room, paper = ROOM * panel.step.max(), {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    for segments, (_, hatch) in zip(axes.containers, PHASES.values(), strict=True):
+        for segment in segments:
+            segment.set_hatch(hatch)
+        told = [f"{width:.1f}" if width > room else "" for width in segments.datavalues]
+        axes.bar_label(segments, told, label_type="center", fontsize=8, bbox=paper)
+    axes.plot(panel.step, range(len(panel)), "kD", markersize=5, label="the step, timed as a whole")
+    axes.tick_params(axis="y", labelsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel("ms of a training step: mean of the ranks")
+    axes.set(xlabel="ms of a training step: mean of the ranks", ylabel="")
 
 
 def _message(panel: pd.DataFrame) -> str:
@@ -119,23 +115,21 @@ def _label(row: tuple) -> str:
     return f"{workers}{nodes}\nbatch {row.global_batch}"
 
 
-def _in_words(settings: Iterable[object]) -> str:
-    own = dict(zip(SETTINGS, settings, strict=True))
-    words = [own["device_name"], comparison.with_model(own["dataset"], own["model"])]
-    words += [f"width {own['width']}", own["precision"], own["recipe"], f"{own['loader']} loader"]
-    if own["loader"] == "workers":
-        words.append(f"{own['workers_per_loader']} loader workers")
-    words.append(f"threads {own['threads_per_worker']}")
-    if own["debug"] != "0":
-        words.append("with --debug")
-    stand_in = ["CPU workers standing in for GPUs"] if comparison.is_cpu(own["device_name"]) else []
-    return ", ".join([*words, *stand_in])
+def _settings(row: pd.Series) -> str:
+    words = [row.device_name, comparison.with_model(row.dataset, row.model), f"width {row.width}"]
+    words += [row.precision, row.recipe, f"{row.loader} loader"]
+    if row.loader == "workers":
+        words.append(f"{row.workers_per_loader} loader workers")
+    words.append(f"threads {row.threads_per_worker}")
+    words += ["with --debug"] * (row.debug != "0")
+    words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
+    return ", ".join(words)
 
 
 def _markdown(table: pd.DataFrame) -> str:
     """The same numbers, in ms."""
-    shown = table.rename(columns={"world_size": "workers", "global_batch": "batch"})
-    shown = shown[["workers", "nodes", "batch", *PHASES, "step"]].astype(object)
-    shown[[*PHASES, "step"]] = table[[*PHASES, "step"]].apply(lambda column: column.map("{:.2f}".format))
-    shown["settings"] = [_in_words(row) for row in table[SETTINGS].itertuples(index=False)]
-    return f"ms of a training step\n\n{markdown(shown.astype(str))}\n"
+    shown = table.assign(settings=[_settings(row) for _, row in table.iterrows()])
+    shown = shown.rename(columns={"world_size": "workers", "global_batch": "batch"})
+    shown = shown[["workers", "nodes", "batch", *PHASES, "step", "settings"]]
+    cells = shown.apply(lambda column: column.map("{:.2f}".format if column.dtype == float else str))
+    return f"ms of a training step\n\n{markdown(cells)}\n"

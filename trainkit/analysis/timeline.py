@@ -139,7 +139,8 @@ def _speed(epochs: pd.DataFrame) -> Panel:
         after = pd.Series(math.nan, epochs.trained)  # nothing, until the next epoch
         areas = pd.concat([*both_ends, after]).sort_index(kind="stable").to_frame("training")
         rows = [Row("all ranks", areas, f"{median:,.0f}")]
-    return Panel("images/s of each epoch's training (dark: evaluation), a full row is the fastest", rows, looks, "median")
+    title = "images/s of each epoch's training (dark: evaluation), a full row is the fastest"
+    return Panel(title, rows, looks, "median")
 
 
 def _power(job: watched.Job) -> Panel:

@@ -41,8 +41,6 @@ STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; 
 IDLE, LOW, HALF = 0.05, 0.3, 0.5
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
-SPREAD = 0.7  # times the utilisation of the others: what their kernels wait for is this GPU
-NETWORK = 10.0  # MB/s, both ways: more than a training has to say beside its exchange
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
 # Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
 GPU_FULL, HOST_FULL, BRIM = 0.95, 0.9, 0.98
@@ -54,6 +52,37 @@ UNSEEN = 0.9  # of the time that no rank is on a GPU
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
+# By the state of its process: what is told of a rank that does nothing.
+PAUSED = {
+    "T": "SIGSTOP held {where} for {seconds:.0f} s: find out who sent it; kill -CONT lets go on.",
+    "D": "a file system held {where} for {seconds:.0f} s: stage the data to the node's own disk.",
+    "": "nothing was done by {where} for {seconds:.0f} s: --debug tells where each rank waits.",
+}
+# Why a GPU's clock is low: in what part of the time it has to be, and what is told.
+SLOWED = {
+    "heat": (HOT, "heat ({heat:.0f} C) {how}: tell your admin, and take another node."),
+    "power": (CAPPED, "a cap (power limit {power:.0f} W) {how}: ask your admin why."),
+    "other": (
+        CAPPED,
+        "neither heat nor a power cap, but something like application clocks {how}: ask your admin "
+        "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
+    ),
+}
+# Memory that is nearly full, by what has it: the kind, the least part of all, and what is told.
+FULL = {
+    GPU: (
+        "memory_full",
+        GPU_FULL,
+        "the memory",
+        "a little more ends it with out of memory: a smaller batch per GPU, or bf16",
+    ),
+    NODE: (
+        "host_memory",
+        HOST_FULL,
+        "the job's memory",
+        "at 100 % it is killed: ask for more (--mem), or take fewer loader workers",
+    ),
+}
 LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
 
@@ -138,9 +167,9 @@ def judge(folder: Path) -> Verdict:
 def judge_job(job: Job) -> Verdict:
     """The same on samples that were read already."""
     found = [*_unused(job), *_pauses(job), *_by_record(job), *_crowded(job), *_throttled(job)]
-    found += [*_full(job, GPU), *_full(job, NODE)]
+    found += _full(job)
     if not any(share.own > 0 for share in job.shares.values()):  # as of a captured step, or a split network
-        found += _by_samples(job)
+        found += _starved(job)
     found += _by_power(job, {finding.kind for finding in found})
     one_each: dict[str, Finding] = {}
     for finding in found:
@@ -182,37 +211,28 @@ def beside(path: Path) -> Path:
 def _unused(job: Job) -> Iterator[Finding]:
     series = job.judged[GPU]
     unused = [gpu for gpu in series if _never_used(job, gpu)]
-    if unused:
-        where, left = _where("GPU", unused), len(series) - len(unused)
-        if left:
-            remedy = (
-                f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
-            )
-        else:
-            remedy = "see why its log names the CPU as its device, or ask for none"
-        sentence = f"no rank uses {where}: {remedy}."
-        yield Finding("no_rank", where, len(unused), sentence, len(unused) / len(series))
+    if not unused:
+        return
+    where, left = _where("GPU", unused), len(series) - len(unused)
+    remedy = "see why its log names the CPU as its device, or ask for none"
+    if left:
+        remedy = f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
+    sentence = f"no rank uses {where}: {remedy}."
+    yield Finding("no_rank", where, len(unused), sentence, len(unused) / len(series))
 
 
 def _pauses(job: Job) -> Iterator[Finding]:
     """Ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
     paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
     seconds = {rank: rows[-1]["time"] - rows[0]["time"] for rank, rows in paused.items() if rows}
-    seconds = {rank: s for rank, s in seconds.items() if s >= max(STALL, WORTH * job.seconds)}
-    if not seconds:
+    held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
+    if not held:
         return
-    state = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in seconds}
-    stopped, stuck = ([rank for rank in state if state[rank] == name] for name in "TD")
-    ranks = stopped or stuck or list(seconds)
+    states = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in held}
+    state = next(state for state in PAUSED if state in (*states.values(), ""))
+    ranks = [rank for rank in held if states[rank] == state] or held
     where, most = _where("rank", ranks), max(seconds[rank] for rank in ranks)
-    if stopped:
-        sentence = f"SIGSTOP held {where} for {most:.0f} s: find out who sent it; kill -CONT lets go on."
-    elif stuck:
-        sentence = f"a file system held {where} for {most:.0f} s: stage the data to the node's own disk."
-    elif len(ranks) < len(job.rows[RANK]):
-        sentence = f"nothing was done by {where} for {most:.0f} s, and the others wait: --debug tells where."
-    else:
-        sentence = f"nothing was done by any rank for {most:.0f} s: --debug tells where each of them waits."
+    sentence = PAUSED[state].format(where=where, seconds=most)
     yield Finding("stalled_rank", where, most, sentence, most / max(job.seconds, most))
 
 
@@ -228,52 +248,31 @@ def _by_record(job: Job) -> Iterator[Finding]:
     if len(own) == 1 or not all(value > 0 for value in own.values()):
         return
     slowest = max(own, key=own.get)
-    if slowest not in data and not _is_hindered(job, job.place(slowest)):
-        yield from _slow_rank(job, slowest, own)
-    if 1 - own[slowest] >= EXCHANGE and mean(job.steady, "train_seconds") >= LONG_EPOCH:
-        yield _exchange(job, 1 - own[slowest])
-
-
-def _slow_rank(job: Job, slowest: int, own: dict[int, float]) -> Iterator[Finding]:
-    """`own` is the part of the time in which each rank works by itself."""
     times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
     lost = own[slowest] - statistics.fmean(own.values())
-    if times >= records.SLOW and lost >= WORTH:
+    hindered = slowest in data or _is_hindered(job, job.place(slowest))  # which is told elsewhere
+    if times >= records.SLOW and lost >= WORTH and not hindered:
         where = _where("rank", [job.place(slowest)])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
         )
         yield Finding("stalled_rank", where, times, sentence, lost)
+    if 1 - own[slowest] >= EXCHANGE and mean(job.steady, "train_seconds") >= LONG_EPOCH:
+        yield _exchange(job, 1 - own[slowest])
 
 
-def _by_samples(job: Job) -> Iterator[Finding]:
-    """The same for a training without a record, as far as it shows from outside."""
-    busy = _known({rank: job.busy_of(rank) for rank in job.judged[RANK]})
-    if not busy:
-        return
-    starved = [
-        rank
-        for rank, part in busy.items()
-        if part < (LOW if rank in job.uses else STARVED) and _loaders_are_full(job.judged[RANK][rank])
-    ]
+def _starved(job: Job) -> Iterator[Finding]:
+    """Waiting for batches in a training without a record, as far as it shows from outside."""
+    starved = {}
+    for rank, rows in job.judged[RANK].items():
+        part = job.busy_of(rank)
+        # Half of the loader workers may be of the test set, and rest.
+        full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+        if full and part < (LOW if rank in job.uses else STARVED):
+            starved[rank] = part
     if starved:
-        yield _loader(job, starved, 1 - min(busy[rank] for rank in starved))
-        return
-    used = _known({rank: _utilisation(job, job.uses[rank]) for rank in busy if rank in job.uses})
-    if len(used) > 1 and statistics.median(busy[rank] for rank in used) < LOW:
-        slowest = min(used, key=used.get)
-        others = statistics.median(value for rank, value in used.items() if rank != slowest)
-        if others >= KERNELS and used[slowest] < SPREAD * others:
-            where = _where("rank", [slowest])
-            sentence = (
-                f"{where} holds up the others: its GPU has kernels {used[slowest]:.0f} % of the time, and "
-                f"theirs {others:.0f} %, at low power, to wait for it: see what it does more (data, files)."
-            )
-            yield Finding("stalled_rank", where, used[slowest], sentence, 1 - min(busy.values()))
-            return
-    if len(job.at_once(NODE)) > 1 and max(busy.values()) <= 1 - EXCHANGE and _network(job) >= NETWORK:
-        yield _exchange(job, 1 - max(busy.values()))
+        yield _loader(job, list(starved), 1 - min(starved.values()))
 
 
 def _crowded(job: Job) -> Iterator[Finding]:
@@ -287,7 +286,7 @@ def _crowded(job: Job) -> Iterator[Finding]:
     if not crowded:
         return
     worst = max(crowded, key=waiting.get)
-    node = (worst[0], 0)
+    node = worst[0], 0
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
     cores = _numbers(row["core_list"] for rows in here for row in rows[-1:])
     loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
@@ -306,65 +305,47 @@ def _crowded(job: Job) -> Iterator[Finding]:
 
 def _throttled(job: Job) -> Iterator[Finding]:
     """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
-    for why, least in (("heat", HOT), ("power", CAPPED), ("other", CAPPED)):
+    for why, (least, words) in SLOWED.items():
         slowed = {
-            gpu: [row for row in rows if _names(row, why) and (why == "heat" or _is_slow(row))]
+            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
             for gpu, rows in job.judged[GPU].items()
         }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
-            worst = max(gpus, key=parts.get)
-            yield _slowed(why, _where("GPU", gpus), parts[worst], slowed[worst])
+            where, worst = _where("GPU", gpus), max(gpus, key=parts.get)
+            clock, most, power, heat = (
+                mean(slowed[worst], name)
+                for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
+            )
+            how = f"slows down {where} in {_percent(parts[worst])} of the time"
+            if clock <= most:
+                how += f", to {clock:,.0f} of {most:,.0f} MHz"
+            lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
+            sentence = words.format(how=how, heat=heat, power=power)
+            yield Finding("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
             return
-
-
-def _names(row: Row, why: str) -> bool:
-    """Whether this is a reason for the low clock; "other" only where neither of the others is."""
-    return row["throttled"] == why if why == "other" else why in row["throttled"]
-
-
-def _slowed(why: str, where: str, part: float, rows: list[Row]) -> Finding:
-    """`rows` are the samples of the worst of these GPUs while it was slow, a `part` of all."""
-    clock, most, power, heat = (
-        mean(rows, name) for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
-    )
-    how = f"slows down {where} in {_percent(part)} of the time"
-    if clock <= most:
-        how += f", to {clock:,.0f} of {most:,.0f} MHz"
-    sentences = {
-        "heat": f"heat ({heat:.0f} C) {how}: tell your admin, and take another node.",
-        "power": f"a cap (power limit {power:.0f} W) {how}: ask your admin why.",
-        "other": f"neither heat nor a power cap, but something like application clocks {how}: ask your admin "
-        "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
-    }
-    lost = part * (1 - clock / most) if clock <= most else 0.0
-    return Finding("throttled", where, 100 * part, sentences[why], lost, urgent=why == "heat")
 
 
 def _is_slow(row: Row) -> bool:
     return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
 
 
-def _full(job: Job, what: str) -> Iterator[Finding]:
-    """GPUs, or nodes, whose memory was nearly full at any moment."""
-    peaks = {}
-    for place, rows in job.rows[what].items():
-        if known := [row for row in rows if row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0]:
-            peaks[place] = max(known, key=lambda row: row["memory_mb"] / row["memory_limit_mb"])
-    parts = {place: row["memory_mb"] / row["memory_limit_mb"] for place, row in peaks.items()}
-    full = [place for place in parts if parts[place] >= (GPU_FULL if what == GPU else HOST_FULL)]
-    if not full:
-        return
-    worst = max(full, key=parts.get)
-    used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
-    if what == GPU:
-        kind, of, where = "memory_full", "the memory", _where("GPU", full)
-        remedy = "a little more ends it with out of memory: a smaller batch per GPU, or bf16"
-    else:
-        kind, of, where = "host_memory", "the job's memory", _where("node", full)
-        remedy = "at 100 % it is killed: ask for more (--mem), or take fewer loader workers"
-    sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
-    yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
+def _full(job: Job) -> Iterator[Finding]:
+    """GPUs, and nodes, whose memory was nearly full at any moment."""
+    for what, (kind, most, of, remedy) in FULL.items():
+        peaks = {place: max(rows, key=_memory_in_use) for place, rows in job.rows[what].items()}
+        parts = {place: _memory_in_use(row) for place, row in peaks.items()}
+        if full := [place for place in parts if parts[place] >= most]:
+            worst, where = max(full, key=parts.get), _where("GPU" if what == GPU else what, full)
+            used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
+            sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
+            yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
+
+
+def _memory_in_use(row: Row) -> float:
+    """As a part of all, 0 if it is not known."""
+    known = row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0
+    return row["memory_mb"] / row["memory_limit_mb"] if known else 0.0
 
 
 def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
@@ -373,49 +354,39 @@ def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and _utilisation(job, [gpu]) < NO_KERNELS]
     explained = bool(kinds & WAITING)
     if idle and (not explained or max(busy.values()) >= LOW):
-        where = _where("GPU", idle)
-        others = ", while others work" if len(idle) < len(busy) else ""
+        where, others = _where("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
         sentence = (
             f"no work reaches {where}{others} ({_power(job, idle)}): see in the log which device its rank "
             "computes on."
         )
         yield Finding("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
-    if explained:
-        return
     low = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
     some = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
-    if low or some:
+    if (low or some) and not explained:
         yield _launch_bound(job, low or some, WASTE if low else FASTER)
 
 
 def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
     where, few = _where("GPU", gpus), _utilisation(job, gpus) < KERNELS
     busy = statistics.fmean(map(job.busy, gpus))
-    if grade == WASTE:
-        number, lost = busy, 1 - busy
-        told = f"{'gaps between' if few else 'short'} kernels leave {where}"
-    else:
+    number, lost = busy, 1 - busy
+    told = f"{'gaps between' if few else 'short'} kernels leave {where}"
+    if grade == FASTER:
         number = lost = statistics.fmean(_gaps(job, gpu) for gpu in gpus)
         told = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
-    sentence = (
-        f"{told} at {_percent(busy)} of its power above idle ({_power(job, gpus)}{_step(job)}): "
-        f"{_launch_less(job, few)}."
-    )
-    share = lost * len(gpus) / len(job.judged[GPU])
-    return Finding("launch_bound", where, 100 * number, sentence, share, grade)
-
-
-def _launch_less(job: Job, few: bool) -> str:
-    """The remedy of GPUs that wait for Python; `few` kernels may also be for want of batches."""
     remedy = "a larger batch per GPU (--batch-size)"
-    if few and not job.shares:
+    if few and not job.shares:  # which may also be for want of batches
         remedy += ", loader workers if there are none"
-    stages = " ".join(row["stage"] for row in job.steady)
-    if "captured" in stages:
-        return remedy
-    if stages.startswith("dp"):  # whose step cannot be captured
-        return f"{remedy}, or DDP (03_multigpu_ddp)"
-    return f"{remedy}, or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
+    stages = {row["stage"] for row in job.steady}
+    if any(stage.startswith("dp") for stage in stages):  # whose step cannot be captured
+        remedy += ", or DDP (03_multigpu_ddp)"
+    elif not any("captured" in stage for stage in stages):
+        remedy += f", or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
+    seconds, steps = (sum(row[name] for row in job.steady) for name in ("train_seconds", "steps"))
+    step = f", {1000 * seconds / steps:.3g} ms a step" if steps else ""
+    how = f"at {_percent(busy)} of its power above idle ({_power(job, gpus)}{step})"
+    share = lost * len(gpus) / len(job.judged[GPU])
+    return Finding("launch_bound", where, 100 * number, f"{told} {how}: {remedy}.", share, grade)
 
 
 def _gaps(job: Job, gpu: Place) -> float:
@@ -435,19 +406,18 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
     # Of those that are seen, some are of the test set, and rest.
     loaders = max((row["workers_per_loader"] for row in job.steady), default=mean(rows, "loaders"))
     each = mean(rows, "loader_cores") / loaders if loaders else math.nan
-    told = _count(round(loaders), "loader worker") if loaders > 0 else "no loader workers"
-    if loaders > 0 and len(ranks) > 1:
-        told += " each"
-    if loaders > 0 and each >= 0:
-        told += f", at {_percent(each)} of a core"
-    if not loaders > 0:
-        remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
-    elif _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
-        remedy = "all cores are in use, ask for more (--cpus-per-task)"
-    elif each < LOADERS_FULL:
-        remedy = "these wait, too: for files (stage them on the node) or for cores"
-    else:
+    told, remedy = (
+        "no loader workers",
+        "take some (--loader workers --num-workers 4, with --cpus-per-task for them)",
+    )
+    if loaders > 0:
+        told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
+        told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
+        if _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
+            remedy = "all cores are in use, ask for more (--cpus-per-task)"
+        elif each < LOADERS_FULL:
+            remedy = "these wait, too: for files (stage them on the node) or for cores"
     resident = {row["loader"] for row in job.steady} == {"resident"}
     remedy += (
         ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"
@@ -462,8 +432,9 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
 def _exchange(job: Job, share: float) -> Finding:
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
     nodes = job.at_once(NODE)
-    if len(nodes) > 1 and _network(job) >= 0:
-        remedy += f"; {_network(job):.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
+    network = mean([row for rows in job.judged[NODE].values() for row in rows], "network_mb_s")
+    if len(nodes) > 1 and network >= 0:
+        remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
     where = _where("node", nodes)
     sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
     return Finding("network_bound", where, 100 * share, sentence, share)
@@ -488,11 +459,6 @@ def _never_used(job: Job, gpu: Place) -> bool:
     return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
 
 
-def _loaders_are_full(rows: list[Row]) -> bool:
-    """Whether a rank has loader workers without rest. Half of them may be of the test set, and have it."""
-    return mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
-
-
 def _is_hindered(job: Job, rank: Place) -> bool:
     """Whether a slow rank has less of the cores than the others, or a GPU that is too hot: told elsewhere."""
     others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
@@ -503,11 +469,6 @@ def _is_hindered(job: Job, rank: Place) -> bool:
 
 def _utilisation(job: Job, gpus: list[Place]) -> float:
     return mean([row for gpu in gpus for row in job.judged[GPU].get(gpu, [])], "utilisation")
-
-
-def _network(job: Job) -> float:
-    """MB/s of a node, on the mean."""
-    return mean([row for rows in job.judged[NODE].values() for row in rows], "network_mb_s")
 
 
 def _cores_in_use(job: Job, node: str) -> float:
@@ -523,13 +484,6 @@ def _power(job: Job, gpus: list[Place]) -> str:
     return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
 
 
-def _step(job: Job) -> str:
-    if not job.steady:
-        return ""
-    seconds, steps = (sum(row[name] for row in job.steady) for name in ("train_seconds", "steps"))
-    return f", {1000 * seconds / steps:.3g} ms a step"
-
-
 def _devices(job: Job) -> str:
     gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
@@ -543,7 +497,7 @@ def _where(what: str, places: list[Place]) -> str:
     """In words, such as "GPUs 0, 1 on n1"; of many only how many."""
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 2 or len(places) > 8:
-        return f"{_count(len(places), what)}" + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
+        return _count(len(places), what) + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
     if what == NODE:
         return " and ".join(nodes)
     by_node = {node: sorted(number for name, number in places if name == node) for node in nodes}

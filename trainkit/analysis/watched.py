@@ -6,23 +6,21 @@ Only the standard library is used, as a job ends with this.
 import bisect
 import math
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import IO
 
 from trainkit import records, samples
 from trainkit.errors import UserError
 from trainkit.samples import GPU, NODE, RANK
 
-# A day of 8 GPUs has 1.5 million rows: of these every 74th moment is looked at, in seconds and in 40 MB.
-MOST_ROWS, BYTES_OF_A_ROW = 20_000, 80
+# A day of 8 GPUs has 1.5 million rows: of these one moment in 30 s is looked at, which takes 100 MB.
+MOST_ROWS, BYTES_OF_A_ROW = 50_000, 80
 # Below these nothing is judged, of samples and of a record. Two epochs of 15 s together have as many past the
 # warm-up. More samples in a second would tell no more: each is the mean of one, so a few will do.
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
@@ -53,7 +51,8 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.rows: dict[str, Series] = {NODE: {}, GPU: {}, RANK: {}}
-        for row in _read(folder):
+        size = sum(file.stat().st_size for file in folder.glob("*.csv"))
+        for row in samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)):
             number = "0" if row["what"] == NODE else row["number"]
             if row["what"] in self.rows and _is_number(number):
                 self.rows[row["what"]].setdefault((row["node"], int(number)), []).append(row)
@@ -96,17 +95,10 @@ class Job:
         return self.shares[rank].host, rank
 
     def at_once(self, what: str) -> list[Place]:
-        """The most that there were at one time, at last: before a requeue the job may have had others."""
-        changes = []
-        for place, rows in self.rows[what].items():
-            pieces = _joined((before["time"], after["time"]) for before, after in together(rows))
-            for began, ended in pieces or [(rows[0]["time"], rows[0]["time"])]:
-                changes += [(began, False, place), (ended + samples.PERIOD, True, place)]
-        there, most = set(), set()
-        for _, leaves, place in sorted(changes):
-            (there.discard if leaves else there.add)(place)
-            most = set(there) if len(there) >= len(most) else most
-        return sorted(most)
+        """Those that were there in the end: before a requeue the job may have had others."""
+        series = self.rows[what]
+        newest = max((rows[-1]["time"] for rows in series.values()), default=0)
+        return sorted(place for place, rows in series.items() if rows[-1]["time"] > newest - GAP)
 
     def busy(self, gpu: Place) -> float:
         """The mean power of a GPU while it is judged, 0 when idle and 1 at its limit; NaN if it is not known.
@@ -245,50 +237,8 @@ def together(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     times = [row["time"] for row in rows]
     usual = statistics.median(after - before for before, after in pairwise(times)) if len(rows) > 1 else 0
     for before, after in pairwise(rows):
-        near = 0 < after["time"] - before["time"] <= max(GAP, 3 * usual)
-        if near and before.get("stretch") == after.get("stretch"):
+        if 0 < after["time"] - before["time"] <= max(GAP, 3 * usual):
             yield before, after
-
-
-def _read(folder: Path) -> list[Row]:
-    """As `samples.read`; of very many samples only some moments, evenly spread.
-
-    Those have a column `stretch`: of a node it is another one after each gap, which shows no more in them.
-    """
-    files = sorted(folder.glob("*.csv"))
-    every = 1 + sum(file.stat().st_size for file in files) // (MOST_ROWS * BYTES_OF_A_ROW)
-    if every == 1:
-        return samples.read(folder)
-    gaps: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as thin:
-        for file in files:
-            with file.open("rb") as lines, Path(thin, file.name).open("wb") as chosen:
-                chosen.write(lines.readline())
-                gaps[file.stem] = _thin(lines, chosen, every)
-        rows = samples.read(Path(thin))
-    return [row | {"stretch": bisect.bisect_right(gaps[row["node"]], row["time"])} for row in rows]
-
-
-def _thin(lines: Iterable[bytes], chosen: IO[bytes], every: int) -> list[float]:
-    """Writes one moment in so many, and those before and after a gap; returns when the gaps ended."""
-    ends, last, step, left_out = [], math.nan, math.nan, []
-    whole = (line for line in lines if b"," in line)  # not what a kill has left of a time
-    for i, (cell, of_a_moment) in enumerate(groupby(whole, lambda line: line.partition(b",")[0])):
-        try:
-            now = float(cell)
-        except ValueError:
-            continue
-        moment = list(of_a_moment)
-        after_gap = now - last > max(GAP, 3 * step)
-        if after_gap:
-            ends.append(now)
-            chosen.writelines(left_out)
-        left_out = moment if i % every and not after_gap else []
-        if not left_out:
-            chosen.writelines(moment)
-        last, step = now, now - last
-    chosen.writelines(left_out)  # the newest
-    return ends
 
 
 def _notes(folder: Path) -> list[str]:
