@@ -164,7 +164,7 @@ def _gpus_of_a_node(site: Site) -> int:
     if not slurm.is_here():
         return 0
     partition = site.sbatch.get("SBATCH_PARTITION") or slurm.default_partition()
-    gpus = slurm.largest_nodes(partition)["GPUs"]
+    gpus = slurm.most_gpus(partition)
     if not gpus:
         why = slurm.ask("sinfo").stderr.strip() or f"partition {partition or '(default)'} has no GPUs"
         print(f"Slurm cannot be used ({why}): running on this machine")

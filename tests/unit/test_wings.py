@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 
 # What the doctor and the login node need before an environment exists.
-BARE = ("slurm", "site", "stages", "finding", "checkup", "doctor", "login_node", "checkup_job")
+BARE = ("slurm", "site", "stages", "finding", "checkup", "doctor", "login_node")
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
 OF_ANALYSIS = ("records", "samples", "peaks", "files", "errors")

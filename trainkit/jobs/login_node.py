@@ -28,8 +28,8 @@ exec "${SITE_CONTAINER[@]}" python -c "$@"
 LOOK = """
 import sys
 from trainkit import errors
-from trainkit.jobs import checkup
-errors.run(lambda: checkup.look_from_login_node(sys.argv[1], int(sys.argv[2])))
+from trainkit.jobs import checkup_torch
+errors.run(lambda: checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[2])))
 """
 
 
@@ -79,7 +79,7 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     """The job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
     # It may work on the compute nodes alone, which the job is going to tell.
     level = WARNING if in_job_too else FAULT
-    most_gpus = 0 if slurm.cluster() == "practice" else slurm.largest_nodes()["GPUs"]
+    most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
     words = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
     done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *words, seconds=IMPORT_SECONDS)
     if "srun's container" in done.stdout:

@@ -35,18 +35,15 @@ REFUSALS = {
     "`sacctmgr show associations user=$USER` show the limits",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
-    "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one of: {partitions}",
+    "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",
     "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
     "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
     "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
-    "node configuration|PartitionConfig": "ask for fewer --gpus, less memory or more --nodes; {largest}",
-    "Node count|PartitionNodeLimit": "ask for fewer --nodes; `sinfo -o '%P %D %s'` shows how many there are, "
-    "and how many a job may have",
     "generic resource": "this Slurm has no such GPUs; `sinfo -o '%P %N %G'` shows what it has",
     "[Tt]ime ?[Ll]imit": "ask for less --time; `sinfo -o '%P %l'` shows the limits",
-    "[Mm]emory": "ask for less by sbatch --mem, or SBATCH_MEM_PER_NODE in slurm/site.sh; {largest}",
-    "CPU count": "ask for fewer by sbatch --cpus-per-task, or submit.py --cpus-per-gpu; {largest}",
     "contact": "see if `sinfo` answers, and submit again when it does",
+    "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
+    "--gpus, --nodes or cores, or less memory (--mem); `sinfo -o '%P %D %s %c %m %G'` shows what there is",
     "": "see man sbatch, or ask your admin what it means",
 }
 
@@ -109,20 +106,10 @@ def default_partition() -> str | None:
     return next((name.rstrip("*") for name in names if name.endswith("*")), None)
 
 
-def largest_nodes(partition: str | None = None) -> dict[str, int]:
-    """The most that any node has, of each: GPUs, CPUs, and GB of memory; 0 if Slurm does not tell.
-
-    Args:
-        partition: only its nodes count; None for the whole cluster.
-    """
+def most_gpus(partition: str | None = None) -> int:
+    """The most GPUs that any node has, of a partition or of the whole cluster; 0 if Slurm does not tell."""
     chosen = [f"--partition={partition}"] if partition else []
-    nodes = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
-    largest = {"GPUs": 0, "CPUs": 0, "GB": 0}
-    for line in nodes.splitlines():
-        gres, cpus, megabytes = line.split("|")
-        here = {"GPUs": _gpus(gres), "CPUs": int(cpus), "GB": int(megabytes) // 1024}
-        largest = {name: max(most, here[name]) for name, most in largest.items()}
-    return largest
+    return max(map(_gpus, ask("sinfo", "--noheader", "--format=%G", *chosen).stdout.split()), default=0)
 
 
 def check_path(path: Path) -> None:
@@ -147,16 +134,7 @@ def told_by_sbatch(text: str) -> str:
 
 def advice(told: str) -> str:
     """What to do about a refusal, `told` by sbatch, or about one of the reasons in `NEVER`."""
-    fix = next(fix for words, fix in REFUSALS.items() if re.search(words, told))
-    if "{partitions}" in fix:
-        names = sorted(set(ask("sinfo", "--noheader", "--format=%R").stdout.split()))
-        return fix.format(partitions=", ".join(names) or "those that `sinfo` lists")
-    if "{largest}" in fix:
-        largest = largest_nodes()
-        have = ", ".join(f"{most} {name}" for name, most in largest.items())
-        known = f"the largest nodes have {have}"
-        return fix.format(largest=known if any(largest.values()) else "`sinfo -o '%P %D %c %m %G'` lists all")
-    return fix
+    return next(fix for words, fix in REFUSALS.items() if re.search(words, told))
 
 
 def _gpus(gres: str) -> int:
