@@ -416,7 +416,7 @@ def test_the_memory_of_a_node(
     gb: float, gpus: int, words: str, give_gpus: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_gpus(gpus)
-    monkeypatch.setattr(processes, "memory_limit", lambda _: gb * 1e9)
+    monkeypatch.setattr(processes, "memory_limit", lambda: gb * 1e9)
     assert words in told_by(checkup_torch.memory, 2, 4)
 
 

@@ -332,38 +332,6 @@ def test_a_rank_that_starts_between_two_samples_has_used_what_it_has(machine: Ma
     assert job.sample()[1]["cores"] == 0.1
 
 
-V1, V2 = "3:cpu:/\n4:memory:/slurm/uid_0/job_7/step_0/task_0\n0::/", "0::/slurm/job_7/step_0/user/task_0"
-
-
-@pytest.mark.parametrize(
-    ("files", "used_mb", "limit_mb"),
-    [
-        ({"proc/self/cgroup": V2, "sys/fs/cgroup/cgroup.controllers": "memory",
-          "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "1000000",
-          "sys/fs/cgroup/slurm/job_7/memory.max": "max",
-          "sys/fs/cgroup/slurm/memory.max": "5000000000",
-          "sys/fs/cgroup/slurm/job_7/memory.current": "3000000000",
-          "sys/fs/cgroup/slurm/job_7/memory.stat": "active_file 400000000\ninactive_file 600000000"},
-         2000, 5000),
-        ({"proc/self/cgroup": V1,
-          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.limit_in_bytes": "4000000000",
-          "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.usage_in_bytes": "3000000000",
-          "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.stat":
-              "active_file 1\ntotal_active_file 0\ntotal_inactive_file 500000000"}, 2500, 4000),
-        ({"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/cgroup.controllers": "memory",
-          "sys/fs/cgroup/user.slice/memory.max": "max",
-          "sys/fs/cgroup/user.slice/memory.current": "3000000000"}, 0, 8192),
-        ({}, 0, 8192),
-    ],
-    ids=["version 2", "version 1", "of no job", "none"],
-)  # fmt: skip
-def test_memory_by_cgroups(files: dict[str, str], used_mb: float, limit_mb: float, machine: Machine) -> None:
-    machine.write(files)
-    (node,) = processes.Processes({"JOB": "1"}).sample()
-    assert (node["memory_mb"], node["memory_limit_mb"]) == (used_mb, limit_mb)
-
-
 @pytest.mark.parametrize(
     ("asked", "limit_mb"),
     [

@@ -119,8 +119,7 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
 
 def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
     """Whether what the node has left, and the job may take of it, is enough for its ranks."""
-    limit = processes.memory_limit(processes.memory_cgroups())
-    room = min(psutil.virtual_memory().available, limit) / GB
+    room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
     least = tasks * (GPU_RANK_GB if torch.cuda.is_available() else RANK_GB)
     need = least + tasks * num_workers * LOADER_WORKER_GB
     if room < need:

@@ -1,4 +1,4 @@
-"""The processes of a job on this node, and what they take of it: by psutil, /proc, and the job's cgroup."""
+"""The processes of a job on this node, and what they take of it: by psutil and /proc."""
 
 import math
 import os
@@ -106,8 +106,7 @@ class Processes:
         self._torchruns: set[int] = set()
         self._moment = math.nan  # of the last sample
         self._samples = 0
-        self._node = _Node()
-        self._network_bytes = self._node.network_bytes()
+        self._network_bytes = _network_bytes()
         self.ranks: dict[int, int] = {}  # process -> rank, of loader workers, too
 
     def sample(self) -> list[dict[str, object]]:
@@ -154,12 +153,11 @@ class Processes:
 
     def _node_row(self, seconds: float) -> dict[str, object]:
         processes = self._processes.values()
-        before, self._network_bytes = self._network_bytes, self._node.network_bytes()
-        memory = self._node.memory_of_the_job() or sum(one.memory for one in processes)
+        before, self._network_bytes = self._network_bytes, _network_bytes()
         return {
             "what": samples.NODE,
-            "memory_mb": memory / 1e6,
-            "memory_limit_mb": self._node.memory_limit / 1e6,
+            "memory_mb": sum(one.memory for one in processes) / 1e6,
+            "memory_limit_mb": memory_limit() / 1e6,
             "cores": sum(one.cores for one in processes),
             "core_list": _ranges(set().union(*(one.core_list for one in processes))),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
@@ -209,71 +207,25 @@ def _ranges(cores: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)
 
 
-class _Node:
-    """What is of the whole node, or of the whole job on it."""
-
-    def __init__(self) -> None:
-        cgroups = memory_cgroups()
-        jobs = [place for place, cgroup in enumerate(cgroups) if cgroup.name.startswith("job_")]
-        self._cgroup = cgroups[jobs[0]] if jobs else None
-        self.memory_limit = memory_limit(cgroups[jobs[0] :] if jobs else cgroups)  # not those of its steps
-        self._rdma = list(SYS.glob(INFINIBAND))
-        self._interfaces = {path.parent.name for path in SYS.glob(ETHERNET)}
-        if self._rdma:  # which counts what goes as IP over InfiniBand, too
-            self._interfaces = {name for name in self._interfaces if not name.startswith("ib")}
-
-    def memory_of_the_job(self) -> int | None:
-        """Bytes, without the files that the kernel may drop; None where no cgroup counts those of the job."""
-        if not self._cgroup:
-            return None
-        try:
-            told = dict(line.split() for line in (self._cgroup / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            return None
-        files = (told.get(f"total_{name}", told.get(name, 0)) for name in ("active_file", "inactive_file"))
-        used = _number(self._cgroup / "memory.current") or _number(self._cgroup / "memory.usage_in_bytes")
-        return used and used - sum(map(int, files))
-
-    def network_bytes(self) -> int:
-        """Over the interfaces that are devices, else over all but lo; and by RDMA."""
-        sums = {
-            name: one.bytes_sent + one.bytes_recv for name, one in psutil.net_io_counters(pernic=True).items()
-        }
-        counted = self._interfaces & sums.keys() or sums.keys() - {"lo"}
-        words = sum(_number(path) or 0 for path in self._rdma)  # of four bytes
-        return sum(sums[name] for name in counted) + 4 * words
+def _network_bytes() -> int:
+    """Both ways, over the interfaces that are devices, else over all but lo; and by RDMA."""
+    words = 0  # of four bytes
+    for path in SYS.glob(INFINIBAND):
+        with suppress(OSError, ValueError):  # a virtual card
+            words += int(path.read_text())
+    of_each = psutil.net_io_counters(pernic=True)
+    devices = {path.parent.name for path in SYS.glob(ETHERNET)} & of_each.keys()
+    if words:  # which count what goes as IP over InfiniBand, too
+        devices = {name for name in devices if not name.startswith("ib")}
+    counted = [of_each[name] for name in devices or of_each.keys() - {"lo"}]
+    return sum(one.bytes_sent + one.bytes_recv for one in counted) + 4 * words
 
 
-def memory_cgroups() -> list[Path]:
-    """Those of this process, the innermost first: version 1, or 2."""
-    root = SYS / "fs/cgroup"
-    with suppress(OSError):
-        for line in (_proc("self") / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                top = root / controllers
-                folder = top / path.lstrip("/")
-                if (top / "cgroup.controllers").exists() or controllers:
-                    return [one for one in (folder, *folder.parents) if one.is_relative_to(top)]
-    return []
-
-
-def memory_limit(cgroups: Iterable[Path]) -> int:
-    """Bytes that a job may take of this node, by `cgroups`, by what it asked for, and by what there is."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    limits = [_number(cgroup / name) for cgroup in cgroups for name in names]
-    return min(limit for limit in (*limits, _asked_for(), psutil.virtual_memory().total) if limit)
-
-
-def _asked_for() -> int:
-    """Bytes that the job has asked Slurm for on this node; 0: all, or nobody knows."""
+def memory_limit() -> int:
+    """Bytes that a job may take of this node: what it has asked Slurm for, or all that there is."""
+    total = psutil.virtual_memory().total
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
         with suppress(KeyError, ValueError):
-            return math.prod(int(os.environ[name]) for name in names) * 2**20
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    with suppress(OSError, ValueError):  # such as max, for no limit
-        return int(path.read_text())
-    return None
+            asked = math.prod(int(os.environ[name]) for name in names) * 2**20
+            return min(asked or total, total)  # --mem=0 asks for all
+    return total
