@@ -6,9 +6,9 @@ table = compare(summarize(rows))
 
 import json
 import math
-import operator
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -65,9 +65,6 @@ _LABELS = {
 }
 # What these decide on needs no place in a label beside them.
 _FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
-# Of the settings that must be equal, those for which `_unlike` knows no exception.
-_EXCEPTED = ("lr", "gamma", "threads_per_worker", "images", "global_batch")
-_settings = operator.attrgetter(*(name for name in MUST_BE_EQUAL if name not in _EXCEPTED))
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
 
@@ -90,42 +87,23 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
-        if not path.is_dir():
-            files[os.path.realpath(path)] = path  # Path.resolve raises for a link to itself
-            continue
-        for folder, folders, names in os.walk(
-            path, onerror=lambda e: skipped.append(f"{e.filename}: not read, {e.strerror}.")
-        ):
-            folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
-            found = [Path(folder, name) for name in names if name.endswith(".csv") and name not in WRITTEN]
-            files |= {os.path.realpath(file): file for file in found}
-    columns: dict[str, list] = {}  # of all runs at once: a table for each would take most of the time
+        found = _searched(path, skipped) if path.is_dir() else [path]
+        files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
+    every: list[dict[str, object]] = []
     for _, file in sorted(files.items()):
-        try:
+        with _skipping(skipped):
             runs = records.by_run(records.read(file))
-        except records.RecordError as error:
-            skipped.append(str(error))
-            continue
-        of_ranks, joules = {}, {}
-        if records.beside(file).exists():  # not of earlier programs
-            try:
-                of_ranks = records.by_run(records.read_ranks(file))
-            except records.RecordError as error:
-                skipped.append(str(error))
-        try:
-            joules = _joules(waste.beside(file), runs)
-        except ValueError as error:
-            skipped.append(f"{waste.beside(file)}: not read, {error}.")
-        for run_id, run in runs.items():
-            of_the_run = {
-                "file": printable(str(file)),
-                "joules_per_1000_images": joules.get(run_id, math.nan),
-            }
-            of_the_run |= _by_rank(run, of_ranks.get(run_id, of_ranks.get("", [])))
-            for row in run:
-                for name, cell in (row | of_the_run).items():
-                    columns.setdefault(name, []).append(cell)
-    rows = pd.DataFrame(columns, columns=None if columns else list(records.COLUMNS))
+            of_ranks, joules = {}, {}
+            with _skipping(skipped):
+                of_ranks = records.by_run(records.read_ranks(file)) if records.beside(file).exists() else {}
+            with _skipping(skipped):
+                joules = _joules(waste.beside(file), runs)
+            for run_id, run in runs.items():
+                of_the_run = _by_rank(run, of_ranks.get(run_id, of_ranks.get("", [])))
+                of_the_run["file"] = printable(str(file))
+                of_the_run["joules_per_1000_images"] = joules.get(run_id, math.nan)
+                every += [row | of_the_run for row in run]
+    rows = pd.DataFrame(every, columns=None if every else list(records.COLUMNS))
     # Files of earlier programs lack these: they pool among each other, and with no others.
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", "unknown")
@@ -213,16 +191,11 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `trust.doubt`.
     """
     compared = []
-    every = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
-    by_settings: dict[tuple, list[tuple]] = {}
-    for one in every:
-        by_settings.setdefault(_settings(one), []).append(one)
+    ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     for row in table.itertuples():
-        alike = by_settings.get(_settings(row), [])
-        one, why = _one_device(row, alike, "global_batch")
-        if not one:  # the nearest of all is slow to find, and only a reason
-            one, why = _one_device(row, every, "global_batch")
-        weak, _ = _one_device(row, alike, "batch_per_device")
+        one, why = _one_device(row, ones, "global_batch")
+        weak, _ = _one_device(row, ones, "batch_per_device")
+        as_long = one and one.epochs == row.epochs
         compared.append(
             {
                 "speedup": row.images_per_s / one.images_per_s if one else math.nan,
@@ -231,9 +204,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
                 "weak_baseline": weak.stage if weak else "",
                 "epoch_saved_s": one.epoch_seconds - row.epoch_seconds if one else math.nan,
-                "run_saved_s": one.elapsed_s - row.elapsed_s
-                if one and one.epochs == row.epochs
-                else math.nan,
+                "run_saved_s": one.elapsed_s - row.elapsed_s if as_long else math.nan,
                 "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
             }
         )
@@ -285,36 +256,56 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
     measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
     of_ranks = [row for row in of_ranks if row["epoch"] in measured]
-    most = {}
+    most: dict[tuple, float] = {}
     for row in of_ranks:
         device = (row["host"], row["rank"], row["device"])
         most[device] = max(row["peak_memory_mb"], most.get(device, 0))
-    return {
-        "slow_rank": records.slow_rank(of_ranks),
-        "least_memory_mb": min(most.values(), default=math.nan),
-    }
+    least = min(most.values(), default=math.nan)
+    return {"slow_rank": records.slow_rank(of_ranks), "least_memory_mb": least}
+
+
+def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
+    """The CSVs of runs at any depth; `skipped` gets a sentence for every folder that cannot be read."""
+
+    def skip(error: OSError) -> None:
+        skipped.append(f"{error.filename}: not read, {error.strerror}.")
+
+    for place, folders, names in os.walk(folder, onerror=skip):
+        folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
+        yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+
+
+@contextmanager
+def _skipping(skipped: list[str]) -> Iterator[None]:
+    """Goes on without what cannot be read, and takes down why."""
+    try:
+        yield
+    except records.RecordError as error:
+        skipped.append(str(error))
 
 
 def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
     """What the verdicts on the jobs of these runs tell, where they know.
 
     Raises:
-        ValueError: if it is not as a job writes it.
+        RecordError: if it is not as a job writes it.
     """
     if not file.exists():
         return {}
-    check_regular(file)
     try:
+        check_regular(file)
         with file.open(encoding="utf-8") as opened:
             facts = json.loads(opened.read(LONGEST_VERDICT))
-            verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
-        found = {run_id: verdict.get("joules_per_1000_images", "") for run_id, verdict in verdicts.items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(getattr(error, "strerror", None) or "it is damaged") from None
-    for joules in found.values():
-        if joules is not None and not (isinstance(joules, float | int) and 0 <= joules <= records.MOST):
-            raise ValueError(f"{str(joules)[:30]!r} are no joules_per_1000_images")
-    return {run_id: joules for run_id, joules in found.items() if joules is not None}
+        verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
+        found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
+        known = {run_id: joules for run_id, joules in found.items() if joules is not None}
+        if not all(0 <= joules <= records.MOST for joules in known.values()):
+            raise ValueError("its energy is no number")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise records.RecordError(
+            f"{file}: not read, {getattr(error, 'strerror', None) or 'it is damaged'}."
+        ) from None
+    return known
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
@@ -332,10 +323,9 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
     kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
     for run_id in kinds.index[(kinds > 1).any(axis=1)]:
         run = rows.loc[rows.run_id == run_id, CONFIGURATION]
-        changed = [(name, run[name].unique()) for name in run if run[name].nunique() > 1]
-        what = ", ".join(
-            f"{MUST_BE_EQUAL.get(name, name)} {after} after {before}" for name, (before, after, *_) in changed
-        )
+        changed = [name for name in run if run[name].nunique() > 1]
+        pairs = [(MUST_BE_EQUAL.get(name, name), *run[name].unique()[:2]) for name in changed]
+        what = ", ".join(f"{name} {after} after {before}" for name, before, after in pairs)
         sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
     return sentences
 
@@ -354,9 +344,9 @@ def _variants(section: pd.DataFrame) -> pd.Series:
     varying = []
     for name in _LABELS:
         by = _FOLLOWS_FROM.get(name)
-        if (section.groupby(by)[name].nunique().max() if by else section[name].nunique()) > 1:
-            varying.append(name)
-    return pd.Series([_in_words(row, varying) for _, row in section.iterrows()], section.index)
+        kinds = section.groupby(by)[name].nunique().max() if by else section[name].nunique()
+        varying += [name] if kinds > 1 else []
+    return section.apply(_in_words, axis=1, names=varying)
 
 
 def _train_images(section: pd.DataFrame) -> pd.Series:
