@@ -10,19 +10,19 @@ over the past sample period during which one or more kernels was executing", ...
 and by what is written of such jobs. Of these only the ones that a page or an exercise shows are committed.
 """
 
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
+import psutil
 from cluster import running_cluster
 from conftest import ENVIRONMENT, REPOSITORY, stage_command
 
@@ -34,24 +34,10 @@ BEGAN, START, EVALUATE = 1_790_000_000.0, 6.0, 1.5  # of the written ones: s, si
 IDLE_W, LIMIT_W, MEMORY_MB, CLOCK_MHZ, HOST_MB = 55, 400, 40_000, 1_400, 64_000
 NAME = f"imaginary GPU, {LIMIT_W} W"
 # Of every record; whatever the verdict does not read is what the tutorial has.
-FACTS = {
-    "stage": "ddp",
-    "launcher": "srun",
-    "dataset": "mnist",
-    "model": "Net",
-    "loader": "resident",
-    "seed": 1,
-}
-FACTS |= {
-    "recipe": "classic",
-    "lr": 1.0,
-    "gamma": 0.7,
-    "lr_scale": "none",
-    "lr_warmup_images": 0,
-    "width": 32,
-}
-FACTS |= {"parameters": 1_199_882, "flops_per_image": "nan", "workers_per_loader": 0, "threads_per_worker": 4}
-FACTS |= {"global_batch": 2_000}
+FACTS = {"stage": "ddp", "launcher": "srun", "dataset": "mnist", "model": "Net", "loader": "resident"}
+FACTS |= {"seed": 1, "recipe": "classic", "lr": 1.0, "gamma": 0.7, "lr_scale": "none", "lr_warmup_images": 0}
+FACTS |= {"width": 32, "parameters": 1_199_882, "flops_per_image": "nan", "workers_per_loader": 0}
+FACTS |= {"threads_per_worker": 4, "global_batch": 2_000}
 FACTS |= {"accumulate": 1, "precision": "bf16", "debug": False, "images": 60_000}
 FACTS |= {"test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1, "test_accuracy": 97.0, "ended": ""}
 FACTS |= {"learning_rate": 1.0, "job_id": "", "torch_version": "none", "cuda_version": "", "git_commit": ""}
@@ -216,13 +202,8 @@ def _record(folder: Path, written: Written, nodes: list[str]) -> None:
     for epoch in range(1, written.epochs + 1):
         seconds = START + epoch * (written.train + EVALUATE)
         of_ranks = [
-            {
-                "epoch": epoch,
-                "rank": place * written.of_a_node + number,
-                "host": node,
-                "device": f"cuda:{number}",
-            }
-            | {"device_name": NAME, "peak_memory_mb": MEMORY_MB * gpu.memory}
+            {"epoch": epoch, "rank": place * written.of_a_node + number, "host": node}
+            | {"device": f"cuda:{number}", "device_name": NAME, "peak_memory_mb": MEMORY_MB * gpu.memory}
             | {"own_seconds": written.train * gpu.own, "data_seconds": written.train * gpu.data}
             for place, node in enumerate(nodes)
             for number, gpu in enumerate(written.gpus[: written.of_a_node])
@@ -247,7 +228,7 @@ def _moment(time: float) -> str:
 
 
 def _watched(
-    name: str, *command: object, env: dict[str, str] | None = None, during: Callable | None = None
+    name: str, command: Sequence[object], env: dict[str, str] | None = None, during: Callable | None = None
 ) -> None:
     """The trace of a command on this machine; `during` is called with the folder of its results."""
     with tempfile.TemporaryDirectory() as place:
@@ -278,64 +259,25 @@ def _take(name: str, monitored: Path) -> None:
     (folder / samples.RUNS).write_text("".join(names))
 
 
-def _healthy(name: str) -> None:
-    _watched(name, *stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2))
-
-
-def _waiting_for_loader(name: str) -> None:
-    """A network so narrow that a loader worker cannot keep up."""
-    options = ("--epochs", 4, "--train-size", 60_000, "--width", 1, "--loader", "workers", "--num-workers", 1)
-    _watched(name, *stage_command("single", *OPTIONS, *options))
-
-
-def _shared_cores(name: str) -> None:
-    _watched(name, "taskset", "--cpu-list", 0, *stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2))
-
-
-def _host_memory(name: str) -> None:
-    """With less memory than two ranks have at ease; nobody enforces it here."""
-    command = stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2)
-    _watched(name, *command, env={"SLURM_MEM_PER_NODE": "2600"})
-
-
-def _stalled_rank(name: str) -> None:
+def _stop_one(results: Path) -> None:
     """In the second epoch one rank is stopped, for 45 seconds."""
-
-    def stop_one(results: Path) -> None:
-        while not list(results.glob("runs/*.csv")):
-            time.sleep(0.5)
-        process = _process_with(f"SITE_SCRATCH_DIR={results.parent}", "RANK=1")
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(45)
-        os.kill(process, signal.SIGCONT)
-
-    _watched(name, *stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2), during=stop_one)
-
-
-def _process_with(*marks: str) -> int:
-    """The process that has all of these in its environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_text(errors="replace").split("\0")
-        except OSError:
-            continue
-        if set(marks) <= set(environment):
-            return int(process.name)
-    raise SystemExit(f"there is no process with {' and '.join(marks)}")
+    while not list(results.glob("runs/*.csv")):
+        time.sleep(0.5)
+    marks = {"SITE_SCRATCH_DIR": str(results.parent), "RANK": "1"}
+    every = psutil.process_iter(["environ"])
+    process = next(one for one in every if marks.items() <= (one.info["environ"] or {}).items())
+    process.suspend()
+    time.sleep(45)
+    process.resume()
 
 
 def _network_bound(name: str) -> None:
     """Two nodes of the practice cluster, with 100 Mbit/s between them."""
     with running_cluster("--bandwidth", "100mbit", gpus=1) as cluster, tempfile.TemporaryDirectory() as place:
+        where = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={place}/log")
+        sizes = ("--epochs", 3, "--batch-size", 128, "--train-size", 4096)
         job = cluster.submit(
-            *(
-                "--nodes=2",
-                "--ntasks-per-node=1",
-                "--gpus-per-node=1",
-                f"--output={place}/log",
-                "slurm_submit.sh",
-            ),
-            *(*OPTIONS, "--epochs", 3, "--batch-size", 128, "--train-size", 4096),
+            *(*where, "slurm_submit.sh", *OPTIONS, *sizes),
             cwd=REPOSITORY / "03_multigpu_ddp",
             env={"SITE_SCRATCH_DIR": place, "SITE_RESULTS_DIR": f"{place}/results", "SITE_MONITOR": "on"},
         )
@@ -354,12 +296,16 @@ OPTIONS = (
     "--test-size",
     2_000,
 )
+TWO_RANKS = stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2)
+# A network so narrow that a loader worker cannot keep up.
+NARROW = ("--epochs", 4, "--train-size", 60_000, "--width", 1, "--loader", "workers", "--num-workers", 1)
 REAL = {
-    "cpu_healthy": _healthy,
-    "cpu_waiting_for_loader": _waiting_for_loader,
-    "cpu_shared_cores": _shared_cores,
-    "cpu_host_memory": _host_memory,
-    "cpu_stalled_rank": _stalled_rank,
+    "cpu_healthy": partial(_watched, command=TWO_RANKS),
+    "cpu_waiting_for_loader": partial(_watched, command=stage_command("single", *OPTIONS, *NARROW)),
+    "cpu_shared_cores": partial(_watched, command=["taskset", "--cpu-list", 0, *TWO_RANKS]),
+    # With less memory than two ranks have at ease; nobody enforces it here.
+    "cpu_host_memory": partial(_watched, command=TWO_RANKS, env={"SLURM_MEM_PER_NODE": "2600"}),
+    "cpu_stalled_rank": partial(_watched, command=TWO_RANKS, during=_stop_one),
     "cpu_network_bound": _network_bound,
 }
 
