@@ -86,11 +86,11 @@ def table(path: Path) -> str:
         return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
     # Else numpy would turn whole numbers into floats.
-    table = summarise(pd.read_csv(path)).reset_index().astype(object)
+    summary = summarise(pd.read_csv(path)).reset_index().astype(object)
     rows = [
-        list(map(str, table)),
-        ["---"] * len(table.columns),
-        *([text(cell) for cell in row] for row in table.values.tolist()),
+        list(map(str, summary)),
+        ["---"] * len(summary.columns),
+        *([text(cell) for cell in row] for row in summary.values.tolist()),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
