@@ -73,7 +73,7 @@ def test_one_process_classifies_as_two_ranks_did(weights: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("variant", "options", "precision"),
     [
-        ("../mnist_ddp.py", ("--precision", "bf16"), "bf16"),
+        ("../mnist_ddp.py", ("--precision", "bf16", "--train-size", 256), "bf16"),
         ("accumulate.py", ("--precision", "fp32"), "fp32"),
     ],
 )
