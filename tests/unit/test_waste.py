@@ -51,9 +51,7 @@ RECORDED = {
         ("launch_bound", "waste"),
     ),
     "captured_1024_bf16": ("no waste found", None),
-    "healthy_4096_bf16": ("no waste found", None),
     "healthy_4096_bf16_short": ("no waste found", None),
-    "cpu_only": ("too short to tell: 2 samples", None),
 }
 Row = dict[str, str]
 
