@@ -35,11 +35,9 @@ def training(
             --num-workers is far more than the machine has cores.
     """
     check_sizes(options, len(split), world_size)
-    most = 4 * (os.cpu_count() or 1)  # far beyond that, starting them stops the machine
-    if options.num_workers > most:
+    if options.num_workers > 4 * (os.cpu_count() or 1):  # far beyond that, starting them stops the machine
         raise UserError(
-            f"--num-workers {options.num_workers} is more than four for each of this machine's cores: "
-            f"lower it, to {most} at most."
+            f"--num-workers {options.num_workers} is more than four for each core of this machine: lower it."
         )
     size = options.batch_size if options.dry_run else options.train_size or len(split)
     split = split.first(size)
@@ -94,13 +92,7 @@ class GlobalOrder(RankOrder):
     """
 
     def __init__(
-        self,
-        images: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        size: int | None = None,
+        self, images: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, size: int = 0
     ) -> None:
         self.images, self.size, self.batch_size, self.seed = images, size or images, batch_size, seed
         self.rank, self.step_size = rank, batch_size // world_size
@@ -234,20 +226,14 @@ class WorkerBatches(Batches):
                 inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
                 yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
         except (RuntimeError, ConnectionError, EOFError) as error:
-            if not self._tells_of_a_death(error):
+            # Samples are fetched from the process that made them, which may die just then.
+            died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
+            if not died or not self.loader.num_workers or "in DataLoader worker process" in str(error):
                 raise
-            how = first_line(error) or type(error).__name__
             raise UserError(
-                f"a loader process was killed ({how}): perhaps the memory was full, then lower "
-                "--num-workers, or ask Slurm for more with --mem."
+                f"a loader process was killed ({first_line(error) or type(error).__name__}): perhaps the "
+                "memory was full, then lower --num-workers, or ask Slurm for more with --mem."
             ) from None
-
-    def _tells_of_a_death(self, error: Exception) -> bool:
-        """Whether a loader process has died, and not an error of the samples that one prepared."""
-        if isinstance(error, RuntimeError):
-            return "exited unexpectedly" in str(error)
-        # Samples are fetched from the process that prepared them, which may die just then.
-        return self.loader.num_workers > 0 and "in DataLoader worker process" not in str(error)
 
 
 class OneByOne(Dataset):
@@ -283,8 +269,9 @@ def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
 
 def _make(split: Split, order: RankOrder, options: Options, device: torch.device) -> Batches:
     shift = options.recipe == "fast" and isinstance(order, GlobalOrder) and split.inputs.ndim == 4
-    resident = options.loader == "resident"
-    kind, more = (ResidentBatches, ()) if resident else (WorkerBatches, (options.num_workers,))
-    made = kind(split, order, device, shift, *more)
+    if options.loader == "resident":
+        made = ResidentBatches(split, order, device, shift)
+    else:
+        made = WorkerBatches(split, order, device, shift, options.num_workers)
     startup.mark("data")
     return made

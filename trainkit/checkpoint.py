@@ -131,7 +131,10 @@ class Checkpoints:
         `ended`: the run is at its end, though there are more epochs.
         """
         keep = self._options.keep_checkpoints or (self.epochs() and not ended)
-        if not keep and world.is_first() and self._folder and _ends_with_its_job(self._folder):
+        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+        if keep or not world.is_first() or not self._folder or not job_folder:
+            return
+        if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
             with suppress(OSError):  # the run went well
                 for path in _checkpoints(self._folder):
                     _remove(path)
@@ -173,21 +176,19 @@ class Checkpoints:
             was = {"model": "Net"} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            groups = self._parts["optimizer"].param_groups
-            kernels = [{name: group[name] for name in KERNELS if name in group} for group in groups]
+            own = [dict(group) for group in self._parts["optimizer"].param_groups]
             if ("shards" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
             for name, thing in self._parts_of_file().items():
                 thing.load_state_dict(state[name])
             if self._sharded:
                 self._sharded.load(_shards(path))
-            for group, own in zip(self._parts["optimizer"].param_groups, kernels, strict=True):
-                group.update(own)  # another stage may have made the checkpoint
+            for group, here in zip(self._parts["optimizer"].param_groups, own, strict=True):
+                # Another stage may have made the checkpoint.
+                group.update({name: here[name] for name in KERNELS if name in here})
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
-            if self._part and len(self._part.losses) != self._part.steps:
-                raise ValueError("its losses do not fit its steps")
             world.on_first(lambda: self._log.go_on(state["run"]))
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
@@ -204,13 +205,7 @@ class Checkpoints:
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
-        try:
-            set_precision(self._parts["model"], was["precision"])
-        except UserError as error:
-            what = str(error).rpartition(": ")[0]
-            raise UserError(
-                f"{path} cannot go on here ({what}): take such a one, or give another --checkpoint-dir."
-            ) from None
+        set_precision(self._parts["model"], was["precision"])
 
     def _parts_of_file(self) -> dict[str, object]:
         """The parts that rank 0 writes, for all."""
@@ -253,25 +248,17 @@ def _leave_word(text: str, folder: Path) -> None:
     """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:
-        UserError: if slurm/job_env.sh cannot be told; the text tells how to go on.
+        UserError: if slurm/job_env.sh cannot be told.
     """
     tell(text)
-    job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-    if not job_folder:
-        return
-    try:
-        Path(job_folder, "stopped").write_text(f"{folder.absolute()}\n")
-    except OSError as error:
-        raise UserError(
-            f"{text}, but {job_folder} cannot be written to ({error.strerror}), so the job does not go "
-            f"back to the queue: submit it again with --checkpoint-dir {folder.absolute()}."
-        ) from None
-
-
-def _ends_with_its_job(folder: Path) -> bool:
-    """Whether `folder` is in a job's own: at the run's end nobody goes on from the checkpoints there."""
-    job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-    return bool(job_folder) and folder.resolve().is_relative_to(Path(job_folder).resolve())
+    if job_folder := os.environ.get("TRAINKIT_JOB_DIR"):
+        try:
+            Path(job_folder, "stopped").write_text(f"{folder.absolute()}\n")
+        except OSError as error:
+            raise UserError(
+                f"{text}, but not by itself, as {job_folder} cannot be written to ({error.strerror}): submit "
+                f"it again with --checkpoint-dir {folder.absolute()}."
+            ) from None
 
 
 def _called(name: str) -> str:

@@ -1,6 +1,7 @@
 """What all command lines of the project share: a parser that tells a mistake in one sentence, and types."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -53,36 +54,20 @@ def above_0(most: float = LARGEST) -> Callable[[str], float]:
 
 
 def time_limit(text: str) -> int:
-    """An argparse type: minutes, of Slurm's [days-]hours:minutes:seconds, rounded up, or of minutes."""
-    seconds = _clock(text)
-    if seconds is None and not re.fullmatch(r"\d+", text):
-        raise _no_time(text)
-    total = int(text) if seconds is None else -(-seconds // 60)
-    if not total:
-        raise argparse.ArgumentTypeError("it must be at least a minute")
-    return total
+    """An argparse type: minutes, rounded up, of what `duration` takes."""
+    return math.ceil(duration(text) / 60)
 
 
 def duration(text: str) -> float:
     """An argparse type: seconds above 0, of Slurm's [days-]hours:minutes:seconds or of minutes."""
-    seconds = _clock(text)
-    try:
-        return above_0()(str(seconds)) if seconds is not None else 60 * above_0()(str(float(text)))
-    except ValueError:
-        raise _no_time(text) from None
-
-
-def _clock(text: str) -> int | None:
-    """The seconds of [days-]hours:minutes:seconds; None if it is not written so."""
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
-    if not parts:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _no_time(text: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"{text!r} is neither HH:MM:SS nor a number of minutes")
+    try:
+        if not parts:
+            return 60 * above_0()(text)
+        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+        return above_0()(str(((days * 24 + hours) * 60 + minutes) * 60 + seconds))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither HH:MM:SS nor a number of minutes") from None
 
 
 def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:

@@ -61,11 +61,11 @@ def begin(folder: Path, rank: int, every: float) -> None:
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
     """Print on rank 0 where each rank is, and how it reaches rank 0."""
-    cores = sorted(machine.cores()[1])
+    cores = ",".join(map(str, sorted(machine.cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
-        f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, {len(cores)} core(s) "
-        f"{_ranges(cores)}, {backend}, interface {_interface()}"
+        f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, core(s) {cores}, "
+        f"{backend}, interface {_interface()}"
     )
     if rank == 0:
         for name in names:
@@ -83,10 +83,3 @@ def _interface() -> str:
             way.connect((address, 1))
             return f"{interface(way.getsockname()[0])} towards rank 0"
     return "unknown"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """0,1,2,5 as 0-2,5."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

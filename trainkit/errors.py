@@ -66,10 +66,7 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
         raise
     except Exception as error:
-        told = _told_by_the_gpu(error)
-        if told and "CUDA_LAUNCH_BLOCKING" not in os.environ:  # with it the traceback shows the line
-            fail(told)
-        if told := _told_by_ddp(error):
+        if told := _told_by_pytorch(error):
             fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
@@ -164,30 +161,21 @@ def _which_rank() -> str:
     return f" on rank {_rank()}" if _rank() else ""
 
 
-def _told_by_the_gpu(error: Exception) -> str | None:
-    """What an error of CUDA, or of a library on top of it, means; None for other errors."""
+def _told_by_pytorch(error: Exception) -> str | None:
+    """What a full GPU, or a network of which a step left out a part, means; None for other errors."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "out of memory" in text or "ALLOC_FAILED" in text:
         return (
             "the memory of this process's GPU is full: lower --batch-size, and see with nvidia-smi whether "
             "anybody else uses that GPU."
         )
-    # "Cuda failure" is NCCL's. With DataParallel it stands behind the number of the GPU and a traceback.
-    told = re.search(r"\b(CUDA|HIP|cuDNN|Cuda) (driver )?(error|failure)\b.*", text)
-    return told and (
-        f"the work of this process's GPU failed ({told[0]}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1 in the "
-        "environment, shows in which line. If it happens on one node only, tell your admin."
-    )
-
-
-def _told_by_ddp(error: Exception) -> str | None:
-    """What DistributedDataParallel means when parameters got no gradient; None for other errors."""
-    unused = re.search(r"Parameter.* which did not receive grad for rank \d+: .*", str(error))
-    return unused and (
-        "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
-        f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, or "
-        "see 03_multigpu_ddp/beyond/unused.py."
-    )
+    if unused := re.search(r"Parameter.* which did not receive grad for rank \d+: .*", text):
+        return (
+            "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
+            f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, "
+            "or see 03_multigpu_ddp/beyond/unused.py."
+        )
+    return None
 
 
 def _lost_a_peer(error: Exception) -> bool:

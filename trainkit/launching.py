@@ -1,6 +1,5 @@
 """DDP from a notebook or a REPL: `trainkit.launch(train, workers=2)` calls train in fresh processes."""
 
-import codecs
 import linecache
 import math
 import os
@@ -25,7 +24,6 @@ from trainkit.errors import UserError, first_line
 
 Result = TypeVar("Result")
 PATIENCE_SECONDS = 5  # for ranks to end by themselves
-NO_RESULT = "train's result cannot be sent back ({}): return numbers, or a state_dict() instead of the model."
 
 
 class RankError(UserError):
@@ -43,18 +41,13 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
 
     Raises:
         RankError: if `train` fails in a rank, or the rank is killed; the others are ended.
-        UserError: if there is nothing to call, or `train` or its result cannot be sent.
+        UserError: if `workers` is no number of processes, or `train` or its result cannot be sent.
     """
-    if not callable(train):
-        raise UserError(f"launch cannot call {train!r}: give it the function itself, without its ().")
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers is {workers!r}: give a whole number from 1 on; with GPUs, one for each.")
-    call = _packed(train, arguments)
-    output, theirs = os.pipe()
-    # However we leave this block, it closes the pipe; that ends even a rank that is not in `processes` yet.
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as name, os.fdopen(output), os.fdopen(theirs):
-        folder, processes = Path(name), []
-        (folder / "call").write_bytes(call)
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as name:
+        folder, ranks = Path(name), []
+        _send(train, arguments, folder)
         share = max(len(os.sched_getaffinity(0)) // workers, 1)
         env = {"OMP_NUM_THREADS": str(share)} | os.environ | {
             "WORLD_SIZE": str(workers),
@@ -64,84 +57,91 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             "PYTHONIOENCODING": "utf-8",
             "TRAINKIT_JOB_DIR": name,  # where `errors.run` leaves its notes
         }  # fmt: skip
-        command = [sys.executable, "-m", "trainkit.launching", name]
+        output, theirs = os.pipe()
+        printing = threading.Thread(target=_show, args=[output])
         # Sessions of their own: Ctrl-C is for this process alone, which then ends them in an orderly way.
         how = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs, "start_new_session": True}
         try:
+            printing.start()
             for rank in map(str, range(workers)):
-                own = {"RANK": rank, "LOCAL_RANK": rank}
-                processes.append(subprocess.Popen(command, env=env | own, **how))
-            _follow(processes, output, folder)
-            why = _why(processes, folder)
+                command = [sys.executable, "-m", "trainkit.launching", name]
+                ranks.append(subprocess.Popen(command, env=env | {"RANK": rank, "LOCAL_RANK": rank}, **how))
+            _wait(ranks, folder)
+            failed = _failed(ranks, folder)
         except KeyboardInterrupt:
-            _signal(processes, signal.SIGTERM)  # a Run saves its checkpoint now
-            _follow(processes, output, folder, PATIENCE_SECONDS)
+            _signal(ranks, signal.SIGTERM)  # a Run saves its checkpoint now
+            _wait(ranks, folder, PATIENCE_SECONDS)
             raise
         finally:
-            _signal(processes, signal.SIGKILL)
-            for process in processes:
+            _signal(ranks, signal.SIGKILL)
+            for process in ranks:
                 process.wait()
-        if why:
-            raise RankError(why)
+            os.close(theirs)
+            printing.join()  # until nobody has the other end of the pipe
+        if failed:
+            raise RankError(_why(failed, ranks, folder))
         try:
             return pickle.loads((folder / "result").read_bytes())
         except Exception as error:  # a DDP model has no group here
-            raise UserError(NO_RESULT.format(first_line(error))) from None
+            raise UserError(
+                f"train's result cannot be sent back ({first_line(error)}): return numbers, or a "
+                "state_dict() instead of the model."
+            ) from None
 
 
-def _packed(train: Callable, arguments: tuple) -> bytes:
+def _send(train: Callable, arguments: tuple, folder: Path) -> None:
     # Sources that are in no file, as a cell's: for tracebacks, and for who compiles functions.
     sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
     try:
-        return pickle.dumps((sys.path, sources, cloudpickle.dumps((train, arguments))))
+        call = pickle.dumps((sys.path, sources, cloudpickle.dumps((train, arguments))))
     except Exception as error:  # of any kind: every object has its own way to refuse
         raise UserError(
             f"train, or something that it uses, cannot be sent to other processes ({first_line(error)}): "
             "open files, connections and locks inside of train."
         ) from None
+    (folder / "call").write_bytes(call)
 
 
-def _follow(processes: list[subprocess.Popen], output: int, folder: Path, seconds: float = math.inf) -> None:
-    """Print what the ranks print until they have ended, or for `seconds`, fewer once one has failed."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+def _show(output: int) -> None:
+    """Print what the ranks print, line by line, until the last of them has ended."""
+    with os.fdopen(output, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            print(line, end="", flush=True)
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float = math.inf) -> None:
+    """Until the ranks have ended, or for `seconds`, fewer once one has failed."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        ended = all(process.poll() is not None for process in processes)
-        if _failed(processes, folder):
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        if _failed(ranks, folder):
             until = min(until, time.monotonic() + PATIENCE_SECONDS)
-        if select.select([output], [], [], 0.1)[0]:
-            print(decoder.decode(os.read(output, 1 << 16)), end="", flush=True)
-        elif ended:
-            return
+        time.sleep(0.05)
 
 
-def _signal(processes: list[subprocess.Popen], number: signal.Signals) -> None:
+def _signal(ranks: list[subprocess.Popen], number: signal.Signals) -> None:
     """Send it to the ranks and to what they have started, which may outlive them."""
-    for process in processes:
+    for process in ranks:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
-def _failed(processes: list[subprocess.Popen], folder: Path) -> list[int]:
+def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
     """The ranks that have ended without the note that they finished, whatever their exit codes."""
-    ended = [rank for rank, process in enumerate(processes) if process.poll() is not None]
+    ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
     return [rank for rank in ended if not (folder / f"rank-{rank}.finished").exists()]
 
 
-def _why(processes: list[subprocess.Popen], folder: Path) -> str:
-    """What the first rank to fail tells, or what is known of one that could not; empty if train returned."""
-    failed, first = _failed(processes, folder), folder / "first-failed"
-    if not failed:
-        return (folder / "rank-0.finished").read_text()  # how a Run goes on that a signal has stopped
-    silent = [rank for rank in failed if not list(folder.glob(f"rank-{rank}.[fl]*"))]
-    if silent and not first.exists():
-        code = processes[silent[0]].returncode
-        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        reason = "by hand, or for want of memory?" if code == -signal.SIGKILL else "see what it printed."
-        return f"rank {silent[0]} ended with {how} before train returned: {reason}"
-    note = first.resolve() if first.exists() else min(folder.glob("rank-*.lost"))
-    trace = note.with_suffix(".traceback")
-    return note.read_text().removeprefix("error on ") + (trace.read_text() if trace.exists() else "")
+def _why(failed: list[int], ranks: list[subprocess.Popen], folder: Path) -> str:
+    """What the first rank to fail tells, or what is known of one that could not."""
+    first = folder / "first-failed"
+    if first.exists():
+        trace = first.resolve().with_suffix(".traceback")
+        return first.read_text().removeprefix("error on ") + (trace.read_text() if trace.exists() else "")
+    silent = next((rank for rank in failed if not (folder / f"rank-{rank}.lost").exists()), failed[0])
+    return (
+        f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see what it "
+        "printed (-9: somebody killed it, perhaps for want of memory)."
+    )
 
 
 def _rank(folder: Path) -> None:
@@ -153,7 +153,7 @@ def _rank(folder: Path) -> None:
         sys.path[:], sources, call = pickle.loads((folder / "call").read_bytes())
         linecache.cache.update(sources)
         train, arguments = pickle.loads(call)
-        result = train(*arguments)
+        result = cloudpickle.dumps(train(*arguments))
     except Exception as error:
         if not isinstance(error, (UserError, errors.Stopped)):
             lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
@@ -161,10 +161,7 @@ def _rank(folder: Path) -> None:
             sys.excepthook = lambda *_: None  # the caller shows it
         raise
     if os.environ["RANK"] == "0":
-        try:
-            (folder / "result").write_bytes(cloudpickle.dumps(result))
-        except Exception as error:
-            raise UserError(NO_RESULT.format(first_line(error))) from None
+        (folder / "result").write_bytes(result)
 
 
 def _end_with_the_caller() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import warnings
 from collections import Counter
 from contextlib import suppress
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from trainkit.errors import UserError, first_line
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
-TRIALS_PAY = 3e14  # operations: some seconds of an H100
 
 
 def device_name(device: torch.device) -> str:
@@ -56,25 +54,14 @@ def check_usable() -> None:
         warnings.simplefilter("always")
         if torch.cuda.is_available() or os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return
-        here, given = _open_to_us(), gpus_given()
-    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
-    node, software = platform.node(), f"torch {torch.__version__} is built for {build()}"
-    if here and torch.version.cuda and not _has_driver_library():
+        count = _open_to_us() or gpus_given()
+    if count:
+        why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
         raise UserError(
-            f"PyTorch cannot use the {here} GPU(s) of {node}: there is no libcuda.so.1, the driver's part. "
-            "Let it into your container (apptainer exec --nv), install the driver, or add --no-cuda."
-        )
-    if here:
-        raise UserError(
-            f"PyTorch cannot use the {here} GPU(s) of {node}{why}: {software}, and the node has {driver()}. "
-            f"Install a PyTorch for this driver ({PREVIOUS_VERSIONS}), ask for a newer one, or add --no-cuda."
-        )
-    if given:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise UserError(
-            f"Slurm gave this job {given} GPU(s) on {node}, but PyTorch sees none{why}: {software}, the node "
-            f"has {driver()}, CUDA_VISIBLE_DEVICES is {visible}. See that a container lets the GPUs in "
-            "(apptainer exec --nv), or add --no-cuda."
+            f"PyTorch cannot use the {count} GPU(s) of {platform.node()}{why}: torch {torch.__version__} is "
+            f"built for {build()}, and the node has {driver()}. Let the GPUs into your container (apptainer "
+            "exec --nv), leave CUDA_VISIBLE_DEVICES to Slurm, install a PyTorch for this driver "
+            f"({PREVIOUS_VERSIONS}), or add --no-cuda."
         )
 
 
@@ -97,14 +84,6 @@ def _open_to_us() -> int:
     return sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else torch.cuda.device_count()
 
 
-def _has_driver_library() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def try_gpu(device: torch.device) -> None:
     """Make the GPU this process's own, and have it compute something.
 
@@ -115,44 +94,20 @@ def try_gpu(device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.ones(1, device=device).add(1).item()
     except RuntimeError as error:
-        raise UserError(f"GPU {device.index} of {platform.node()} {_trouble(device, str(error))}") from None
-
-
-def _trouble(device: torch.device, told: str) -> str:
-    """What PyTorch tells of a GPU that does not compute, and what to do."""
-    if "no kernel image" in told:
-        properties = torch.cuda.get_device_properties(device)
-        return (
-            f"is a {properties.name} (sm_{properties.major}{properties.minor}), and torch "
-            f"{torch.__version__} has kernels for {', '.join(torch.cuda.get_arch_list())} only: install "
-            f"another ({PREVIOUS_VERSIONS}), ask for another kind of GPU (--constraint), or add --no-cuda."
-        )
-    if "out of memory" in told:
-        return "is full before the training starts: nvidia-smi shows who computes there; take another GPU."
-    if "busy or unavailable" in told or "devices are busy" in told:
-        return (
-            "is held by another process in exclusive mode: nvidia-smi shows who computes there; ask Slurm "
-            "for a GPU of your own, or your admin for `nvidia-smi --compute-mode=DEFAULT`."
-        )
-    if "invalid device ordinal" in told:
-        return (
-            "is not shown by CUDA, which shows a process one slice (MIG) at most: give each process its own "
-            "by srun --gpus-per-task=1, or by CUDA_VISIBLE_DEVICES."
-        )
-    return f"does not compute ({told.strip().splitlines()[0]}): see nvidia-smi, and tell your admin."
+        raise UserError(
+            f"GPU {device.index} of {platform.node()} does not compute ({first_line(error)}): nvidia-smi "
+            "shows whether somebody else holds or fills it; take another GPU, or, where there is no kernel "
+            f"image for it, another PyTorch ({PREVIOUS_VERSIONS}), or add --no-cuda."
+        ) from None
 
 
 def card(device: torch.device) -> str:
-    """Which card of which host the GPU is, alike for slices (MIG) of one.
-
-    Of an older PyTorch less: slices have names of their own, and before 2.5 there is none at all.
-    """
+    """Which card of which host the GPU is, alike for slices (MIG) of one; "" where PyTorch does not tell."""
     properties = torch.cuda.get_device_properties(device)
-    if hasattr(properties, "pci_bus_id"):
-        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    else:
-        place = getattr(properties, "uuid", None)
-    return f"{cores()[0].strip()} {place}" if place else ""
+    if not hasattr(properties, "pci_bus_id"):
+        return ""
+    place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{cores()[0].strip()} {place}"
 
 
 def take_all_gpus(seed: int) -> None:
@@ -167,16 +122,6 @@ def take_all_gpus(seed: int) -> None:
         seed_gpus(seed)
 
 
-def skip_trials(operations: float) -> None:
-    """Have cuDNN guess its fastest algorithms, and not try them, if so many operations are a short training.
-
-    The trials took 0.7 to 4 s on an H100, and made its steps 12 to 25 % faster where it was busy. NaN, where
-    nobody knows how many operations there are: they are tried.
-    """
-    if operations < TRIALS_PAY:
-        torch.backends.cudnn.benchmark = False
-
-
 def seed_gpus(seed: int) -> None:
     """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
     for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
@@ -185,16 +130,10 @@ def seed_gpus(seed: int) -> None:
 
 def git_commit() -> str:
     """The commit of this checkout, with "-dirty" if it was changed since; empty outside of git."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    with suppress(OSError):  # there is no git
+        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
@@ -255,5 +194,5 @@ def limit_threads(of_all_ranks: list[tuple[str, set[int]]]) -> None:
     """
     host, own = cores()
     users = Counter(core for other_host, others in of_all_ranks if other_host == host for core in others)
-    share = sum(Fraction(1, users[core]) for core in own)
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), int(share))))
+    share = sum(1 / users[core] for core in own)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), int(share + 1e-6))))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from trainkit.command_line import Parser, above_0, at_least
 from trainkit.errors import UserError
@@ -233,22 +232,8 @@ def parse(
         name = one.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
-    parser.add_argument(
-        "--local-rank",
-        "--local_rank",
-        type=_refuse_local_rank,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
     read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
     return kind(**_completed(vars(read)))
-
-
-def _refuse_local_rank(_: str) -> NoReturn:
-    raise UserError(
-        "--local-rank comes from torch.distributed.launch, which PyTorch has deprecated: start with "
-        "torchrun, which takes the same options."
-    )
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:

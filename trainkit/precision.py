@@ -20,7 +20,7 @@ from trainkit.recipes import optimizer_and_schedule
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 CLEARLY = 1.1  # times as fast has to be what computes with fewer bits
-TURNS, ENOUGH_SECONDS = 5, 1.0  # of the trial
+TURNS = 3  # of the trial, behind one that warms up
 MOST_INPUTS_ON_CPU = 128  # larger batches show the same there, and take seconds
 
 
@@ -106,12 +106,12 @@ def _worth_a_trial(model: nn.Module) -> list[str]:
 
 
 def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_set: Split) -> str:
-    """The second of `names` if training steps are faster in it, clearly and every time; else the first.
+    """The second of `names` if training steps are faster in it, clearly and in every turn; else the first.
 
     Steps of a copy of the network, with this run's optimizer and as many inputs as a device gets, in turns,
-    so that a busy moment of the machine meets both. The first turn that leaves a doubt decides: where a GPU
-    waits for its kernels to be launched both are equal but for noise, and the more exact one costs nothing.
-    All ranks choose alike, as the clock of the slowest one counts.
+    so that a busy moment of the machine meets both. Where a GPU waits for its kernels to be launched both are
+    equal but for noise, and the more exact one costs nothing. All ranks choose alike, as the clock of the
+    slowest one counts.
     """
     network = bare(model)
     device = _device(network)
@@ -135,12 +135,5 @@ def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_
                 optimizer.step()
             return clock.stop(device, started)
 
-        spent = 0.0
-        for turn in range(1 + TURNS):  # the first is a warm-up
-            exact, other = map(seconds, names)
-            if turn and exact < CLEARLY * other:
-                return names[0]
-            spent += exact + other
-            if turn >= 2 and spent > ENOUGH_SECONDS:
-                break
-    return names[1]
+        _, *turns = [[seconds(name) for name in names] for _ in range(1 + TURNS)]
+    return names[1] if all(exact >= CLEARLY * other for exact, other in turns) else names[0]

@@ -10,16 +10,13 @@ size of its all-reduce.
 import csv
 import io
 import math
-import platform
-import stat
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from trainkit.errors import UserError
-from trainkit.files import check_writable, replacing
+from trainkit.files import check_regular, check_writable, replacing
 
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
@@ -29,10 +26,10 @@ FLOAT32 = 3.5e38  # the largest one, rounded up
 
 def _text(longest: int = 200) -> Callable[[str], str]:
     def text(cell: str) -> str:
-        if len(cell) > longest:
-            raise ValueError(f"{len(cell)} characters are too many, at most {longest} are read")
-        if not cell.isprintable():
-            raise ValueError(f"{cell!r} has characters that cannot be printed")
+        if len(cell) > longest or not cell.isprintable():
+            raise ValueError(
+                f"{cell[:30]!r} has more than {longest} characters, or some that nobody can read"
+            )
         return cell
 
     return text
@@ -43,8 +40,7 @@ def _number(kind: type, least: float, most: float = MOST) -> Callable[[str], flo
         with suppress(ValueError):
             if least <= kind(cell) <= most:
                 return kind(cell)
-        what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{cell[:30]!r} is not {what} of {least:g} to {most:g}")
+        raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
 
     return number
 
@@ -164,9 +160,8 @@ class Recorder:
         facts: the columns that are the same in every row of the run.
 
     Raises:
-        UserError: if the directory cannot be written to, or a name of the run could not be read back.
-            Both are asked for here, before the training starts, and not after an epoch whose result
-            would be lost.
+        UserError: if the directory cannot be written to, or a name of the run could not be read back:
+            before the training, and not after an epoch whose result would be lost.
     """
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
@@ -192,7 +187,7 @@ class Recorder:
         """Append the row of one epoch, those of its devices and its metrics, and put the files in place.
 
         Raises:
-            UserError: if the file cannot be written; the text tells where the rows are then.
+            UserError: if they cannot be written; those of the epochs before stay.
         """
         self.rows.append(self._facts | row)
         self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
@@ -221,31 +216,17 @@ class Recorder:
 
     def _write(self) -> None:
         try:
-            self._put(self.path.parent)
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            _put_table(self.path, COLUMNS, self.rows)
+            if self.of_ranks:  # a run of an earlier program, which goes on, had none
+                _put_table(beside(self.path), RANK_COLUMNS, self.of_ranks, delimiter="\t")
+            if self.metrics:
+                _put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                f"--results-dir. {self._rescue()}"
+                "--results-dir. The epochs before are recorded."
             ) from None
-
-    def _put(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-        file = folder / self.path.name
-        _put_table(file, COLUMNS, self.rows)
-        if self.of_ranks:  # a run of an earlier program, which goes on, had none
-            _put_table(beside(file), RANK_COLUMNS, self.of_ranks, delimiter="\t")
-        if self.metrics:
-            _put_table(beside(file, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
-
-    def _rescue(self) -> str:
-        """Write the rows to another place, and tell where they are."""
-        for place in (Path.cwd, tempfile.mkdtemp):
-            with suppress(OSError):
-                folder = Path(place())
-                self._put(folder)
-                where = f"{folder / self.path.name} on {platform.node()}"
-                return f"The {len(self.rows)} epoch(s) so far are in {where}."
-        return "No other place could be written to either; what was recorded before stays."
 
 
 def beside(path: Path, kind: str = "ranks") -> Path:
@@ -351,28 +332,19 @@ def _read(
 
 
 def _content(path: Path) -> str:
-    # A pipe would be waited for, and a device has no end.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
+    if path.stat().st_size > LARGEST_FILE:
         raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise ValueError("it is not a text file") from None
+    check_regular(path)
+    return path.read_text(encoding="utf-8")
 
 
 def _check_version(line: dict[str, str]) -> None:
-    if "schema_version" not in line:
+    version = line.get("schema_version")
+    if version is None:
         raise ValueError("it has no schema_version column: not a record of a run")
-    version = line["schema_version"]
     if version != str(SCHEMA_VERSION):
-        age = "newer" if version.isdecimal() and float(version) > SCHEMA_VERSION else "older or unknown"
         raise ValueError(
-            f"its schema version {version[:30] or '(none)'} is {age} "
-            f"(this program reads version {SCHEMA_VERSION})"
+            f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which this program reads"
         )
 
 

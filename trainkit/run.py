@@ -74,8 +74,6 @@ class Run:
         parameters = sharded.parameters() if sharded else None
         if flops is None:
             flops = math.nan if sharded else operations.per_image(model, train_set)
-        if options.epochs == 1:  # with more, its speed is compared with that of long runs
-            machine.skip_trials(flops * (options.train_size or len(train_set)))
         # None but on rank 0.
         self._log = world.on_first(
             lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters, flops)

@@ -147,10 +147,7 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
-            ValueError: if `state` would write to another place.
         """
-        if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
-            raise ValueError("its run_id is no name of a file")
         self._facts |= state["facts"]
         self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
         rows = state["rows"]
@@ -176,8 +173,7 @@ class RunLog:
         of_ranks = self._recorder.of_ranks
         peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
         if len(peaks) > 1:
-            each = ", ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
-            tell(f"peak memory of each device, MB: {each}")
+            tell(f"peak memory of each device, MB: {', '.join(map(str, peaks))}")
         if self._options.save_model:
             tell(f"weights: {self._save(weights)}")
         tell(f"results: {self._recorder.path}")

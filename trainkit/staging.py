@@ -9,20 +9,18 @@ jobs only read. Jobs that stage at the same time all the same do no harm: one fe
 import errno
 import hashlib
 import io
-import os
 import shlex
 import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from trainkit.command_line import Parser
 from trainkit.errors import UserError
@@ -76,21 +74,21 @@ def put_in_place(data_dir: Path) -> str:
         UserError: if no source can be reached, or `data_dir` cannot be written to.
     """
     raw = raw_dir(data_dir)
+    already = f"MNIST is already in {raw}, all four files checked."
     with disk_errors("put into", data_dir):
         # Asked before the lock, which needs write permission: a class shares one read-only folder.
         if not _faults(raw):
-            return f"MNIST is already in {raw}, all four files checked."
+            return already
         data_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(data_dir):
+        print(f"putting MNIST (11 MB) into {raw}, when no other process does ...", flush=True)
+        with FileLock(data_dir / LOCK):
             for leftover in data_dir.glob(f"{TEMPORARY}*"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             faults = _faults(raw)
-            if not faults:
-                return f"MNIST has been put into {raw} by another process, all four files checked."
             for name, fault in faults.items():
-                if fault != "missing":
-                    print(f"{raw / name} is {fault}: replacing it.", flush=True)
-            print(f"fetching MNIST (11 MB) into {raw} ...", flush=True)
+                print(f"  {name} is {fault}", flush=True)
+            if not faults:
+                return already
             # Inside data_dir, because a rename is atomic only within one file system.
             with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
                 source, fetched = _fetch(Path(temporary), raw)
@@ -126,10 +124,7 @@ def _from_mirrors(temporary: Path) -> Path:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_SECONDS)
     try:
-        with ExitStack() as stack:
-            if not sys.stdout.isatty():  # its progress bars
-                stack.enter_context(redirect_stdout(io.StringIO()))
-                stack.enter_context(redirect_stderr(io.StringIO()))
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
             MNIST(temporary, download=True)
     finally:
         socket.setdefaulttimeout(before)
@@ -155,17 +150,15 @@ def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
     """Name -> what is wrong with it, for those of the four files that are not as they should be."""
     faults = {}
     for name, (size, md5) in FILES.items():
+        path = folder / name
         try:
-            # To open a pipe would be to wait for it.
-            if not stat.S_ISREG((folder / name).stat().st_mode):
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # to open a pipe would be to wait for it
                 faults[name] = "not a regular file"
-                continue
-            with (folder / name).open("rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    faults[name] = f"truncated ({found} of {size} bytes)" if found < size else "too long"
-                elif sums and hashlib.md5(file.read(), usedforsecurity=False).hexdigest() != md5:
-                    faults[name] = "corrupt (wrong MD5)"
+            elif found.st_size != size:
+                faults[name] = f"cut short, or too long ({found.st_size} of {size} bytes)"
+            elif sums and hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
+                faults[name] = "corrupt (wrong MD5)"
         except FileNotFoundError:
             faults[name] = "missing"
     return faults
@@ -173,15 +166,6 @@ def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
 
 def raw_dir(data_dir: Path) -> Path:
     return data_dir / "MNIST" / "raw"  # where torchvision looks
-
-
-def _lock(data_dir: Path) -> AbstractContextManager:
-    lock = FileLock(data_dir / LOCK)
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        print(f"waiting for another process that is putting MNIST into {data_dir} ...", flush=True)
-        return lock.acquire()
 
 
 @contextmanager

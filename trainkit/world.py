@@ -57,11 +57,8 @@ def alone(use_cuda: bool, debug_dir: Path | None = None) -> World:
     if debug_dir:
         debugging.begin(debug_dir, place["rank"], every=60)
     device = _device(place, use_cuda)
-    machine.limit_threads([machine.cores()])
-    if debug_dir:
-        debugging.introduce(debug_dir, place["rank"], device, gather)
     startup.mark("device")
-    return World(**place, device=device)
+    return _settled(place, device, debug_dir)
 
 
 def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
@@ -80,27 +77,18 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
         debugging.begin(debug_dir, place["rank"], every=timeout / 2)
     device = _device(place, use_cuda)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    what_to_do = (
+        "see that all of them run, every node resolves the address, and nothing else uses the port. "
+        "`python slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
+    )
+    unable = f"the {place['size']} processes could not meet at {where}"
     try:
-        # PyTorch asks something that says nothing again and again, each time for the whole timeout.
-        silence = f"{where} answers, but not as rank 0 would: see that nothing else uses the port."
-        with _at_most(timeout, silence):
-            store = _meet(place, timeout)
-        with _at_most(timeout, f"the {place['size']} processes met at {where}, but not all of them connect."):
-            if device.type == "cuda":
-                _check_cards(store, place, device)
-                _join_by_nccl(store, place, device, timeout)
-            else:
-                _init(store, place, timeout, backend="gloo")
+        with _at_most(timeout, f"{unable} (something there is silent): {what_to_do}"):
+            _meet(place, device, timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
-            "them run, that every node resolves the address, and that nothing else uses the port."
-        ) from None
-    machine.limit_threads(gather(machine.cores()))
-    if debug_dir:
-        debugging.introduce(debug_dir, place["rank"], device, gather)
+        raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
     startup.mark("process group")
-    return World(**place, device=device)
+    return _settled(place, device, debug_dir)
 
 
 def own_device(use_cuda: bool) -> torch.device:
@@ -112,9 +100,19 @@ def own_device(use_cuda: bool) -> torch.device:
     return _device(_place(), use_cuda)
 
 
+def _settled(place: dict, device: torch.device, debug_dir: Path | None) -> World:
+    machine.limit_threads(gather(machine.cores()))
+    if debug_dir:
+        debugging.introduce(debug_dir, place["rank"], device, gather)
+    return World(**place, device=device)
+
+
 @contextmanager
 def _at_most(timeout: int, error: str) -> Iterator[None]:
-    """End this process with `error` if what is done within lasts much longer than the timeout."""
+    """End this process with `error` if what is done within lasts much longer than the timeout.
+
+    PyTorch asks something that says nothing again and again, each time for the whole timeout.
+    """
     watch = threading.Timer(timeout + PATIENCE_SECONDS, fail, [error])
     watch.daemon = True
     watch.start()
@@ -124,13 +122,20 @@ def _at_most(timeout: int, error: str) -> Iterator[None]:
         watch.cancel()
 
 
-def _meet(place: dict, timeout: int) -> dist.Store:
-    """The store in which the ranks leave their addresses for each other; rank 0, or torchrun, keeps it."""
-    if place["size"] == 1:
-        return dist.HashStore()
-    limit = timedelta(seconds=timeout)
-    store, _, _ = next(dist.rendezvous("env://", place["rank"], place["size"], timeout=limit))
-    return store
+def _meet(place: dict, device: torch.device, timeout: timedelta) -> None:
+    """Find the others by the store that rank 0, or torchrun, keeps, and make the process group."""
+    rank, size = place["rank"], place["size"]
+    store = dist.HashStore()
+    if size > 1:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    how = {"backend": "gloo"}
+    if device.type == "cuda":
+        _check_cards(store, place, device)
+        # After --timeout PyTorch would hold the GPUs for another minute, to leave a dump in the home folder.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        how = {"backend": "nccl", "device_id": device}
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **how)
 
 
 def _check_cards(store: dist.Store, place: dict, device: torch.device) -> None:
@@ -140,34 +145,12 @@ def _check_cards(store: dist.Store, place: dict, device: torch.device) -> None:
     for other in range(rank):
         if own and store.get(f"card of {other}").decode() == own:
             raise UserError(
-                f"rank {rank} has the GPU of rank {other}, or a slice (MIG) of its card ({_gpus_of(place)}): "
-                "start one process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
-                "--gpu-bind=closest, and of each card on one slice only."
+                f"rank {rank} has the GPU of rank {other}, or a slice (MIG) of its card "
+                f"({place['local_size']} processes on {platform.node()}, {torch.cuda.device_count()} visible "
+                f"GPU(s), CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start "
+                "one process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
+                "--gpu-bind=closest, and of each card on one slice only, or add --no-cuda."
             )
-
-
-def _join_by_nccl(store: dist.Store, place: dict, device: torch.device, timeout: int) -> None:
-    # After --timeout PyTorch would hold the GPUs for another minute, to leave a dump in the home folder.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    try:
-        _init(store, place, timeout, backend="nccl", device_id=device)
-    except RuntimeError as error:
-        if "out of memory" in str(error):
-            raise UserError(
-                f"GPU {device.index} of {platform.node()} has no memory left for NCCL: nvidia-smi shows who "
-                "computes there; take another GPU."
-            ) from None
-        raise UserError(
-            f"NCCL could not connect the {place['size']} processes ({first_line(error)}): look with "
-            "`python slurm/doctor.py --job`. SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network, "
-            "and NCCL_DEBUG=INFO tells more."
-        ) from None
-
-
-def _init(store: dist.Store, place: dict, timeout: int, **how: object) -> None:
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(store=store, rank=place["rank"], world_size=place["size"], timeout=limit, **how)
 
 
 def leave() -> None:
@@ -269,12 +252,10 @@ def _place() -> dict:
     env = os.environ
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if any(name in env for name in names):
-        missing = [name for name in names if name not in env]
-        if missing:
-            present = ", ".join(name for name in names if name in env)
+        if missing := [name for name in names if name not in env]:
             raise UserError(
-                f"{present} is set but {', '.join(missing)} is not: start the processes with torchrun or "
-                f"srun, which set all of them, or run `unset {present.replace(',', '')}` for one process."
+                f"of {', '.join(names)} the environment lacks {', '.join(missing)}: start the processes with "
+                f"torchrun or srun, which set all of them, or run `unset {' '.join(names)}` for one process."
             )
         size = _number("WORLD_SIZE", 1)
         nodes = _number("GROUP_WORLD_SIZE", 1, _number("SLURM_STEP_NUM_NODES", 1, 1))
@@ -287,12 +268,11 @@ def _place() -> dict:
         rank, local_rank, launcher = _number("SLURM_PROCID", 0), _number("SLURM_LOCALID", 0), "srun"
     else:
         rank, local_rank, size, nodes, launcher = 0, 0, 1, 1, "python"
-    if rank >= size:
-        raise UserError(f"rank {rank} does not fit a world of {size}: ranks count from 0 to WORLD_SIZE - 1.")
-    if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+    if rank >= size or (size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env)):
         raise UserError(
-            f"{size} processes were started but MASTER_ADDR and MASTER_PORT are not both set, so they cannot "
-            "meet: start them with torchrun, or export both (the first node's name, and a free port)."
+            f"rank {rank} of {size} cannot meet the others: start with torchrun, or give each process its "
+            "own RANK, from 0 to WORLD_SIZE - 1, and all of them MASTER_ADDR and MASTER_PORT (the first "
+            "node's name, and a free port)."
         )
     return {
         "rank": rank,
@@ -309,59 +289,27 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
     try:
         number = int(text)
     except (TypeError, ValueError):
-        raise UserError(f"{name} is {text!r}, which is not a whole number: unset it or correct it.") from None
+        number = smallest - 1
     if number < smallest:
-        raise UserError(f"{name} is {number}, which is less than {smallest}: unset it or correct it.")
+        raise UserError(
+            f"{name} is {text!r}, and no whole number from {smallest} on: unset it or correct it."
+        )
     return number
 
 
 def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process, tried; the CPU with --no-cuda, or where there is no GPU."""
     if use_cuda:
-        _take_own_slice(place)
         machine.check_usable()
     if not use_cuda or not torch.cuda.is_available():
         machine.keep_freed_memory()
         if place["launcher"] == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
             machine.pin_to_own_cores(place["local_rank"], place["local_size"])
         return torch.device("cpu")
-    device = torch.device("cuda", _index(place))
+    # Of as many as ranks, that of the local rank; else srun, say, shows each its own, or `_check_cards` finds
+    # that two have the same.
+    index = place["local_rank"] if torch.cuda.device_count() >= place["local_size"] else 0
+    device = torch.device("cuda", index)
     machine.try_gpu(device)
     torch.backends.cudnn.benchmark = True  # all steps have the same shapes
     return device
-
-
-def _take_own_slice(place: dict) -> None:
-    """Of several slices of cards (MIG) CUDA shows a process the first one only: name this rank's own."""
-    slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if slices[0].startswith("MIG-") and len(slices) > place["local_rank"]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = slices[place["local_rank"]]
-
-
-def _index(place: dict) -> int:
-    """Which of the visible GPUs is this rank's: the local rank's, or the only one that it is shown."""
-    visible, tasks = torch.cuda.device_count(), place["local_size"]
-    if place["local_rank"] < visible and tasks <= visible:
-        return place["local_rank"]
-    executor = os.environ.get("SUBMITIT_EXECUTOR")
-    by_srun = place["launcher"] == "srun" or executor == "slurm"
-    # trainkit.jobs.local sets the variable, too, alike for all ranks.
-    by_variable = visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and executor != "local"
-    given = machine.gpus_given()
-    # By srun --gpus-per-task, say, or a wrapper of each rank. `_check_cards` finds two with the same one.
-    if (by_srun or by_variable) and (given is None or tasks <= given):
-        return 0
-    raise UserError(
-        f"rank {place['rank']} (local rank {place['local_rank']}) has no GPU of its own ({_gpus_of(place)}): "
-        "start one process per GPU (--ntasks-per-node equal to --gpus-per-node), or add --no-cuda."
-    )
-
-
-def _gpus_of(place: dict) -> str:
-    """How many GPUs the processes of this node have, and see, in words."""
-    given = machine.gpus_given()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(unset)")
-    return (
-        f"{place['local_size']} processes on {platform.node()}, {torch.cuda.device_count()} visible GPU(s), "
-        f"CUDA_VISIBLE_DEVICES={visible}" + ("" if given is None else f", {given} given by Slurm")
-    )

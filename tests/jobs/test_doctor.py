@@ -651,7 +651,7 @@ def test_a_job_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_pa
     assert "sbatch --cpus-per-task=5" in found(told, "cores", FAULT)
     assert "2 ranks reported" in found(told, "ranks", OK)
     for node in ("n1", "n2"):
-        assert f"Slurm gave this job 1 GPU(s) on {node}, but PyTorch sees none" in found(told, "gpus", FAULT)
+        assert f"PyTorch cannot use the 1 GPU(s) of {node}" in found(told, "gpus", FAULT)
     assert not told["all_reduce"]
 
 

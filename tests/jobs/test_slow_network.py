@@ -74,7 +74,7 @@ HEADER = "\t".join(ALL_REDUCE_COLUMNS)
         (f"{HEADER}\n", "it has no rows"),
         (f"{HEADER}\n1024\t0.1\n", "line 2 is cut short or too long"),
         ("bytes\tseconds\n1024\t0.1\n", "it has no column ranks, nodes, backend"),
-        (b"\xff\xfe\0", "it is not a text file"),
+        (b"\xff\xfe\0", "'utf-8' codec can't decode"),
     ],
 )
 def test_a_damaged_file(content: str | bytes, why: str, tmp_path: Path) -> None:

@@ -6,18 +6,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, stage_command
+from conftest import ENVIRONMENT, STAGES, Script, rows_of, stage_command
 from forking import Forking
 from test_checkpoint import start, wait_for
-
-from trainkit import records
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 
@@ -51,12 +48,6 @@ def one_error(done: subprocess.CompletedProcess) -> str:
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
-
-
-def test_a_run_that_went_on_twice_is_still_one_run(resume: Script, tmp_path: Path) -> None:
-    done = resume()
-    assert done.returncode == 0, done.stderr
-    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
 
 
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: Script) -> None:
@@ -105,10 +96,6 @@ def _other_shapes(state: dict) -> None:
     state["model"]["fc1.weight"] = torch.zeros(3, 3)
 
 
-def _elsewhere(state: dict) -> None:
-    state["run"]["facts"]["run_id"] = "../../elsewhere"
-
-
 def _no_rows(state: dict) -> None:
     state["run"] = [1]
 
@@ -118,7 +105,6 @@ def _no_rows(state: dict) -> None:
     [
         (_newer, "has version 99, and this program reads 2: go on with the program that made it"),
         (_other_shapes, "does not fit this training"),
-        (_elsewhere, "does not fit this training (its run_id is no name of a file)"),
         (_no_rows, "does not fit this training"),
     ],
 )
@@ -181,73 +167,29 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
 # --- the folder of results --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["removed", "a file"])
-def test_results_outlive_their_folder(fault: str, script: Script, tmp_path: Path) -> None:
-    results, here = tmp_path / "results", tmp_path / "here"
-    here.mkdir()
-    place = Checkout(tmp_path / "a checkout")
-    lines = [f"os.chdir({str(here)!r})", f"shutil.rmtree({str(results)!r})"]
-    if fault == "a file":
-        lines += [f"os.mkdir({str(results)!r})", f"open({str(results / 'runs')!r}, 'w')"]
-    break_it = f"import shutil; epoch == 2 and [{', '.join(lines)}]"
-    place.insert("single", break_it, before="run.end_of_epoch")
-    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
-    if fault == "removed":  # it is made again
-        assert done.returncode == 0, done
-        rows = rows_of(results)
-    else:
-        (path,) = here.glob("*.csv")
-        assert f"The 2 epoch(s) so far are in {path} on" in one_error(done)
-        rows = records.read(path)
-    assert [row["epoch"] for row in rows] == [1, 2]
-
-
-def on_a_mount(results: Path, then: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    """Run `command` with a small file system at `results`, which only it sees; then a shell command."""
-    results.mkdir()
-    mounted = f'mount -t tmpfs -o size=1m tmpfs {results} || exit; "$@"; code=$?; {then}; exit $code'
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", mounted, "-", *command],
-        env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if "unshare:" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("this user may not mount a file system")
-    return done
-
-
-@pytest.mark.full
-def test_a_file_system_that_breaks_after_the_first_epoch(tmp_path: Path) -> None:
-    """Both ranks end: rank 0 with the reason, the other one at once."""
-    results, here, kept = (tmp_path / name for name in ("results", "here", "kept"))
-    here.mkdir()
-    place = Checkout(tmp_path / "a checkout")
-    fill = f"head -c 99999999 /dev/zero > {results}/ballast"
-    break_it = f"epoch == 2 and here.rank == 0 and os.system({fill!r})"
-    place.insert("ddp", break_it, before="run.end_of_epoch")
-    training = (*SMALL, "--epochs", 3, "--results-dir", results)
-    command = stage_command(place.script("ddp"), *training, processes=2)
-    done = on_a_mount(results, f"cp -r {results}/runs {kept}", command, here)
-    assert done.returncode == 1
-    assert "cannot be written (No space left on device)" in done.stderr
-    assert "error on rank 1: rank 0 had to stop, and tells why." in done.stderr
-    assert "Traceback" not in done.stderr.partition("torch/distributed")[0]
-    assert [row["epoch"] for path in kept.glob("*.csv") for row in records.read(path)] == [1]
-    (path,) = here.glob("*.csv")
-    assert f"The 2 epoch(s) so far are in {path} on" in done.stderr
-    assert [row["epoch"] for row in records.read(path)] == [1, 2]
-
-
-@pytest.mark.full
-def test_a_file_system_that_loses_its_mount(tmp_path: Path) -> None:
-    """What is written below it then is the whole of the run."""
+def test_a_folder_of_results_that_is_removed_is_made_again(script: Script, tmp_path: Path) -> None:
     results = tmp_path / "results"
     place = Checkout(tmp_path / "a checkout")
-    lose_it = f"epoch == 2 and os.system('umount --lazy {results}')"
-    place.insert("single", lose_it, before="run.end_of_epoch")
-    training = (*SMALL, "--epochs", 2, "--results-dir", results)
-    done = on_a_mount(results, "true", stage_command(place.script("single"), *training), tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    place.insert(
+        "single", f"import shutil; epoch == 2 and shutil.rmtree({str(results)!r})", before="run.end_of_epoch"
+    )
+    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
+    assert done.returncode == 0, done
     assert [row["epoch"] for row in rows_of(results)] == [1, 2]
+
+
+def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_path: Path) -> None:
+    """As if the disk were full. Both ranks end: rank 0 with the reason, the other one at once."""
+    place = Checkout(tmp_path / "a checkout")
+    full = "lambda file: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
+    place.insert("ddp", f"epoch == 2 and setattr(os, 'fsync', {full})", before="run.end_of_epoch")
+    done = script(place.script("ddp"), *SMALL, "--epochs", 3, "--results-dir", tmp_path, ranks=2)
+    assert done.returncode == 1
+    assert "cannot be written (No space left on device): free the space" in done.stderr
+    assert "error on rank 1: rank 0 had to stop, and tells why." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+    assert not list(tmp_path.glob("runs/*.tmp"))
 
 
 def test_a_file_system_that_hangs_longer_than_the_timeout(script: Script, tmp_path: Path) -> None:
@@ -299,41 +241,7 @@ def test_a_clock_that_is_set_back(script: Script, tmp_path: Path) -> None:
     assert 0 < first < second
 
 
-def test_three_hundred_runs_write_into_one_folder(tmp_path: Path) -> None:
-    """At the same time, each a process of its own that writes three times."""
-    sample = next((REPOSITORY / "results" / "sample").rglob("runs/*.csv"))
-    script = """
-import os, sys
-from pathlib import Path
-from trainkit.records import Recorder, read
-rows = read(Path(sys.argv[1]))
-start, go = os.pipe()
-for number in range(300):
-    if os.fork() == 0:
-        os.close(go)
-        os.read(start, 1)
-        recorder = Recorder(Path(sys.argv[2]), rows[0] | {"run_id": f"run-{number}"})
-        for epoch in (1, 2, 3):
-            recorder.add(epoch=epoch)
-        os._exit(0)
-os.close(go)
-assert not any(os.wait()[1] for _ in range(300))
-"""
-    subprocess.run([sys.executable, "-c", script, sample, tmp_path], env=ENVIRONMENT, check=True, timeout=300)
-    written = list((tmp_path / "runs").iterdir())
-    assert sorted(path.name for path in written) == sorted(f"run-{number}.csv" for number in range(300))
-    assert all([row["epoch"] for row in records.read(path)] == [1, 2, 3] for path in written)
-
-
 # --- meeting ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("LOCAL_WORLD_SIZE", "0"), ("SLURM_STEP_NUM_NODES", "0"), ("LOCAL_RANK", "-5")]
-)
-def test_a_world_that_cannot_be(name: str, value: str, script: Script) -> None:
-    done = script("ddp", env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: value})
-    assert f"{name} is {value}, which is less than" in one_error(done)
 
 
 @pytest.mark.full
@@ -351,39 +259,26 @@ def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert f"error on rank 1: localhost:{port} answers, but not as rank 0 would" in done.stderr
+    assert f"the 2 processes could not meet at localhost:{port} (something there is silent)" in done.stderr
 
 
 # --- what PyTorch says of GPUs and NCCL -------------------------------------------------------------
 
 
-CUDA = "CUDA error: an illegal memory access was encountered"
-LATER = f"{CUDA}\nCUDA kernel errors might be asynchronously reported at some other API call"
-IN_A_REPLICA = f"Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback:\nRuntimeError: {LATER}"
 NCCL = "NCCL error in: NCCLUtils.cpp:88, unhandled {0} error (run with NCCL_DEBUG=INFO)\n{1}\nLast error:\n"
 NO_NETWORK = NCCL.format("system", "ncclSystemError: System call (e.g. socket, malloc) failed.")
 PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due to a network error.")
 NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
 FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
 FULL = "the memory of this process's GPU is full: lower --batch-size"
-FAILED = f"the work of this process's GPU failed ({CUDA}): --no-cuda, or CUDA_LAUNCH_BLOCKING=1"
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "told"),
     [
         ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", FULL),
-        ("RuntimeError", "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", FULL),
         ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", FULL),
         ("torch.distributed.DistBackendError", f"{NCCL_ON_A_GPU}Cuda failure 2 'out of memory'", FULL),
-        ("RuntimeError", LATER, FAILED),
-        ("getattr(torch, 'AcceleratorError', RuntimeError)", LATER, FAILED),
-        ("RuntimeError", IN_A_REPLICA, FAILED),
-        (
-            "torch.distributed.DistBackendError",
-            f"{NCCL_ON_A_GPU}Cuda failure 700 'an illegal memory access was encountered'",
-            "the work of this process's GPU failed (Cuda failure 700 'an illegal memory access was",
-        ),
         (
             "torch.distributed.DistBackendError",
             f"{NO_NETWORK}socketStartConnect: Connect to 10.0.0.2<48741> failed : Connection refused",
@@ -403,10 +298,3 @@ def test_an_error_of_a_gpu_or_of_nccl_is_one_sentence(
     place.plant("ddp", f"raise {kind}({text!r})")
     done = script(place.script("ddp"), env={"RANK": "1"})
     assert f"error on rank 1: {told}" in one_error(done)
-
-
-def test_the_line_that_a_gpu_failed_in_can_be_seen(script: Script, tmp_path: Path) -> None:
-    place = Checkout(tmp_path / "a checkout")
-    place.plant("ddp", f"raise RuntimeError({LATER!r})")
-    done = script(place.script("ddp"), env={"RANK": "1", "CUDA_LAUNCH_BLOCKING": "1"})
-    assert "mnist_ddp.py" in done.stderr

@@ -139,15 +139,15 @@ trainkit.launch(train)
     assert '  File "<cell 1>", line 2, in train\n    return 1 / 0  # here\n' in done.stderr
 
 
-KILLED = "rank 1 ended with signal 9 (Killed) before train returned: by hand, or for want of memory?"
-LEFT = "rank 1 ended with exit code 0 before train returned: see what it printed."
+ENDED = "rank 1 ended with exit code {} before train returned: see what it printed (-9: somebody killed it, "
+ENDED += "perhaps for want of memory)."
 
 
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), KILLED),
-        (lambda: os._exit(0), LEFT),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), ENDED.format(-9)),
+        (lambda: os._exit(0), ENDED.format(0)),
         (lambda: sys.exit(0), "rank 1: left before the end, with exit code 0"),
     ],
     ids=["killed", "left without a word", "sys.exit"],
@@ -185,14 +185,12 @@ def test_no_rank_outlives_its_caller(how: signal.Signals, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "workers", "sentence"),
     [
-        (({"loss": 1.0},), 2, "launch cannot call {'loss': 1.0}: give it the function itself"),
         ((int,), 0, "workers is 0: give a whole number from 1 on"),
         ((int,), "2", "workers is '2': give a whole number from 1 on"),
         ((len, threading.Lock()), 2, "cannot be sent to other processes (cannot pickle '_thread.lock'"),
-        ((threading.Lock,), 1, "rank 0: train's result cannot be sent back (cannot pickle '_thread.lock'"),
         ((lambda: Unreadable(),), 1, "train's result cannot be sent back (no group here): return numbers"),
     ],
-    ids=["no function", "no worker", "a word", "a lock", "a lock returned", "a DDP model returned"],
+    ids=["no worker", "a word", "a lock", "a DDP model returned"],
 )
 def test_a_mistake_is_one_sentence(arguments: tuple, workers: object, sentence: str) -> None:
     with pytest.raises(UserError) as caught:

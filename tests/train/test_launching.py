@@ -48,21 +48,6 @@ def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     assert (hand["train_loss"], hand["test_loss"]) == (torchrun["train_loss"], torchrun["test_loss"])
 
 
-def test_the_old_launcher_is_refused(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=1"]
-    done = subprocess.run(
-        [*launcher, f"--master-port={free_port()}", STAGES["ddp"], "--results-dir", tmp_path],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert "--local-rank comes from torch.distributed.launch" in done.stderr
-    assert "start with torchrun" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("number", "moment"),
     [(signal.SIGTERM, "at once"), (signal.SIGUSR2, "epoch 1/")],

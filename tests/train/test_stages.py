@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import Checkout
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, run_stage, stage_command, weights_of
 from forking import free_port
 
@@ -187,33 +186,11 @@ def test_the_log_tells_what_the_start_went_into(
     assert float(all_of_it) < rows_of(tmp_path)[0]["elapsed_s"] + 0.1
 
 
-@pytest.mark.parametrize(
-    ("length", "tries"),
-    [(("--epochs", 1), False), (("--epochs", 2), True), (("--epochs", 1, "--train-size", 10_000_000), True)],
-)
-def test_only_a_single_short_epoch_goes_without_the_trials_of_cudnn(
-    length: tuple, tries: bool, script: Script, tmp_path: Path
-) -> None:
-    """As if on a GPU, where they are on."""
-    checkout = Checkout(tmp_path / "a checkout")
-    checkout.insert("single", "torch.backends.cudnn.benchmark = True", before="optimizer, schedule")
-    tell = 'print("tries:", torch.backends.cudnn.benchmark); return'
-    checkout.insert("single", tell, before="for epoch in run.epochs")
-    done = script(checkout.script("single"), *length, "--precision", "fp32", "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"tries: {tries}" in done.stdout
-
-
 def test_data_parallel_without_gpus_says_so_and_records_one_device(script: Script, tmp_path: Path) -> None:
     done = script("dp", *SMALL, "--epochs", 1, "--results-dir", tmp_path)
     assert "DataParallel needs at least 2 GPUs and finds 0" in done.stdout
     (row,) = rows_of(tmp_path)
     assert (row["stage"], row["devices"]) == ("dp", 1)
-
-
-def test_auto_precision_is_found_out_and_recorded(trained) -> None:
-    rows = trained("ddp", "--train-size", 128, "--test-size", 100, "--width", 4, "--epochs", 1, ranks=2)
-    assert rows[0]["precision"] in ("fp32", "bf16")
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from sklearn import calibration
 from sklearn import metrics as judges
 
 from trainkit import options, records
-from trainkit.errors import UserError
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 SCRIPT = BEYOND / "tabular.py"
@@ -148,20 +147,6 @@ def test_a_run_that_goes_on_keeps_the_metrics_of_before(
     assert "resumed from" in resumed.told
     assert furthest(resumed.weights, trained["exact on 2"].weights) < ROUNDING
     assert resumed.metrics == trained["exact on 2"].metrics
-
-
-def test_metrics_that_cannot_be_written_are_one_sentence(
-    trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder stands where the file is to come; rows and metrics are then in the current one."""
-    monkeypatch.chdir(tmp_path)
-    row = trained["exact"].rows[0]
-    metric = {"epoch": 1, "metric": "recall", "of": "cats", "value": 0.5}
-    recorder = records.Recorder(tmp_path / "results", row)
-    (tmp_path / "results" / "runs" / f"{row['run_id']}.metrics.tsv").mkdir()
-    with pytest.raises(UserError, match=r"csv cannot be written \(.* The 1 epoch\(s\) so far are in"):
-        recorder.add(metrics=[metric])
-    assert records.read_metrics(tmp_path / f"{row['run_id']}.csv") == [metric]
 
 
 def test_they_are_compared_each_by_its_name(

