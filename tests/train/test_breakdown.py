@@ -10,7 +10,7 @@ import torch
 from conftest import REPOSITORY, Script
 
 from trainkit import breakdown
-from trainkit.analysis import breakdown_figure, comparison
+from trainkit.analysis import breakdown_figure
 from trainkit.errors import UserError
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
@@ -79,6 +79,9 @@ def test_a_line_for_each_phase_rank_and_repeat(slow_rank: tuple) -> None:
     assert set(rows["repeat"]) == {1, 2}
     for name, value in {"world_size": 2, "nodes": 1, "global_batch": 16, "precision": "fp32"}.items():
         assert set(rows[name]) == {value}
+    lines = slow_rank[0].stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:8]] == PHASES
+    assert lines[8].startswith("phases sum to ") and ", the step takes " in lines[8]
 
 
 def test_the_others_wait_for_the_slow_rank(slow_rank: tuple) -> None:
@@ -86,16 +89,6 @@ def test_the_others_wait_for_the_slow_rank(slow_rank: tuple) -> None:
     assert ms.loc["forward", 1] > ms.loc["forward", 0]
     assert ms.loc["waiting", 0] > ms.loc["waiting", 1]
     assert ms.loc["waiting", 0] > ms.loc["forward", 0]
-
-
-def test_the_sum_is_told_beside_the_step(slow_rank: tuple) -> None:
-    done, results = slow_rank
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[2:8]] == PHASES
-    assert lines[8].startswith("phases sum to ")
-    assert ", the step takes " in lines[8]
-    (file,) = (results / "breakdown").glob("*.tsv")
-    assert f"results: {file}" in lines
 
 
 def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
@@ -109,25 +102,8 @@ def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
         assert any(name.startswith("Optimizer.step") for name in names)
 
 
-def test_one_worker_exchanges_nothing(script: Script, tmp_path: Path) -> None:
-    """With a schedule that ends, a loader and an epoch of fewer steps than are measured in a row."""
-    done = script(
-        SCRIPT, *SMALL, "--recipe", "fast", "--epochs", 1, "--loader", "workers", "--results-dir", tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seconds = rows_of(tmp_path).groupby("phase").seconds
-    assert seconds.max()[["exchange", "waiting"]].tolist() == [0, 0]
-    assert (seconds.min()[["data", "forward", "backward", "optimizer", "step"]] > 0).all()
-
-
-def test_a_dry_run_writes_nothing(script: Script, tmp_path: Path) -> None:
-    done = script(SCRIPT, *SMALL, "--dry-run", "--results-dir", tmp_path / "results")
-    assert done.returncode == 0, done.stderr
-    assert "nothing was written" in done.stdout
-    assert not (tmp_path / "results").exists()
-
-
 def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> None:
+    """One worker exchanges nothing and waits for nobody."""
     folder = tmp_path / "breakdown"
     folder.mkdir()
     made_up(folder / "made-up.tsv")
@@ -156,34 +132,6 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     assert str(refused.value).startswith(f"{file}: not read, ")
 
 
-def test_a_damaged_file_costs_no_measurement(script: Script, tmp_path: Path) -> None:
-    folder = tmp_path / "breakdown"
-    folder.mkdir()
-    (folder / "damaged.tsv").write_text("")
-    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path)
-    assert done.returncode == 1
-    assert "damaged.tsv: not read, " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "phases sum to" in done.stdout
-    assert len(list(folder.glob("*.tsv"))) == 2
-
-
-def test_the_comparison_never_meets_it(slow_rank: tuple) -> None:
-    rows, skipped = comparison.load([slow_rank[1]])
-    assert rows.empty
-    assert not skipped
-
-
-def test_results_that_cannot_be_written_are_refused_before_the_measurement(
-    script: Script, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path / "file")
-    assert done.returncode == 1
-    assert "the breakdown cannot be written to" in done.stderr
-    assert "phase" not in done.stdout
-
-
 # --- what is made of the times ----------------------------------------------------------------------
 
 
@@ -200,14 +148,6 @@ def test_waiting_is_told_apart_from_the_exchange() -> None:
         "waiting": [3, 0],
         "optimizer": [1, 1],
     }
-
-
-def test_nobody_waits_longer_than_the_backward_pass_lasts() -> None:
-    together = times((1, 1, 4, 1), (1, 1, 4, 1))
-    phases = breakdown.split(together, times((1, 1, 3.5, 1), (9, 1, 4.5, 1)))
-    assert phases["waiting"].mean(1).tolist() == [0.5, 0]
-    assert phases["exchange"].mean(1).tolist() == [0, -0.5]
-    assert torch.equal(sum(phases.values()), together.sum(3).mean(2))
 
 
 @pytest.mark.parametrize(("step", "quiet"), [(1.04, True), (1.06, False)])

@@ -232,15 +232,6 @@ def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_a_clock_that_is_set_back(script: Script, tmp_path: Path) -> None:
-    place = Checkout(tmp_path / "a checkout")
-    place.insert("single", "time.time = lambda: 0.0", before="run = Run(")
-    done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, second = (row["elapsed_s"] for row in rows_of(tmp_path))
-    assert 0 < first < second
-
-
 # --- meeting ----------------------------------------------------------------------------------------
 
 

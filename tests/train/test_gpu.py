@@ -21,7 +21,6 @@ import torch
 from checkout import Checkout
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, rows_of, run_stage, stage_command
 from filelock import FileLock
-from forking import free_port
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
 
@@ -90,30 +89,6 @@ def test_every_precision_and_recipe_learns(precision: str, recipe: str, goal: fl
     last = rows_of(tmp_path)[-1]
     assert last["test_accuracy"] > goal
     assert precision in ("auto", last["precision"])
-
-
-TEN_CHOICES = """
-import torch
-from trainkit import data, options
-from trainkit.model import Net
-from trainkit.precision import choose_precision, precision_of
-
-opts = options.parse("").for_devices(1)  # batch 64, where each step waits for its launches
-images = data.Split("noise", torch.randn(64, 1, 28, 28), torch.zeros(64))
-for _ in range(10):
-    network = Net().to("cuda", memory_format=torch.channels_last)
-    choose_precision(network, opts, images)
-    print(precision_of(network))
-"""
-
-
-def test_ten_starts_choose_the_same_precision() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TEN_CHOICES], env=ENVIRONMENT | WITH_GPUS, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    chosen = done.stdout.split()
-    assert len(chosen) == 10 and len(set(chosen)) == 1, chosen
 
 
 @pytest.mark.parametrize("stage", ["single", CAPTURED], ids=["single", "captured"])
@@ -261,10 +236,6 @@ def test_memory_that_is_full_is_one_sentence(tmp_path: Path) -> None:
     assert "the memory of this process's GPU is full: lower --batch-size" in refused(done)
 
 
-def test_a_loss_that_is_no_number_is_one_sentence(tmp_path: Path) -> None:
-    assert "lower --lr" in refused(run("single", *SHORT, "--lr", 1e30, "--results-dir", tmp_path))
-
-
 @pytest.mark.parametrize("processes", [1, pytest.param(GPUS, marks=several)])
 def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     row = train("ddp", tmp_path, *SHORT, processes=processes)[-1]
@@ -317,30 +288,8 @@ def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:
     done = run("ddp", *batch, "--results-dir", tmp_path, processes=GPUS + 1)
     told = done.stderr.partition("Traceback")[0]  # behind our sentence, torchrun may have one of its own
     assert done.returncode != 0
-    assert re.search(r"has no GPU of its own|has the GPU of rank 0", told)
+    assert "has the GPU of rank 0" in told
     assert f"{GPUS} visible GPU(s)" in told
-
-
-def test_a_gpu_that_two_ranks_share_is_one_sentence(tmp_path: Path) -> None:
-    """As if srun showed each rank one GPU, and both the same."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    step |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    step |= {"CUDA_VISIBLE_DEVICES": WITH_GPUS["CUDA_VISIBLE_DEVICES"].split(",")[0]}
-    command = stage_command("ddp", "--timeout", 60, "--results-dir", tmp_path)
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=ENVIRONMENT | step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    told = ranks[1].communicate(timeout=300)[1]
-    ranks[0].kill()
-    ranks[0].communicate()
-    assert ranks[1].returncode == 1
-    assert "rank 1 has the GPU of rank 0" in told
 
 
 def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:

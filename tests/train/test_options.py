@@ -79,13 +79,6 @@ def test_the_rate_is_printed_and_recorded_and_a_warm_up_goes_on_after_a_resume(
             assert resumed[column] == pytest.approx(row[column], rel=1e-5)
 
 
-@pytest.mark.full
-def test_sgd_learns(trained) -> None:
-    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
-    (row,) = trained("single", "--recipe", "sgd", *sizes, "--precision", "fp32")
-    assert row["test_accuracy"] > 80
-
-
 # --- when a run ends --------------------------------------------------------------------------------
 
 

@@ -157,22 +157,14 @@ def text(folder: Path) -> Path:
     return folder / "text"
 
 
+# What makes the words of the command line, of the weights and a folder; and the beginning of its sentence.
 MISTAKES = {
     "no file": (
         lambda weights, folder: [folder / "none.pt"],
         "none.pt cannot be read (there is no such file)",
     ),
-    "folder": (lambda weights, folder: [folder], "cannot be read (it is not a regular file)"),
     "text": (lambda weights, folder: [text(folder)], "text cannot be read (File is not a zip file)"),
     "bit": (lambda weights, folder: [damaged(weights, folder)], "bit.pt cannot be read (wrong checksum of"),
-    "list": (
-        lambda weights, folder: [holding([1], folder)],
-        "cannot be read (it holds no weights by their names)",
-    ),
-    "object": (
-        lambda weights, folder: [holding(Path("x"), folder)],
-        "cannot be read (Weights only load failed",
-    ),
     "other": (
         lambda weights, folder: [holding({"conv1.weight": torch.zeros(4, 3, 3, 3), "more": 1}, folder)],
         "conv1.weight, conv1.bias, conv2.weight and 5 more missing or of another shape, more not known",
@@ -181,25 +173,12 @@ MISTAKES = {
         lambda weights, folder: [weights.parents[1] / "checkpoints" / "epoch-2-step-0.pt"],
         "epoch-2-step-0.pt is a checkpoint: end its run with --resume auto --save-model",
     ),
-    "no image": (
-        lambda weights, folder: [weights, folder / "*.png"],
-        "*.png cannot be read (there is no such",
-    ),
     "no PNG": (lambda weights, folder: [weights, text(folder)], "give PNG or JPEG files"),
-    "size": (
-        lambda weights, folder: [weights, "--test-size", 10_001],
-        "there are 10000 test images only, lower it",
-    ),
     "out": (
         lambda weights, folder: [weights, "--out", "/proc/no.csv"],
         "cannot be written to /proc/no.csv (",
     ),
-    "tf32": (
-        lambda weights, folder: [weights, "--precision", "tf32"],
-        "--precision tf32 needs an NVIDIA GPU",
-    ),
     "option": (lambda weights, folder: [weights, "--epochs", 3], "unrecognized arguments: --epochs"),
-    "nothing": (lambda weights, folder: [], "the following arguments are required: model"),
 }
 
 
@@ -213,17 +192,6 @@ def test_a_mistake_is_one_sentence(mistake: str, weights: Path, tmp_path: Path, 
     assert done.stderr.startswith("error: ") and sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert out.read_text() == "precious"
-
-
-def test_a_variant_with_another_network_is_told_apart(
-    forking: Forking, tmp_path: Path, script: Script
-) -> None:
-    branched = trained(forking, tmp_path, BEYOND / "unused.py", "--train-size", 200, "--test-size", 100)
-    done = script(PREDICT, branched, "--out", tmp_path / "out.csv")
-    assert done.returncode == 1
-    assert "another network than Net: none missing or of another shape, branch.weight, branch.bias not" in (
-        done.stderr
-    )
 
 
 @pytest.mark.full

@@ -189,25 +189,6 @@ def test_a_slow_rank_is_named_with_the_node_where_it_was_slow() -> None:
     assert records.slow_rank(rows).startswith("rank 1 on n1 takes 2.5x ")
 
 
-DAMAGE = {
-    "cut short": lambda text: text[:-10],
-    "another column": lambda text: text.replace("own_seconds", "seconds"),
-    "no number": lambda text: text.replace("\t99\t", "\tinf\t"),
-    "empty": lambda text: "",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_is_named_and_the_run_is_compared(damage: object, tmp_path: Path) -> None:
-    path = write(tmp_path, {0: 1.0, 1: 2.0})
-    beside = records.beside(path)
-    beside.write_text(damage(beside.read_text()))
-    rows, skipped = comparison.load([tmp_path])
-    assert len(rows) == 3 and set(rows.slow_rank) == {""}
-    (sentence,) = skipped
-    assert sentence.startswith(f"{beside}: not read")
-
-
 def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
     folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
     for epochs in (1, 2):

@@ -147,16 +147,6 @@ def test_what_helps_the_critic_is_unlearned(vae: ModuleType) -> None:
     torch.testing.assert_close(of_critic, model.critic.weight.grad)
 
 
-def test_all_ranks_end_when_the_held_out_elbo_gets_no_better(script: Script, tmp_path: Path) -> None:
-    arguments = ("--train-size", 120, "--epochs", 60, "--patience", 1, "--timeout", 60)
-    done = script(SCRIPT, *SMALL, *arguments, "--results-dir", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "ended before its last epoch: no better for 1 epoch" in done.stdout
-    losses = [row["test_loss"] for row in rows_of(tmp_path)]
-    assert 2 <= len(losses) < 60
-    assert losses[:-1] == sorted(losses[:-1], reverse=True) and losses[-1] >= losses[-2]
-
-
 def test_a_critic_left_out_unannounced_is_one_sentence(script: Script, tmp_path: Path) -> None:
     done = script(SCRIPT, *EXACT, "--graph", "plain", "--results-dir", tmp_path, ranks=2)
     assert done.returncode == 1
@@ -165,26 +155,3 @@ def test_a_critic_left_out_unannounced_is_one_sentence(script: Script, tmp_path:
         # The weights and the biases of the critic, behind the dispersion and two layers of each network.
         assert f"did not receive grad for rank {rank}: 9 10" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--graph", "static"), "argument --graph: invalid choice: 'static' (choose from "),
-        (("--precision", "bf16"), "CountsVAE computes in fp32 only: leave out --precision bf16"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, tuple) else "",
-)
-def test_a_mistake_is_one_sentence(arguments: tuple, sentence: str, script: Script) -> None:
-    done = script(SCRIPT, *SMALL, *arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
-
-
-def test_an_epoch_of_more_cells_than_are_drawn(script: Script, tmp_path: Path) -> None:
-    """They go through the training again and again, as images do; so many would take a terabyte."""
-    fewer = tmp_path / "fewer.py"
-    fewer.write_text(SCRIPT.read_text().replace("100_000", "400"))
-    done = script(fewer, "--train-size", 99_000_000, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "dry run: one training step" in done.stdout

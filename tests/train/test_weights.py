@@ -57,11 +57,3 @@ def test_saved_weights_mean_the_same_in_the_classic_network(
     ours.load_state_dict(weights)
     torch.testing.assert_close(outputs(classic, images), outputs(ours, images))
     assert outputs(classic, images).argmax(1).unique().numel() > 5  # it has learned to tell digits apart
-
-
-def test_weights_of_the_classic_network_load_here(images: torch.Tensor) -> None:
-    torch.manual_seed(0)
-    classic, ours = Classic(), Net()
-    ours.load_state_dict(classic.state_dict())
-    ours = ours.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(outputs(ours, images), outputs(classic, images))

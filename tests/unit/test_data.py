@@ -244,40 +244,12 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_load_without_mnist_in_the_default_folder_gives_the_short_command(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(staging, "DEFAULT_DIR", tmp_path)
-    with pytest.raises(UserError, match=r"python -m trainkit\.data$"):
-        data.load("mnist", tmp_path)
-
-
 def test_load_truncated(copied: Path) -> None:
     os.truncate(copied / "MNIST/raw/train-images-idx3-ubyte", 47_000_000)
     with pytest.raises(
         UserError, match=r"train-images-.* is cut short, or too long \(47000000 of 47040016 bytes\)"
     ):
         data.load("mnist", copied)
-
-
-def test_load_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "data").touch()
-    with pytest.raises(UserError, match=r"cannot be read from .*/data \(Not a directory\)"):
-        data.load("mnist", tmp_path / "data")
-
-
-def test_load_without_permission(copied: Path) -> None:
-    (copied / "MNIST").chmod(0)
-    try:
-        if os.access(copied / "MNIST", os.X_OK):
-            pytest.skip("this user, root perhaps, reads whatever the mode")
-        with pytest.raises(UserError, match=r"cannot be read from .* \(Permission denied\)"):
-            data.load("mnist", copied)
-    finally:
-        (copied / "MNIST").chmod(0o755)
-
-
-def test_unknown_dataset_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'cifar': give one of mnist, synthetic"):
-        data.load("cifar", tmp_path)
 
 
 def test_synthetic_digits(tmp_path: Path) -> None:
