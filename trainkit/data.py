@@ -57,7 +57,7 @@ def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
     Images are uint8 (n, 1, 28, 28), labels int64 (n,).
 
     Raises:
-        UserError: if the data set is unknown, or MNIST is missing, unreadable, cut short, or not MNIST.
+        UserError: if MNIST is missing, unreadable, cut short, or not MNIST.
     """
     staging.check(dataset, data_dir)
     if dataset == "synthetic":

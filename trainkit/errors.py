@@ -56,10 +56,8 @@ def run(main: Callable[[], int | None]) -> None:
         code = main()
     except Stopped as stop:
         code, words = 0, str(stop)
-    except PeerError as error:
-        fail(str(error), "lost")
     except UserError as error:
-        fail(str(error))
+        fail(str(error), "lost" if isinstance(error, PeerError) else "failed")
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as left:

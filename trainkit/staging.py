@@ -45,12 +45,10 @@ def check(dataset: str, data_dir: Path) -> None:
     """See that `dataset` is there to be loaded; of MNIST's files only the sizes are looked at.
 
     Raises:
-        UserError: if the data set is unknown, or MNIST is missing, unreadable or cut short.
+        UserError: if MNIST is missing, unreadable or cut short.
     """
     if dataset == "synthetic":
         return
-    if dataset != "mnist":
-        raise UserError(f"there is no dataset {dataset!r}: give one of {', '.join(DATASETS)}.")
     with disk_errors("read from", data_dir):
         # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
         for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
