@@ -118,14 +118,6 @@ def test_every_batch_is_trained_on_once_in_its_turn(without_a_gpu: list[Graph]) 
     assert len(without_a_gpu) == 1
 
 
-def test_a_batch_of_another_size_is_one_sentence(without_a_gpu: list[Graph]) -> None:
-    _, train = training(without_a_gpu)
-    for _ in range(5):
-        train(torch.ones(16, 4), torch.ones(16, 1))
-    with pytest.raises(UserError, match=r"one size, not \(16, 4\) and now \(7, 4\)"):
-        train(torch.ones(7, 4), torch.ones(7, 1))
-
-
 def test_data_parallel_cannot_be_captured() -> None:
     with pytest.raises(UserError, match="DataParallel copies the network"):
         capture.check(nn.DataParallel(nn.Linear(1, 1)))

@@ -241,18 +241,6 @@ def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, 
     assert_same_end(tmp_path, reference)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_precision_that_was_chosen_holds_for_the_whole_run(
-    precision: str, tmp_path: Path, script
-) -> None:
-    """Whatever --precision auto would choose now, which is one of the two."""
-    given = (*options(tmp_path), "--train-size", 128, "--test-size", 50)
-    for epochs, wanted in ((1, precision), (2, "auto")):
-        done = script("single", *given, "--epochs", epochs, "--precision", wanted)
-        assert done.returncode == 0, done.stderr
-    assert [row["precision"] for row in rows_of(tmp_path)] == [precision] * 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

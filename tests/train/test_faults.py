@@ -140,15 +140,6 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(script: Script
         assert torch.load(path, weights_only=True)["part"]["losses"].isfinite().all()
 
 
-def test_a_loss_that_is_no_number_keeps_the_epochs_before(script: Script, tmp_path: Path) -> None:
-    place = Checkout(tmp_path / "a checkout")
-    broken = "if epoch == 2: loss = loss * float('nan')"
-    place.insert("single", broken, before="run.add(loss)")
-    done = script(place.script("single"), *SMALL, "--epochs", 3, "--results-dir", tmp_path)
-    assert "the loss is nan at step 1 of epoch 2: lower --lr" in one_error(done)
-    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
-
-
 def test_weights_that_are_no_numbers_replace_no_checkpoint(
     script: Script, two_epochs: Path, tmp_path: Path
 ) -> None:

@@ -269,38 +269,6 @@ def test_synthetic_digits(tmp_path: Path) -> None:
         assert torch.equal(split.targets, again.targets)
 
 
-def test_synthetic_digits_can_be_learned_but_not_at_once(tmp_path: Path) -> None:
-    train, test = data.load("synthetic", tmp_path)
-    torch.manual_seed(0)
-    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-    cnn = torch.nn.Sequential(
-        *(torch.nn.Conv2d(1, 16, 5, stride=2), torch.nn.ReLU()),
-        *(torch.nn.Conv2d(16, 32, 3), torch.nn.MaxPool2d(2), torch.nn.ReLU()),
-        *(torch.nn.Flatten(), torch.nn.Linear(800, 10)),
-    )
-    assert _accuracy_after_training(linear, train, test) < 0.8
-    assert _accuracy_after_training(cnn, train, test) > 0.95
-
-
-def _accuracy_after_training(model: torch.nn.Module, train: data.Split, test: data.Split) -> float:
-    """On the first 10,000 images, once through."""
-    torch.set_num_threads(1)  # several wait for each other where all tests share two cores
-    optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=200)
-    for step in range(200):
-        batch = slice(50 * step, 50 * (step + 1))
-        loss = torch.nn.functional.cross_entropy(
-            model(train.inputs[batch].float() / 50 - 1), train.targets[batch]
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    with torch.no_grad():
-        right = model(test.inputs[:2000].float() / 50 - 1).argmax(1) == test.targets[:2000]
-    return right.float().mean().item()
-
-
 def _cut_off(path: str) -> dict[str, str]:
     """An environment with this PATH, in which no mirror can be reached."""
     proxies = {f"{scheme}_proxy": CLOSED for scheme in ("http", "https")}
