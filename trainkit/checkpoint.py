@@ -67,7 +67,10 @@ class Checkpoints:
         sharded: "Sharded | None" = None,
     ) -> None:
         # Without the wrappers, so that every stage can load it.
-        self._parts = {"model": bare(model)} | parts
+        self._model, self._optimizer = bare(model), parts["optimizer"]
+        self._parts = {"model": self._model} | parts
+        if sharded:  # rank 0 writes the rest, for all
+            self._parts = {name: thing for name, thing in self._parts.items() if name not in SPLIT}
         # What makes it this training and no other.
         names = {"dataset": dataset, "model": name_of(model)}
         self._identity = options.shaping() | names
@@ -115,8 +118,15 @@ class Checkpoints:
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": world.gather(_random_numbers())}
-        mistake = self._write_shards(path, where) if self._sharded else ""
-        world.on_first(lambda: self._write(path, where, state, mistake))
+        own = self._model.parameters()
+        if not (self._sharded.finite() if self._sharded else all(one.isfinite().all() for one in own)):
+            raise not_a_number(f"the weights are no longer numbers after {where}")
+        mistake = ""
+        if self._sharded:
+            # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
+            world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
+            mistake = self._sharded.save(_shards(path))
+        world.on_first(lambda: self._write(path, state, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -176,14 +186,14 @@ class Checkpoints:
             was = {"model": "Net"} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            own = [dict(group) for group in self._parts["optimizer"].param_groups]
+            own = [dict(group) for group in self._optimizer.param_groups]
             if ("shards" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
-            for name, thing in self._parts_of_file().items():
+            for name, thing in self._parts.items():
                 thing.load_state_dict(state[name])
             if self._sharded:
                 self._sharded.load(_shards(path))
-            for group, here in zip(self._parts["optimizer"].param_groups, own, strict=True):
+            for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # Another stage may have made the checkpoint.
                 group.update({name: here[name] for name in KERNELS if name in here})
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -205,27 +215,12 @@ class Checkpoints:
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
-        set_precision(self._parts["model"], was["precision"])
+        set_precision(self._model, was["precision"])
 
-    def _parts_of_file(self) -> dict[str, object]:
-        """The parts that rank 0 writes, for all."""
-        left_out = SPLIT if self._sharded else ()
-        return {name: thing for name, thing in self._parts.items() if name not in left_out}
-
-    def _write_shards(self, path: Path, where: str) -> str:
-        """Each rank its own part; returns what went wrong on any of them, or ""."""
-        _check_numbers(self._sharded.finite(), where)
-        # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
-        world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
-        return self._sharded.save(_shards(path))
-
-    def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
-        state |= {name: thing.state_dict() for name, thing in self._parts_of_file().items()}
-        if not self._sharded:
-            numbers = all(weights.isfinite().all() for weights in self._parts["model"].parameters())
-            _check_numbers(numbers, where)
+    def _write(self, path: Path, state: dict, mistake: str) -> None:
+        state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
-        state |= {"precision": precision_of(self._parts["model"])}
+        state |= {"precision": precision_of(self._model)}
         try:
             if mistake:
                 raise OSError(mistake)
@@ -285,11 +280,6 @@ def _remove(path: Path) -> None:
     """The file first: without it the rest does not count."""
     path.unlink(missing_ok=True)
     shutil.rmtree(_shards(path), ignore_errors=True)
-
-
-def _check_numbers(numbers: bool, where: str) -> None:
-    if not numbers:
-        raise not_a_number(f"the weights are no longer numbers after {where}")
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:

@@ -58,7 +58,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             "TRAINKIT_JOB_DIR": name,  # where `errors.run` leaves its notes
         }  # fmt: skip
         output, theirs = os.pipe()
-        printing = threading.Thread(target=_show, args=[output])
+        printing = threading.Thread(target=_show, args=[output], daemon=True)
         # Sessions of their own: Ctrl-C is for this process alone, which then ends them in an orderly way.
         how = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs, "start_new_session": True}
         try:
@@ -77,7 +77,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             for process in ranks:
                 process.wait()
             os.close(theirs)
-            printing.join()  # until nobody has the other end of the pipe
+            printing.join(PATIENCE_SECONDS)  # until nobody has the other end of the pipe
         if failed:
             raise RankError(_why(failed, ranks, folder))
         try:
