@@ -43,6 +43,8 @@ def _option(
         reading = {"choices": kind}
     else:
         reading = {"type": kind, "metavar": metavar}
+    if kind is not None and default is not None:  # the others say it themselves, or are switches
+        help += " (default: %(default)s)"
     argument = reading | {"help": help, "default": default}
     facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
     return field(default=default, metadata=facts)
@@ -225,7 +227,7 @@ def parse(
     Raises:
         UserError: for an option or a value that is not known or makes no sense.
     """
-    parser, groups = Parser(description=description, formatter_class=_Help), {}
+    parser, groups = Parser(description=description, formatter_class=argparse.HelpFormatter), {}
     more = [(name, object, one) for name, one in added.items()]
     kind = make_dataclass("Options", more, bases=(Options,), frozen=True)
     for one in fields(kind):
@@ -300,10 +302,3 @@ def check_divides(batch_size: int, parts: int, what: str) -> None:
         raise UserError(
             f"--batch-size {batch_size} does not divide among {parts} {what}: the nearest is {nearest}."
         )
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None or isinstance(action.default, bool):
-            return action.help  # says its own default, or is a switch
-        return super()._get_help_string(action)

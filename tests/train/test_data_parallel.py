@@ -42,13 +42,6 @@ def backward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def test_replicas_compute_what_the_plain_model_does(two: tuple, images: torch.Tensor) -> None:
-    plain, parallel = two
-    torch.testing.assert_close(backward(plain, images), backward(parallel, images))
-    for (name, weights), other in zip(plain.named_parameters(), parallel.parameters(), strict=True):
-        torch.testing.assert_close(weights.grad, other.grad, msg=name)
-
-
 @pytest.mark.parametrize("recipe", ["classic", "fast"])
 def test_a_step_with_gradients_of_other_strides(
     recipe: str, two: tuple, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
 from conftest import REPOSITORY, STAGES, Script
 
 Waits = Callable[[Path, str, int], str]
@@ -30,10 +29,3 @@ def waits(script: Script, tmp_path: Path) -> Waits:
 def test_more_steps_wait_no_more_often(recipe: str, waits: Waits) -> None:
     few, many = (waits(STAGES["single"], recipe, steps) for steps in (5, 25))
     assert few == many != "waits: []"
-
-
-def test_a_wait_would_be_seen(waits: Waits, tmp_path: Path) -> None:
-    checkout = Checkout(tmp_path / "a checkout")
-    checkout.insert("single", "loss.item()", before="run.add(loss)")
-    few, many = (waits(checkout.script("single"), "fast", steps) for steps in (5, 25))
-    assert few != many
