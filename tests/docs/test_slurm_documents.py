@@ -15,8 +15,8 @@ PRACTICE_CLUSTER = ("make cluster-", "slurm/practice_cluster/cluster.py ")  # te
 
 
 def _blocks() -> list[tuple[Path, str]]:
-    """Document and commands; all that watch a running job are taken together."""
-    found, watching = [], {}
+    """Document and commands; all that watch a running job are taken together, from the top folder."""
+    found, watching = [], []
     for readme, block in lessons.commands(on_a_cluster=True):
         document = readme.relative_to(REPOSITORY)
         lines = [
@@ -25,10 +25,11 @@ def _blocks() -> list[tuple[Path, str]]:
             if line not in RUN_ELSEWHERE and not any(command in line for command in PRACTICE_CLUSTER)
         ]
         if "<job>" in block:
-            watching.setdefault(document, []).extend(lines)
+            assert str(document) in lessons.FROM_THE_TOP
+            watching += [line for line in lines if "scancel" not in line]
         elif lines:
             found.append((document, "\n".join(lines)))
-    return found + [(document, "\n".join(lines)) for document, lines in watching.items()]
+    return [*found, (Path("slurm/MONITORING.md"), "\n".join([*watching, "scancel <job>"]))]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
         checkout.wait_for("epoch 1/", job)
         block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
     block = block.replace("<number>", "1")  # any number: what has no checkpoint yet begins
-    block = block.replace("NodeCnt=6", "NodeCnt=1").replace("{1..14}", "{1..3}")  # a smaller room
+    block = block.replace("NodeCnt=6", "NodeCnt=1").replace("{1..14}", "{1..2}")  # a smaller room
+    block = block.replace("--gpus 4", "--gpus 2")
     block = re.sub(
         r"^(.*submit.*)$",
         r"\1 --epochs 1 --train-size 600 --test-size 200 --width 4 --precision fp32",
