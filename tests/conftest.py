@@ -59,14 +59,23 @@ for name in list(ENVIRONMENT):
         del ENVIRONMENT[name]
 
 
-LONG = {"cluster", "browser"}  # what uses these is not for every change
+# What uses these fixtures is not for every change, nor what is beyond the stages, or around their edges.
+LONG = {"cluster", "browser"}
+LONG_FILES = {
+    f"test_{name}"
+    for name in (
+        *("beyond", "captured", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts"),
+        *("bench", "breakdown", "endings", "fast_devices", "faults", "launch", "launching"),
+    )
+}
 CLUSTERS = 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort each test into a tier by what it uses. Jobs come first, as they wait: others fill the time."""
     for item in items:
-        if LONG & {*item.fixturenames} and not item.get_closest_marker("quick"):
+        takes_long = LONG & {*item.fixturenames} or item.path.stem in LONG_FILES
+        if takes_long and not item.get_closest_marker("quick"):
             item.add_marker("full")
     items.sort(key=lambda item: "cluster" not in item.fixturenames)
 

@@ -95,7 +95,11 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
 
 @pytest.mark.parametrize(
     ("folder", "number"),
-    [(folder, number) for folder in FOLDERS for number in range(len(CHECKS[folder]["WRONG"]))],
+    [
+        pytest.param(folder, number, marks=[pytest.mark.full] * (number >= 2))
+        for folder in FOLDERS
+        for number in range(len(CHECKS[folder]["WRONG"]))
+    ],
     ids=lambda value: name_of(value) if isinstance(value, Path) else str(value),
 )
 def test_a_typical_wrong_answer_gets_its_hint(

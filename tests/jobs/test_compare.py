@@ -223,6 +223,7 @@ def test_probes_of_one_process_have_the_start_of_its_first() -> None:
     assert first.start_seconds == second.start_seconds == 9
 
 
+@pytest.mark.full
 def test_a_probe_trains_as_a_run_of_its_own(tmp_path: Path) -> None:
     """Whatever its process has done before; the records stay when a larger batch fails."""
     options = [*QUICK.split(), "--checkpoint-dir"]

@@ -161,6 +161,7 @@ def with_loaders(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[psutil
         process.kill()
 
 
+@pytest.mark.full
 def test_loader_processes_leave_signals_to_the_one_that_trains(with_loaders: tuple) -> None:
     """Slurm signals all of them. A killed one is a sentence, and takes the others with it."""
     process, loaders = with_loaders
@@ -227,6 +228,7 @@ def _planted(lines: str) -> str:
     return STAGES["single"].read_text().replace(before, indent(lines, " " * 12) + "\n" + before)
 
 
+@pytest.mark.full
 def test_loader_processes_end_with_the_one_that_trains(with_loaders: tuple) -> None:
     process, loaders = with_loaders
     process.kill()

@@ -127,6 +127,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(name: str, trained: Callab
     assert furthest(resumed.weights, at_once.weights) < ROUNDING
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("script", VARIANTS)
 def test_the_difference_to_the_stage_stays_small(script: str) -> None:
     """DistributedDataParallel by hand, a captured step, and what splits the network, are longer."""

@@ -141,6 +141,7 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     assert_same_end(tmp_path, never_stopped(*arguments))
 
 
+@pytest.mark.full
 def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, finish, never_stopped) -> None:
     """Checkpoints within the epoch, as often as possible; the process is killed while it writes one."""
     (process,) = start(slowly, "--checkpoint-minutes", 1e-6, *options(tmp_path))
@@ -208,6 +209,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
     assert rows_of(tmp_path) == rows_of(reference)
 
 
+@pytest.mark.full
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_stopped) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
     before = f"epoch-{EPOCHS}-step-0.pt"
