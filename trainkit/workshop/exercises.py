@@ -118,15 +118,13 @@ class Exercise:
         return kept
 
     def use_recorded(self) -> None:
-        """Copy the recorded runs to where the learner's own would be."""
+        """Copy the recorded runs to where the learner's own would be, which are kept under another name."""
         recorded = self.program.get("RECORDED")
         if not recorded:
             raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
-        repository = self.folder.parents[2]
-        runs = self.mine.folder / "runs"
+        repository, runs = self.folder.parents[2], self.mine.folder / "runs"
         if runs.exists():
-            own = runs.rename(_free(self.mine.folder / "own-runs"))
-            tell(f"Your own runs are kept in {shown(own)}.")
+            tell(f"Your own runs are kept in {shown(runs.rename(_free(self.mine.folder / 'own-runs')))}.")
         runs.mkdir()
         for name, run_ids in recorded.items():
             if name.endswith(".csv"):
@@ -138,10 +136,11 @@ class Exercise:
         """From the learner's files to those of the solution."""
         lines = []
         for name, text in self.solution.items():
-            mine = self.mine.folder / name
-            before = mine.read_text(errors="replace").splitlines() if mine.exists() else []
-            after = text.splitlines()
-            lines += difflib.unified_diff(before, after, f"mine/{name}", f"solution/{name}", lineterm="")
+            path = self.mine.folder / name
+            mine, done = path.read_text(errors="replace") if path.exists() else "", text.splitlines()
+            lines += difflib.unified_diff(
+                mine.splitlines(), done, f"mine/{name}", f"solution/{name}", lineterm=""
+            )
         return "\n".join(lines)
 
     @property
@@ -173,13 +172,10 @@ class Workbook:
         Raises:
             UserError: if the file is damaged.
         """
-        self.done, self.hints = [], {}
         path = self.folder / PROGRESS
         try:
-            progress = json.loads(path.read_text())
+            progress = json.loads(path.read_text()) if path.exists() else {"done": [], "hints": {}}
             self.done, self.hints = list(progress["done"]), dict(progress["hints"])
-        except FileNotFoundError:
-            pass
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
@@ -230,42 +226,33 @@ def main(folder: Path, description: str) -> int:
     """
     parser = Parser(description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command, what in {
-        "check": "check what you did",
-        "hint": "the next of three hints",
-        "reset": "put the starter back; what you wrote is kept under another name",
-        "recorded": "take recorded runs in place of runs of your own",
-        "solution": "the difference between your files and the solution",
-    }.items():
+    for command, (act, what) in COMMANDS.items():
         with_name = commands.add_parser(command, help=what, description=what)
+        with_name.set_defaults(act=act)
         with_name.add_argument("name", help="the exercise: its name or number")
         if command == "solution":
             with_name.add_argument("--yes", action="store_true", help="show it without asking")
     args = parser.parse_args()
-    act = {"check": _check, "hint": _hint, "reset": _reset, "recorded": _recorded, "solution": _solution}
     try:
         workbook = Workbook(folder)
         for exercise in workbook.exercises:
             exercise.begin()
         if args.command:
-            return act[args.command](workbook, workbook.find(args.name), args)
+            return args.act(workbook, workbook.find(args.name), args)
     except OSError as error:
         what = error.filename or folder
-        raise UserError(
-            f"{what} cannot be read or written ({error.strerror}): mend that, and try again."
-        ) from None
+        raise UserError(f"{what} cannot be read or written ({error.strerror}): mend that.") from None
     tell(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
 
-def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     try:
         seen = exercise.check()
     except Wrong as wrong:
         tell(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
-        tell(
-            f"Your files are in {shown(exercise.mine.folder)}. A hint: {_command(workbook, 'hint', exercise)}"
-        )
+        hint = _command(workbook, "hint", exercise)
+        tell(f"Your files are in {shown(exercise.mine.folder)}. A hint: {hint}")
         return 1
     workbook.read()  # the check took a while, and there are other terminals
     if exercise.name not in workbook.done:
@@ -275,17 +262,17 @@ def _check(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     return 0
 
 
-def _hint(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
-    number = min(workbook.hints.get(exercise.name, 0) + 1, len(exercise.hints))
-    workbook.hints[exercise.name] = number
+def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
+    most = len(exercise.hints)
+    number = workbook.hints[exercise.name] = min(workbook.hints.get(exercise.name, 0) + 1, most)
     workbook.save()
-    tell(f"{exercise.name}, hint {number} of {len(exercise.hints)}:\n{indented(exercise.hints[number - 1])}")
-    if number == len(exercise.hints):
+    tell(f"{exercise.name}, hint {number} of {most}:\n{indented(exercise.hints[number - 1])}")
+    if number == most:
         tell(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
     return 0
 
 
-def _reset(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     kept = exercise.reset()
     tell(f"{exercise.name}: the starter is back in {shown(exercise.mine.folder)}.")
     if kept:
@@ -293,13 +280,13 @@ def _reset(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
     return 0
 
 
-def _recorded(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     exercise.use_recorded()
     tell(f"{exercise.name}: recorded runs are in {shown(exercise.mine.folder / 'runs')}.")
     return 0
 
 
-def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
+def _solution(_: Workbook, exercise: Exercise, args: Namespace) -> int:
     if not args.yes:
         if not sys.stdin.isatty():
             raise UserError("it asks before it shows the solution, and there is no terminal: give --yes.")
@@ -307,6 +294,15 @@ def _solution(workbook: Workbook, exercise: Exercise, args: Namespace) -> int:
             return 0
     tell(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
     return 0
+
+
+COMMANDS = {
+    "check": (_check, "check what you did"),
+    "hint": (_hint, "the next of three hints"),
+    "reset": (_reset, "put the starter back; what you wrote is kept under another name"),
+    "recorded": (_recorded, "take recorded runs in place of runs of your own"),
+    "solution": (_solution, "the difference between your files and the solution"),
+}
 
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:

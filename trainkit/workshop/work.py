@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import traceback
 from configparser import ConfigParser, Error
 from pathlib import Path
 from types import ModuleType
@@ -164,16 +165,14 @@ def as_wrong(error: BaseException, mine: Mine) -> BaseException:
 
     An `OSError` of ours, such as a full disk, stays one.
     """
-    place, trace = None, error.__traceback__
-    while trace:
-        if Path(trace.tb_frame.f_code.co_filename).parent == mine.folder:
-            place = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).parent == mine.folder:
-        place = error.filename, error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno))
+    own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
     what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
-    if place:
-        return Wrong(f"mine/{Path(place[0]).name} ends in line {place[1]} with {what}.")
+    if own:
+        return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
     if isinstance(error, OSError):
         return error
     return Wrong(
