@@ -30,13 +30,8 @@ def folder(tmp_path: Path) -> Path:
         recorder = records.Recorder(tmp_path, row | {"run_id": run_id})
         for epoch in (1, 2):
             ranks = [{"rank": rank, "own_seconds": seconds} for rank, seconds in enumerate([1.0, slowest])]
-            of_all = {
-                "epoch": epoch,
-                "host": "n1",
-                "device": "cpu",
-                "device_name": "CPU",
-                "peak_memory_mb": 1,
-            }
+            of_all = {"epoch": epoch, "host": "n1", "device": "cpu", "device_name": "CPU"}
+            of_all["peak_memory_mb"] = 1
             metric = {"epoch": epoch, "metric": "recall", "of": "cats", "value": 0.5}
             recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
         if run_id in JOULES:

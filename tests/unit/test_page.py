@@ -92,14 +92,8 @@ def test_without_a_script(written: Path) -> None:
 def test_a_page_of_anything(tmp_path: Path, browser: Page) -> None:
     """Every kind of block shows its text, and a row without runs opens to nothing."""
     texts = ["a heading", "a paragraph", "a note", "another", "make compare ARGS='--epochs 3'", "1.5", "-"]
-    table = page.Table(pd.DataFrame({"speed": texts[5:]}))
-    blocks = [
-        page.Heading(texts[0]),
-        page.Text(texts[1]),
-        page.Notes(texts[2:4]),
-        page.Command(texts[4]),
-        table,
-    ]
+    blocks = [page.Heading(texts[0]), page.Text(texts[1]), page.Notes(texts[2:4]), page.Command(texts[4])]
+    blocks.append(page.Table(pd.DataFrame({"speed": texts[5:]})))
     page.write(tmp_path / "page.html", "A title", blocks)
     browser.goto((tmp_path / "page.html").as_uri())
     shown = browser.evaluate("document.body.innerText")

@@ -106,12 +106,9 @@ def test_what_is_wrong_stands_out(name: str, part: str, told: str) -> None:
     assert {bold for text, bold in found.items() if re.fullmatch(told, text)} == {True}, found
 
 
-def test_nothing_stands_out_of_what_is_well() -> None:
+def test_nothing_stands_out_of_what_is_well(tmp_path: Path) -> None:
     figure = timeline.figure(HEALTHY)
     assert not any(bold for axes in figure.axes for bold in beside(axes).values())
-
-
-def test_it_is_written_as_a_picture(tmp_path: Path) -> None:
     (tmp_path / "timeline.png").write_text("of before")
     assert timeline.draw(HEALTHY, tmp_path / "timeline.png") == tmp_path / "timeline.png"
     height, width, _ = plt.imread(tmp_path / "timeline.png").shape

@@ -23,7 +23,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
-MOST = 56  # bars, lines or configurations of a panel: lines have no more looks that differ
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
 Looks = dict[str, dict[str, object]]  # the lines of a figure by their texts
 
@@ -82,10 +81,9 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
     sections = list(table.groupby(comparison.SECTION_BY))
     if not sections:
         return None
-    heights = [min(len(section), MOST) + 2 for _, section in sections]
+    heights = [len(section) + 2 for _, section in sections]
     figure, panels = _panels(len(sections), 1 + 0.36 * sum(heights), height_ratios=heights)
-    for axes, (names, every) in zip(panels, sections, strict=True):
-        section = every[every.images_per_s.rank(method="first", ascending=False) <= MOST]
+    for axes, (names, section) in zip(panels, sections, strict=True):
         labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
         spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
         spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
@@ -96,7 +94,7 @@ def _throughput(table: pd.DataFrame) -> Figure | None:
         axes.invert_yaxis()
         axes.ticklabel_format(axis="x", style="plain")
         axes.set_xlabel("training images/s: median, min to max")
-        axes.set_title(_title(*names) + _left_out("fastest", len(every)), fontsize=10)
+        axes.set_title(_title(*names), fontsize=10)
     return figure
 
 
@@ -124,8 +122,8 @@ def _pairs(table: pd.DataFrame, lines_of: Callable, plot: Callable) -> Figure | 
     parts = figure.subfigures(len(sections), squeeze=False).flat
     looks: Looks = {}
     for part, (names, lines) in zip(parts, sections, strict=True):
-        part.suptitle(_title(*names) + _left_out("first lines", len(lines)), fontsize=10)
-        plot(*part.subplots(1, 2), lines[:MOST], looks)
+        part.suptitle(_title(*names), fontsize=10)
+        plot(*part.subplots(1, 2), lines, looks)
     _legend(figure)
     return figure
 
@@ -185,13 +183,10 @@ def _speedup_and_efficiency(
 def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
     """One curve per run; repeats of a configuration look alike."""
     columns = comparison.CONFIGURATION
-    known = table[table.test_accuracy.notna()]
-    rank = known.groupby(comparison.SECTION_BY).test_accuracy.rank(method="first", ascending=False)
-    best = known.loc[rank <= MOST, [*columns, "variant"]]
-    sections = list(best.merge(rows, on=columns).groupby(comparison.SECTION_BY))
+    named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
+    sections = list(named.merge(rows, on=columns).groupby(comparison.SECTION_BY))
     if not sections:
         return None
-    counts = known.groupby(comparison.SECTION_BY).size()
     figure, panels = _panels(len(sections), 1 + 3.2 * len(sections))
     looks: Looks = {}
     for axes, (names, section) in zip(panels, sections, strict=True):
@@ -199,7 +194,7 @@ def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
             look = _look(comparison.label(epochs.iloc[0]), looks)
             axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
         axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
-        axes.set_title(_title(*names) + _left_out("most accurate", counts[names]), fontsize=10)
+        axes.set_title(_title(*names), fontsize=10)
         axes.grid(alpha=0.3)
     _legend(figure)
     return figure
@@ -214,11 +209,6 @@ def _title(device: str, dataset: str, model: str) -> str:
     what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
     stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
     return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
-
-
-def _left_out(which: str, count: int) -> str:
-    """For a title: which of so many a panel shows, if it has not room for all."""
-    return f"\nthe {MOST} {which} of {count:,}" if count > MOST else ""
 
 
 def _look(text: str, looks: Looks) -> dict[str, object]:
