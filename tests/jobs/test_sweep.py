@@ -197,7 +197,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
     assert done.returncode == 1
     assert done.stderr.startswith("error: Slurm did not take the job")
     assert done.stderr.count("nowhere") == 1
-    assert not list(on_cluster.sweep.rglob("job"))
+    assert not list(on_cluster.sweep.rglob("*_submission.sh"))
 
 
 # --- without Slurm ----------------------------------------------------------------------------------

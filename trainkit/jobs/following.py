@@ -103,12 +103,9 @@ class Handle:
 
     def _last_words(self) -> str | None:
         """What the logs end with, when nobody could tell why."""
-        found = (line for pattern in LAST_WORDS for line in self._all_lines() if re.match(pattern, line))
-        return next(found, None)
-
-    def _all_lines(self) -> list[str]:
         logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
-        return [line for log in logs for line in _lines(log)]
+        lines = [line for log in logs for line in _lines(log)]
+        return next((line for words in LAST_WORDS for line in lines if re.match(words, line)), None)
 
 
 @dataclass
@@ -126,9 +123,6 @@ class SlurmHandle(Handle):
                 raise UserError(f"Slurm does not answer ({printable(reason)}): {later}")
             return State("unknown", reason)
         self.answered_at = time.monotonic()
-        if reason == "launch_failed_requeued_held":
-            told = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
-            return State("failed", told)
         if state in QUEUED:
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))

@@ -82,8 +82,11 @@ def main(own_job: str | None) -> int:
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[end + 1 :]
     parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
-    what = parser.add_mutually_exclusive_group()
+    what = parser.add_mutually_exclusive_group(required=not command)
     what.add_argument("--watch", metavar="JOB", help="show it live")
     what.add_argument("--verdict", metavar="JOB", help="say what it wasted")
     what.add_argument("--plot", metavar="JOB", help="draw it")
@@ -92,20 +95,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
     parser.add_argument("--out", metavar="FILE.png", type=Path, help="of --plot: where to")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
-    arguments = sys.argv[1:]
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, unknown = parser.parse_known_args(arguments[:end])
-    command = arguments[end + 1 :]
-    if unknown:
-        told = printable(" ".join(unknown))
-        raise UserError(f"{told}: no option of monitor.py; a command goes behind --. See --help.")
-    chosen = [name for name in ("watch", "verdict", "plot", "attach", "sample") if getattr(own, name)]
-    if len(chosen) + bool(command) != 1:
-        raise UserError("give one of its options, or a command behind --. See --help.")
-    for option, belongs_to in (("json", "verdict"), ("out", "plot")):
-        if getattr(own, option) and belongs_to not in chosen:
-            raise UserError(f"--{option} belongs to --{belongs_to}: give both, or none.")
-    return own, command
+    return parser.parse_args(arguments[:end]), command
 
 
 def _find(job: str) -> Path:

@@ -41,8 +41,7 @@ class Request:
 
     `arguments` are options of the stage script. `minutes` is the time limit; it and `partition`
     overrule the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
-    the processes of this machine have so many `threads` (`local.start`). `folder` is a `new_folder`
-    for the logs, for whoever wants to know it before the job is submitted.
+    the processes of this machine have so many `threads` (`local.start`).
     """
 
     stage: Stage
@@ -52,7 +51,6 @@ class Request:
     partition: str | None = None
     here: bool = False
     threads: int | None = None
-    folder: Path | None = None
 
     @property
     def job_name(self) -> str:
@@ -60,19 +58,16 @@ class Request:
         return self.stage.label if self.stage.own else f"mnist-{self.stage.name}"
 
 
-def submit(request: Request, site: Site | None = None) -> Handle:
+def submit(request: Request, site: Site, folder: Path) -> Handle:
     """Submit a job, or start local processes where there is no Slurm; it is not waited for.
 
-    Args:
-        site: what the site file says, for whoever has read it.
+    Its logs go to `folder`, a `new_folder`.
 
     Raises:
         UserError: for options that the stage would refuse, data that is not there, a folder that
             cannot be written to, and what sbatch refuses. Nothing was submitted then.
     """
-    site = site or read_site()
     opts, to_slurm = check(request, site)
-    folder = request.folder or new_folder(request, site)
     results_dir = opts.results_dir.absolute()
     fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
     check_writable(results_dir / "runs", "results", fix)
@@ -127,13 +122,12 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     return LocalHandle(job_id, tasks, log, folder, results, partial(local.has_ended, job_id, folder))
 
 
-def preview(request: Request) -> str:
+def preview(request: Request, site: Site) -> str:
     """What `submit` would do: the batch script that sbatch would get, or the local processes.
 
     Raises:
         UserError: as `submit`, as far as that can be told without writing anything.
     """
-    site = read_site()
     _, to_slurm = check(request, site)
     if not to_slurm:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
@@ -274,10 +268,11 @@ def main(stage_name: str, description: str) -> int:
         UserError: for everything the user can mend.
     """
     request, own = _parse(STAGES[stage_name], description)
+    site = read_site()
     if own.dry_run:
-        print(preview(request))
+        print(preview(request, site))
         return 0
-    handle = submit(request)
+    handle = submit(request, site, new_folder(request, site))
     if isinstance(handle, LocalHandle):
         print(f"no Slurm here: running as {request.geometry.tasks} local process(es)")
     else:

@@ -211,18 +211,10 @@ class Sweep:
             cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
         folder = submission.new_folder(request, self.site)
-        link = place / "job"
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            link.unlink(missing_ok=True)
-            link.symlink_to(folder)  # before the job is there, which `attach` then finds in any case
-        except OSError as error:
-            raise UserError(f"{place} cannot be written to ({error.strerror}): free the space.") from None
-        try:
-            return submission.submit(replace(request, folder=folder), self.site)
-        except UserError:
-            link.unlink(missing_ok=True)
-            raise
+        check_writable(place, "the run", "free the space.")
+        (place / "job").unlink(missing_ok=True)
+        (place / "job").symlink_to(folder)  # before the job is there, which `attach` then finds in any case
+        return submission.submit(request, self.site, folder)
 
     def attach(self, cell: Cell) -> Handle | None:
         """The latest job of `cell`, of an earlier call too, or None if there is none."""
@@ -273,12 +265,6 @@ def run(
     return compare(sweep, finish(sweep, cells, max_jobs, sweep.folder), question)
 
 
-def begin(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
-    """Print what is asked for, and how to come back to it."""
-    tell(sweep, cells, run_seconds)
-    print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
-
-
 def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> list[str]:
     """Run what is not finished, and return the names of those that failed.
 
@@ -301,6 +287,12 @@ def command_to_go_on(folder: Path) -> str:
     """The command line of this program, with --out."""
     command = [sys.executable, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
     return shlex.join(command if "--out" in command else [*command, "--out", str(folder)])
+
+
+def begin(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
+    """Print what is asked for, and how to come back to it."""
+    tell(sweep, cells, run_seconds)
+    print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
 
 
 def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
