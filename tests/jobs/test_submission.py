@@ -232,35 +232,10 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
     return Checkout(tmp_path / "a checkout", cluster)
 
 
-ODD = [
-    *("-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"),
-    *(
-        "$HOME",
-        "$(touch pwned)",
-        "`touch pwned`",
-        "; touch pwned",
-        "| cat",
-        "> pwned",
-        "&& ls",
-        "${x}",
-        "\\",
-        "\\n",
-    ),
-    *(
-        "'",
-        '"',
-        "''",
-        '"$(id)"',
-        "'$(id)'",
-        "new\nline",
-        "\n",
-        "\t",
-        "\r",
-        "\x1b[31mred",
-        "\u202e",
-        "#SBATCH --hold",
-    ),
-]
+ODD = ["-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"]
+ODD += ["$HOME", "$(touch pwned)", "`touch pwned`", "; touch pwned", "| cat", "> pwned", "&& ls", "${x}"]
+ODD += ["\\", "\\n", "'", '"', "''", '"$(id)"', "'$(id)'", "new\nline", "\n", "\t", "\r", "\x1b[31mred"]
+ODD += ["\u202e", "#SBATCH --hold"]
 ODD += [before + odd + after for odd in ODD for before, after in (("--x=", ""), ("a", "'b"))]
 
 
@@ -500,24 +475,18 @@ def test_the_state_of_a_job(
     assert f"{now.name}: {now.detail}".startswith(state)
 
 
-def test_a_run_that_only_stopped_is_not_done(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkout.fake("scontrol", FORGOTTEN)
-    monkeypatch.setenv("PATH", str(checkout.commands))
-    job = job_seven(checkout)
-    (checkout.folder / "stopped").touch()
-    job.log.write_text("ended   today with exit code 0; results")
-    assert job.state().name == "failed"
-
-
-def test_an_older_job_of_the_same_number_does_not_count(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("there", [("stopped",), ("first-failed", "rank-0.failed", "rank-1.finished")])
+def test_what_does_not_make_a_forgotten_job_done(
+    there: tuple[str, ...], checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers begin again at 1 with every new cluster, and a job that never ran has cleared nothing away."""
+    """A run that only stopped, and notes of an older job of the same number, one that never ran."""
     checkout.fake("scontrol", FORGOTTEN)
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = job_seven(checkout)
-    for name in ("first-failed", "rank-0.failed", "rank-1.finished", "rank-2.finished"):
+    for name in there:
         (checkout.folder / name).touch()
+    if "stopped" in there:
+        job.log.write_text("ended   today with exit code 0; results")
     assert job.state() == State("failed", slurm.FAILED["GONE"])
 
 
@@ -604,26 +573,12 @@ def test_a_mistake_is_told_before_anything_is_sent(
     assert not job_folders(checkout)
 
 
-@pytest.mark.parametrize(
-    ("said", "sentence"),
-    [
-        ("invalid partition specified: x", r"specified: x\): set SBATCH_PARTITION in slurm/site.sh"),
-        ("Requested node configuration is not available", "not available.*: ask for fewer --gpus"),
-        ("Unable to contact slurm controller", "slurm controller.*: see if `sinfo` answers"),
-        ("Invalid account or account/partition combination specified", "set SBATCH_ACCOUNT in"),
-        ("Something else", r"Slurm did not take the job \(Something else\): see man sbatch"),
-    ],
-)
 def test_what_sbatch_refuses(
-    said: str,
-    sentence: str,
-    checkout: Checkout,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    checkout.fake("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")
+    checkout.fake("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     checkout.fake("srun", "")
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=r"specified: x\): set SBATCH_PARTITION in slurm/site.sh"):
         _main("ddp", "", checkout, monkeypatch)
     assert capfd.readouterr().err == ""
     assert not job_folders(checkout)
@@ -641,12 +596,6 @@ def test_a_job_that_could_never_start_is_cancelled(
         _main("ddp", "", checkout, monkeypatch)
     assert told.read_text() == "7\n"
     assert not job_folders(checkout)
-
-
-def test_a_mistake_is_one_sentence(checkout: Checkout) -> None:
-    done = checkout.submit_py("ddp", "--gpus", "many")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: argument --gpus: 'many' is not a whole number. See --help.\n"
 
 
 def test_the_dry_run_of_the_stage_stands_behind_two_dashes(

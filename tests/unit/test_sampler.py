@@ -31,8 +31,7 @@ NODE = "node-1"
 SAMPLER = """
 import itertools, os, resource, select, sys
 from pathlib import Path
-from trainkit.jobs import gpus, sampler
-gpus.OF_THE_HOST = os.environ.get("OF_THE_HOST", gpus.OF_THE_HOST)
+from trainkit.jobs import sampler
 folder, period, most, *mine = sys.argv[1:]
 if "FILE_LIMIT" in os.environ:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]), resource.RLIM_INFINITY))
@@ -203,32 +202,28 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "rank"),
+    ("variables", "children", "expected"),
     [
-        ({}, 0),
-        ({"SLURM_PROCID": "3"}, 3),
-        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBALID": "2"}, 2),
-        ({"SLURM_PROCID": "0", "RANK": "1"}, 1),
+        ({}, (), {0: 0}),
+        ({"SLURM_PROCID": "3"}, (), {3: 0}),
+        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBALID": "2"}, (), {2: 0}),
+        ({"SLURM_PROCID": "0", "RANK": "1"}, (), {1: 0}),
+        ({"SUBMITIT_LOCAL_GLOBALID": "1"}, ("RANK=1",), {1: 1}),  # as a rank tells its loader workers
+        ({"RANK": "0"}, ("RANK=1",), {0: 0, 1: 0}),
     ],
 )
 def test_whose_rank(
-    variables: dict[str, str], rank: int, start_rank: StartRank, job: processes.Processes, tmp_path: Path
+    variables: dict[str, str],
+    children: tuple[str, ...],
+    expected: dict[int, int],
+    start_rank: StartRank,
+    job: processes.Processes,
+    tmp_path: Path,
 ) -> None:
-    """And not that of another job, which has the same name to begin with."""
-    start_rank(**variables)
+    """Rank -> its loader workers. Not that of another job, which has the same name to begin with."""
+    start_rank(*children, **variables)
     start_rank(**variables, TRAINKIT_JOB_DIR=f"{tmp_path}-2")
-    assert ranks(job.sample()) == {rank: 0}
-
-
-def test_loader_workers_are_copies_or_started_anew(start_rank: StartRank, job: processes.Processes) -> None:
-    """submitit tells a rank its number in one variable, and the rank its workers in another one."""
-    do(start_rank("RANK=1", SUBMITIT_LOCAL_GLOBALID="1"), FORK)
-    assert ranks(job.sample()) == {1: 2}
-
-
-def test_a_rank_that_has_started_another_one(start_rank: StartRank, job: processes.Processes) -> None:
-    start_rank("RANK=1", RANK="0")
-    assert ranks(job.sample()) == {0: 0, 1: 0}
+    assert ranks(job.sample()) == expected
 
 
 def test_torchrun_is_no_rank(start_rank: StartRank, job: processes.Processes) -> None:
@@ -434,54 +429,63 @@ def test_a_disk_may_be_full_only_when_it_is_written_through(
 
 
 Sample = Callable[..., list[Row]]
-# In a container NVML may tell other numbers of processes, or none at all.
-NOBODY = "-" if Path("/proc/self/ns/pid").readlink() == Path(gpus.OF_THE_HOST) else "?"
 GIVEN = {"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": None}  # by Slurm, which shows only these
-CELLS = {name for name, kinds in samples.COLUMNS.items() if samples.GPU in kinds}
+CELLS = {name for name, kinds in samples.COLUMNS.items() if samples.GPU in kinds} - {"time"}
+# In a container NVML may tell other numbers of processes, or none at all.
+HERE = Path("/proc/self/ns/pid").readlink()
+NOBODY = "-" if Path(gpus.OF_THE_HOST) == HERE else "?"
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> Sample:
-    """The rows of the GPUs in some samples of a node that answers by a script."""
+def told() -> list[str]:
+    """The notes of `sample`."""
+    return []
 
-    def run(most: int = 1, env: dict[str, str | None] | None = None, **script: object) -> list[Row]:
-        variables = GIVEN | fake_nvml.install(tmp_path / "fake", **script) | (env or {})
-        with sampled(tmp_path, period=0.01, most=most, **variables) as sampler:
-            sampler.wait(60)
-        assert len(seen(tmp_path, samples.NODE)) == most
-        return seen(tmp_path, samples.GPU)
+
+@pytest.fixture
+def sample(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Sample:
+    """The rows of some samples of a node that answers by a script; `ranks`: process -> rank."""
+
+    def run(
+        most: int = 1,
+        env: dict[str, str | None] | None = None,
+        ranks: dict[int, int] | None = None,
+        readable: bool = True,
+        **script: object,
+    ) -> list[Row]:
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml.Nvml(**script))
+        monkeypatch.setattr(gpus, "OF_THE_HOST", HERE if readable else "another")
+        for name, value in (GIVEN | (env or {})).items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        looks = gpus.Gpus(told.append)
+        return [row | {"sample": number} for number in range(most) for row in looks.sample(ranks or {})]
 
     return run
 
 
 def empty(row: Row) -> set[str]:
-    return {name for name in CELLS if row[name] == "" or row[name] != row[name]}
+    return {name for name in CELLS if row.get(name) is None}
 
 
-def test_a_gpu_is_written_down_in_the_units_of_its_columns(
-    sample: Sample, start_rank: StartRank, tmp_path: Path
-) -> None:
-    pids = [start_rank(RANK=rank).pid for rank in ("0", "11")]
+def test_a_gpu_is_written_down_in_the_units_of_its_columns(sample: Sample, told: list[str]) -> None:
     busy = {"memory_mb": 40_000, "utilisation": 97, "power_w": 612.5, "energy_j": 123456.789}
-    busy |= {
-        "clock_mhz": 1755,
-        "temperature_c": 66,
-        "throttled": "SwPowerCap",
-        "pids": f"{pids[1]} {pids[0]} {os.getpid()}",
-    }
-    first, second, third, fourth = sample(gpus=[{}, busy, {"pids": os.getpid()}, {"name": "NVIDIA A100"}])
-    assert [row["number"] for row in (first, second, third, fourth)] == list("0123")
+    busy |= {"clock_mhz": 1755, "temperature_c": 66, "throttled": "SwPowerCap", "pids": (8, 7, 1)}
+    script = [{}, busy, {"pids": (1,)}, {"name": "NVIDIA A100"}]
+    first, second, third, fourth = sample(gpus=script, ranks={7: 0, 8: 11})
+    assert [row["number"] for row in (first, second, third, fourth)] == [0, 1, 2, 3]
     expected = {name: busy[name] for name in busy.keys() & samples.COLUMNS}
     expected |= {"throttled": "power", "ranks": "0+11", "name": fake_nvml.GPU["name"]}
     expected |= {"memory_limit_mb": 85_000, "power_limit_w": 700, "clock_limit_mhz": 1980}
     assert expected.items() <= second.items()
-    assert (first["throttled"], first["ranks"]) == ("-", NOBODY)
-    assert third["ranks"] == "?"
+    assert (first["throttled"], first["ranks"], third["ranks"]) == ("-", "-", "?")
     assert fourth["name"] == "NVIDIA A100"
-    assert notes(tmp_path) == []
+    assert sample(gpus=[{}], readable=False)[0]["ranks"] == "?"
+    assert told == []
 
 
-def test_why_a_clock_is_low(sample: Sample, tmp_path: Path) -> None:
+def test_why_a_clock_is_low(sample: Sample, told: list[str]) -> None:
     reasons = {
         "": "-",
         "GpuIdle": "-",
@@ -498,11 +502,11 @@ def test_why_a_clock_is_low(sample: Sample, tmp_path: Path) -> None:
     }
     rows = sample(len(reasons), gpus=[{"throttled": list(reasons)}])
     assert [row["throttled"] for row in rows] == list(reasons.values())
-    assert notes(tmp_path) == []
+    assert told == []
 
 
 @pytest.mark.parametrize(
-    ("reading", "columns", "told"),
+    ("reading", "columns", "words"),
     [
         ("utilisation", ("utilisation",), "utilisation"),
         ("memory_mb", ("memory_mb", "memory_limit_mb"), "memory"),
@@ -517,43 +521,43 @@ def test_why_a_clock_is_low(sample: Sample, tmp_path: Path) -> None:
     ],
 )
 def test_a_reading_that_fails_is_an_empty_cell(
-    reading: str, columns: tuple[str, ...], told: str, sample: Sample, tmp_path: Path
+    reading: str, columns: tuple[str, ...], words: str, sample: Sample, told: list[str]
 ) -> None:
     """And one note, on however many GPUs and in however many samples."""
     failing = {reading: "NOT_SUPPORTED"}
     rows = sample(3, gpus=[failing, failing])
     assert len(rows) == 6
     assert all(empty(row) == {*columns} for row in rows[2:])
-    assert notes(tmp_path) == [f"GPU 0: NVML does not tell {told} (Not Supported)"]
+    assert told == [f"GPU 0: NVML does not tell {words} (Not Supported)"]
 
 
-def test_permission_may_be_given_later(sample: Sample, tmp_path: Path) -> None:
+def test_permission_may_be_given_later(sample: Sample, told: list[str]) -> None:
     rows = sample(3, gpus=[{"power_w": ["NO_PERMISSION", 300], "energy_j": ["NO_PERMISSION", 5]}])
     assert [row["power_w"] for row in rows[1:]] == [300, 300]
     assert empty(rows[0]) >= {"power_w", "energy_j"}
-    assert notes(tmp_path) == ["GPU 0: NVML does not tell power, energy (Insufficient Permissions)"]
+    assert told == ["GPU 0: NVML does not tell power, energy (Insufficient Permissions)"]
 
 
-def test_gpus_that_are_lost(sample: Sample, tmp_path: Path) -> None:
+def test_gpus_that_are_lost(sample: Sample, told: list[str]) -> None:
     """Each is news, and the others go on."""
     lost = [fake_nvml.lost({"power_w": 300}, after=2), {"power_w": 310}, fake_nvml.lost({})]
     rows = sample(4, gpus=lost)
-    by_gpu = [[row["power_w"] for row in rows if row["number"] == number] for number in "012"]
-    assert by_gpu[0][:2] == [300, 300] and all(map(math.isnan, by_gpu[0][2:] + by_gpu[2]))
+    by_gpu = [[row.get("power_w") for row in rows if row["number"] == number] for number in range(3)]
+    assert by_gpu[0] == [300, 300, None, None] and by_gpu[2] == [None] * 4
     assert by_gpu[1] == [310] * 4
-    told = f"NVML does not tell {', '.join(gpus.READINGS)} (GPU is lost)"
-    assert notes(tmp_path) == [f"GPU 2: {told}", f"GPU 0: {told}"]
+    why = f"NVML does not tell {', '.join(gpus.READINGS)} (GPU is lost)"
+    assert told == [f"GPU 2: {why}", f"GPU 0: {why}"]
 
 
-def test_traffic_is_what_the_counters_have_moved(sample: Sample, tmp_path: Path) -> None:
+def test_traffic_is_what_the_counters_have_moved(sample: Sample, told: list[str]) -> None:
     """Over PCIe and NVLink; a counter that begins anew, or is not there, makes an empty cell."""
     plain, both = {"pcie_mb": [10, 20, 5, 6]}, {"pcie_mb": [0, 1, 2, 3], "nvlink_mb": [7, 1007, 2007, 3007]}
     rows = sample(4, gpus=[plain, both, {"pcie_mb": "NOT_SUPPORTED"}])
     first, second, third = ([row["link_mb_s"] for row in rows[number::3]] for number in range(3))
-    assert [math.isnan(rate) for rate in first] == [True, False, True, False]
-    assert math.isnan(second[0]) and second[1] > 50 * first[1]
-    assert all(map(math.isnan, third))
-    assert notes(tmp_path) == []
+    assert [rate is None for rate in first] == [True, False, True, False]
+    assert second[0] is None and second[1] > 50 * first[1]
+    assert third == [None] * 4
+    assert told == []
 
 
 @pytest.mark.parametrize(
@@ -567,10 +571,10 @@ def test_traffic_is_what_the_counters_have_moved(sample: Sample, tmp_path: Path)
         (None, "0123"),
     ],
 )
-def test_which_gpus_are_the_jobs(visible: str | None, numbers: str, sample: Sample, tmp_path: Path) -> None:
+def test_which_gpus_are_the_jobs(visible: str | None, numbers: str, sample: Sample, told: list[str]) -> None:
     rows = sample(gpus=[{}] * 4, env={"CUDA_VISIBLE_DEVICES": visible})
-    assert [row["number"] for row in rows] == list(numbers)
-    assert notes(tmp_path) == []
+    assert [str(row["number"]) for row in rows] == list(numbers)
+    assert told == []
 
 
 @pytest.mark.parametrize(
@@ -584,49 +588,43 @@ def test_which_gpus_are_the_jobs(visible: str | None, numbers: str, sample: Samp
     ids=["not given", "processes of the host", "by Slurm", "chosen"],
 )
 def test_gpus_that_nobody_has_given_are_those_with_a_rank(
-    env: dict[str, str], readable: bool, numbers: str, sample: Sample, start_rank: StartRank
+    env: dict[str, str], readable: bool, numbers: str, sample: Sample
 ) -> None:
     """From then on, or where one cannot see; there is another's, too."""
-    pid, here = str(start_rank().pid), str(Path("/proc/self/ns/pid").readlink())
-    used = [{}, {"pids": [pid, ""]}, {"pids": os.getpid()}, {"pids": ["", pid]}]
-    env = {"SLURM_JOB_ID": None, "OF_THE_HOST": here if readable else "another"} | env
-    rows = sample(2, gpus=used, env=env)
-    moments = sorted({row["time"] for row in rows})
-    found = ("".join(row["number"] for row in rows if row["time"] == moment) for moment in moments)
+    used = [{}, {"pids": [(7,), ()]}, {"pids": (1,)}, {"pids": [(), (7,)]}]
+    rows = sample(2, gpus=used, env={"SLURM_JOB_ID": None} | env, ranks={7: 0}, readable=readable)
+    found = ("".join(str(row["number"]) for row in rows if row["sample"] == moment) for moment in (0, 1))
     assert " ".join(found) == numbers
 
 
-def test_slices_of_a_card(sample: Sample, start_rank: StartRank, tmp_path: Path) -> None:
+def test_slices_of_a_card(sample: Sample, told: list[str]) -> None:
     """NVML tells their memory and processes, and the rest of whole cards only."""
-    slices = [
-        {"uuid": f"MIG-{letter}", "name": "NVIDIA A100 MIG 1g.5gb", "memory_limit_mb": 5_000}
-        for letter in "ab"
-    ]
-    slices[1]["pids"] = start_rank(RANK="3").pid
-    rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"})
-    assert [(row["number"], row["memory_limit_mb"]) for row in rows] == [("0", 5_000), ("1", 5_000)]
-    assert rows[1]["ranks"] == "3"
-    known = {"time", "what", "number", "name", "memory_mb", "memory_limit_mb", "ranks"}
+    alike = {"name": "NVIDIA A100 MIG 1g.5gb", "memory_limit_mb": 5_000, "pids": (3,)}
+    slices = [{"uuid": f"MIG-{letter}"} | alike for letter in "ab"]
+    rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ranks={3: 3})
+    found = [(row["number"], row["memory_limit_mb"], row["ranks"]) for row in rows]
+    assert found == [(0, 5_000, "3"), (1, 5_000, "3")]
+    known = {"what", "number", "name", "memory_mb", "memory_limit_mb", "ranks"}
     assert all(empty(row) == CELLS - known for row in rows)
-    (note,) = notes(tmp_path)
+    (note,) = told
     assert note.startswith("GPU 0: NVML does not tell utilisation, power,")
     assert note.endswith(" (Not Supported)")
 
 
 @pytest.mark.parametrize(
-    ("init", "told"),
+    ("init", "why"),
     [
-        ("no package", "there is no nvidia-ml-py in this environment"),
-        ("no library", "NVML Shared Library Not Found"),
+        ("LIBRARY_NOT_FOUND", "NVML Shared Library Not Found"),
         ("DRIVER_NOT_LOADED", "Driver Not Loaded"),
-        ("LIB_RM_VERSION_MISMATCH", "RM has detected an NVML/RM version mismatch."),
         (None, "it shows none"),
     ],
 )
-def test_where_nvml_shows_no_gpu(init: str | None, told: str, sample: Sample, tmp_path: Path) -> None:
+def test_where_nvml_shows_no_gpu(
+    init: str | None, why: str, sample: Sample, told: list[str], tmp_path: Path
+) -> None:
     assert sample(init=init, env={"CUDA_VISIBLE_DEVICES": "0"} | nvidia_smi(tmp_path)) == []
-    (note,) = notes(tmp_path)
-    assert note.startswith(f"no GPU of this job can be seen through NVML ({told})")
+    (note,) = told
+    assert note.startswith(f"no GPU of this job can be seen through NVML ({why})")
 
 
 @pytest.mark.parametrize(
@@ -640,8 +638,8 @@ def test_where_nvml_shows_no_gpu(init: str | None, told: str, sample: Sample, tm
     ids=["given", "virtual", "hidden", "none"],
 )
 def test_gpus_are_missed_where_there_should_be_some(
-    env: dict[str, str], driver: bool, missed: bool, sample: Sample, tmp_path: Path
+    env: dict[str, str], driver: bool, missed: bool, sample: Sample, told: list[str], tmp_path: Path
 ) -> None:
     there = nvidia_smi(tmp_path) if driver else {"PATH": "/nonexistent"}
-    assert sample(init="no library", env=there | env) == []
-    assert len(notes(tmp_path)) == missed
+    assert sample(init="LIBRARY_NOT_FOUND", env=there | env) == []
+    assert len(told) == missed
