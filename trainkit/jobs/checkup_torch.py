@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from trainkit import data, machine, run, world  # noqa: F401  what a rank imports
-from trainkit.errors import UserError, first_line
 from trainkit.jobs import processes
 from trainkit.jobs.checkup import FIXES, LIMITS, in_words, node, tell
-from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, fault_of
+from trainkit.jobs.finding import FAULT, OK, WARNING, Finding
 
 GB = 1e9
 # What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
@@ -98,20 +97,13 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     Raises:
         UserError: if the data cannot be read.
     """
-    gpus, found = "no GPU here, as usual on a login node", []
-    try:
-        machine.check_usable()
-        if torch.cuda.is_available():
-            gpus = _cards()
-    except (UserError, RuntimeError) as error:  # no job's GPU
-        unusable = fault_of("gpus", first_line(error), "see `nvidia-smi` here, ask your admin")
-        found = [unusable._replace(level=WARNING)]
+    version = f"torch {torch.__version__.partition('+')[0]} for {_software_of_gpus()}"
+    found = [Finding("environment", OK, f"{sys.executable}, {version}")]
     if machine.build() == "the CPU only" and most_gpus:
         message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
         found.append(Finding("gpus", FAULT, message, fix))
-    version = f"torch {torch.__version__.partition('+')[0]} for {_software_of_gpus()}"
-    for finding in (Finding("environment", OK, f"{sys.executable}, {version}; {gpus}"), *found):
+    for finding in found:
         tell(finding=finding._asdict())
     data.load("mnist", Path(data_dir))
     tell(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())

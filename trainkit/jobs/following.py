@@ -80,13 +80,9 @@ class Handle:
 
     def verdict(self) -> list[str]:
         """What the job's sampler has told at its end (trainkit.jobs.monitor); nothing if there was none."""
-        lines: list[str] = []
-        for line in _lines(self.log):
-            if line.startswith("job     "):  # a start of it
-                lines = []
-            elif line.startswith("watch   "):
-                lines.append(line)
-        return lines
+        lines = _lines(self.log)
+        starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
+        return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]
 
     def _progress(self) -> str:
         return self._log_line("epoch ") or "no epoch finished yet"

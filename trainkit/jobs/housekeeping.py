@@ -129,6 +129,4 @@ def _state_here(job: Path) -> str:
 
 def _newest(folder: Path) -> Path | None:
     checkpoints = (folder / "checkpoints").glob("epoch-*-step-*.pt")
-    return max(
-        checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], default=None
-    )
+    return max(checkpoints, key=lambda path: samples.natural(path.name), default=None)

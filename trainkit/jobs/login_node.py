@@ -48,17 +48,13 @@ def check_site() -> tuple[Site | None, list[Finding]]:
 
 def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
     """Whether nobody but the user (and root) could change `what` behind the user's back."""
-    status, quoted = path.stat(), shlex.quote(str(path))
+    status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         message = f"{path} belongs to user {status.st_uid}, who can change {what}"
         return [Finding(check, FAULT, message, "put a copy of your own in its place")]
     if status.st_mode & stat.S_IWOTH:
         message = f"everybody can write to {path}, and so change {what}"
-        return [Finding(check, FAULT, message, f"chmod o-w {quoted}")]
-    # Many systems give every user a group of their own, with the user's number.
-    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getuid(), 0):
-        message = f"group {status.st_gid} can write to {path}, and so change {what}"
-        return [Finding(check, WARNING, message, f"chmod g-w {quoted}, if you do not trust all of them")]
+        return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}")]
     return []
 
 

@@ -212,9 +212,11 @@ def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
 
     def ended(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while not (over := local.has_ended(str(process), folder)) and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, END_SECONDS))
-        return over
+        while not local.has_ended(str(process), folder):
+            if time.monotonic() > until:
+                return False
+            time.sleep(END_SECONDS)
+        return True
 
     return ended
 
