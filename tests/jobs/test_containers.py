@@ -37,62 +37,31 @@ os.execvp(words[0], words)
 """
 
 
-def copied_by_dockerfile() -> tuple[dict[str, str], list[str]]:
-    """What is copied into which folder or file, and all other instructions."""
-    lines = [
-        line for line in (CONTAINERS / "Dockerfile").read_text().splitlines() if line[:1] not in ("", "#")
-    ]
-    copied, others = {}, []
-    folder = ""
-    for line in lines:
-        instruction, *words = line.split()
-        if instruction == "COPY":
-            *sources, target = words
-            for source in sources:
-                inside = (
-                    target
-                    if len(sources) == 1 and not target.endswith("/")
-                    else f"{target}{Path(source).name}"
-                )
-                copied[source] = os.path.normpath(f"{folder}/{inside}")
-        elif instruction == "WORKDIR":
-            folder = words[0]
-        else:
-            others.append(line)
-    return copied, others
+COPIED = ("pyproject.toml", "slurm/containers/install.sh", "trainkit")
 
 
-def sections_of_definition() -> dict[str, list[str]]:
-    """The lines of each section of tutorial.def; those before the first are the header."""
-    sections, name = {"header": []}, "header"
-    for line in (CONTAINERS / "tutorial.def").read_text().splitlines():
-        if line.startswith("%"):
-            name = line[1:]
-            sections[name] = []
-        elif line.strip() and not line.startswith("#"):
-            sections[name].append(line.strip())
-    return sections
-
-
-def copied_by_definition() -> dict[str, str]:
-    files = dict(line.split() for line in sections_of_definition()["files"])
-    return {source: os.path.normpath(f"{target}/{Path(source).name}") for source, target in files.items()}
+def instructions(name: str) -> list[str]:
+    lines = map(str.strip, (CONTAINERS / name).read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def test_both_definitions_run_one_list_of_steps() -> None:
-    """They copy the same to the same places, and all they run is install.sh, where its files are."""
-    copied, others = copied_by_dockerfile()
-    base = "docker.io/library/python:3.12-slim"
-    assert others == [f"ARG BASE={base}", "FROM ${BASE}", 'RUN ["bash", "install.sh"]']
-    sections = sections_of_definition()
-    assert copied_by_definition() == copied
-    (folder,) = {Path(target).parent for target in copied.values()}
-    assert sections == {
-        "header": ["Bootstrap: {{ FROM }}", "From: {{ BASE }}"],
-        "arguments": ["FROM=docker", f"BASE={base}"],
-        "files": sections["files"],
-        "post": [f"cd {folder}", "bash install.sh"],
-    }
+    """They copy the same to the same place, and all they run is install.sh, where its files are."""
+    base, folder = "docker.io/library/python:3.12-slim", "/opt/tutorial"
+    *files, package = COPIED
+    copies = [f"COPY {' '.join(files)} ./", f"COPY {package} ./{package}"]
+    run = 'RUN ["bash", "install.sh"]'
+    assert instructions("Dockerfile") == [
+        f"ARG BASE={base}",
+        "FROM ${BASE}",
+        f"WORKDIR {folder}",
+        *copies,
+        run,
+    ]
+    header = ["Bootstrap: {{ FROM }}", "From: {{ BASE }}", "%arguments", "FROM=docker", f"BASE={base}"]
+    copies = [f"{source} {folder}/" for source in COPIED]
+    steps = ["%post", f"cd {folder}", "bash install.sh"]
+    assert instructions("tutorial.def") == [*header, "%files", *copies, *steps]
 
 
 @pytest.mark.full
@@ -102,8 +71,8 @@ def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
     The packages that trainkit needs are lent by the environment of the tests in place of being downloaded.
     """
     inside = tmp_path / "inside"
-    for source, target in copied_by_definition().items():
-        place = inside / Path(target).name
+    for source in COPIED:
+        place = inside / Path(source).name
         copy = shutil.copytree if (REPOSITORY / source).is_dir() else shutil.copyfile
         place.parent.mkdir(exist_ok=True)
         copy(REPOSITORY / source, place)
