@@ -50,14 +50,8 @@ def test_both_definitions_run_one_list_of_steps() -> None:
     base, folder = "docker.io/library/python:3.12-slim", "/opt/tutorial"
     *files, package = COPIED
     copies = [f"COPY {' '.join(files)} ./", f"COPY {package} ./{package}"]
-    run = 'RUN ["bash", "install.sh"]'
-    assert instructions("Dockerfile") == [
-        f"ARG BASE={base}",
-        "FROM ${BASE}",
-        f"WORKDIR {folder}",
-        *copies,
-        run,
-    ]
+    begins, ends = [f"ARG BASE={base}", "FROM ${BASE}", f"WORKDIR {folder}"], 'RUN ["bash", "install.sh"]'
+    assert instructions("Dockerfile") == [*begins, *copies, ends]
     header = ["Bootstrap: {{ FROM }}", "From: {{ BASE }}", "%arguments", "FROM=docker", f"BASE={base}"]
     copies = [f"{source} {folder}/" for source in COPIED]
     steps = ["%post", f"cd {folder}", "bash install.sh"]

@@ -161,7 +161,8 @@ def test_gpus_are_those_that_pytorch_sees_and_can_use(monkeypatch: pytest.Monkey
         # Rank 0 waits for the other: for minutes, were it not ended, by force.
         (("signal.signal(signal.SIGTERM, print); time.sleep(600)", "raise errors.UserError('planted')"),
          "error on rank 1: planted"),
-        (("time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"), "rank 0, 1 ended without a word: killed"),
+        (("time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"),
+         "rank 0, 1 ended without a word: killed"),
         # They have met, so rank 0 fails too, and must not be taken for the reason.
         (("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
          "rank 1 ended without a word: killed"),
