@@ -220,7 +220,9 @@ def _record(folder: Path, written: Written, nodes: list[str]) -> None:
             elapsed_s=seconds,
             recorded_at=_moment(BEGAN + seconds),
         )
-    (folder / samples.RUNS).write_text(f"{recorder.path.relative_to(folder)}\n")
+    for path in recorder.path.parent.iterdir():
+        path.rename(folder / "training" / path.name)
+    recorder.path.parent.rmdir()
 
 
 def _moment(time: float) -> str:
@@ -248,15 +250,13 @@ def _take(name: str, monitored: Path) -> None:
     """Copy what was sampled, and the records, in place of what there was."""
     folder = TRACES / name
     shutil.rmtree(folder, ignore_errors=True)
-    runs = folder / "training" / "runs"
+    runs = folder / "training"
     runs.mkdir(parents=True)
     for path in (*monitored.glob("*.csv"), *monitored.glob(samples.NOTES)):
         shutil.copy(path, folder)
     for path in samples.runs(monitored):
         shutil.copy(path, runs)
         shutil.copy(records.beside(path), runs)
-    names = [f"{path.relative_to(folder)}\n" for path in sorted(runs.glob("*.csv"))]
-    (folder / samples.RUNS).write_text("".join(names))
 
 
 def _stop_one(results: Path) -> None:

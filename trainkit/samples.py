@@ -138,11 +138,14 @@ def natural(name: str) -> list[object]:
 
 
 def runs(folder: Path) -> list[Path]:
-    """The CSVs of the trainings that ran in this job, in their order; none if it had none with a record."""
+    """The CSVs of the trainings that ran in this job, in their order; none if it had none with a record.
+
+    Of a recording that was put together by hand they are in its folder `training`.
+    """
     try:
         lines = (folder / RUNS).read_text(errors="replace").splitlines()
     except OSError:
-        return []
+        return sorted((folder / "training").glob("*.csv"))
     return [folder / line for line in dict.fromkeys(filter(None, lines))]
 
 

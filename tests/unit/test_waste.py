@@ -79,7 +79,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / "monitor"
         traces.write(folder, Written(gpus, **how))
         if not record:
-            (folder / samples.RUNS).unlink()
+            shutil.rmtree(folder / "training")
         return folder
 
     return make
