@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from trainkit import startup
 from trainkit.data import Split
@@ -31,14 +31,9 @@ def training(
     """The training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
     Raises:
-        UserError: if the global batch does not divide among the ranks or exceeds the data set, or if
-            --num-workers is far more than the machine has cores.
+        UserError: if the global batch does not divide among the ranks or exceeds the data set.
     """
     check_sizes(options, len(split), world_size)
-    if options.num_workers > 4 * (os.cpu_count() or 1):  # far beyond that, starting them stops the machine
-        raise UserError(
-            f"--num-workers {options.num_workers} is more than four for each core of this machine: lower it."
-        )
     size = options.batch_size if options.dry_run else options.train_size or len(split)
     split = split.first(size)
     order = GlobalOrder(len(split), options.batch_size, options.seed, rank, world_size, size)
@@ -192,7 +187,7 @@ class WorkerBatches(Batches):
     ) -> None:
         super().__init__(split, order, device, shift)
         self.loader = DataLoader(
-            OneByOne(split),
+            split,
             batch_sampler=order,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -234,19 +229,6 @@ class WorkerBatches(Batches):
                 f"a loader process was killed ({first_line(error) or type(error).__name__}): perhaps the "
                 "memory was full, then lower --num-workers, or ask Slurm for more with --mem."
             ) from None
-
-
-class OneByOne(Dataset):
-    """The samples of a split, each prepared by itself."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.split.one(index), self.split.targets[index]
 
 
 def _obey_the_parent(worker: int) -> None:

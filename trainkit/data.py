@@ -17,11 +17,6 @@ CLASSES = 10
 MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
 
-def as_they_are(inputs: torch.Tensor) -> torch.Tensor:
-    """For inputs that the model takes as they lie in memory."""
-    return inputs
-
-
 @dataclass(frozen=True)
 class Split:
     """One part of a data set, for training or for testing; row i of `inputs` belongs to `targets[i]`.
@@ -34,7 +29,7 @@ class Split:
     name: str
     inputs: torch.Tensor
     targets: torch.Tensor
-    prepare: Callable[[torch.Tensor], torch.Tensor] = as_they_are
+    prepare: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor  # as they lie in memory
     prepare_one: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __len__(self) -> int:
@@ -44,11 +39,11 @@ class Split:
         """The first `n` samples of it."""
         return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
 
-    def one(self, index: int) -> torch.Tensor:
-        """The input of one sample, prepared by itself."""
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One sample, prepared by itself, and its target: what a DataLoader's worker asks for."""
         if self.prepare_one:
-            return self.prepare_one(self.inputs[index])
-        return self.prepare(self.inputs[index : index + 1])[0]
+            return self.prepare_one(self.inputs[index]), self.targets[index]
+        return self.prepare(self.inputs[index : index + 1])[0], self.targets[index]
 
 
 def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:

@@ -128,7 +128,7 @@ class Options:
         column="loader",
     )
     num_workers: int = _option(
-        "data", 0, at_least(0), "N", "loader processes of each process, for --loader workers",
+        "data", 0, at_least(0, 256), "N", "loader processes of each process, for --loader workers",
         column="workers_per_loader",
     )
     test_batch_size: int | None = _option(

@@ -29,7 +29,7 @@ ALONE = [
     (["--epochs", "2", "--lr-warmup-images", "120001"], "more than the 120000 images of all epochs"),
     (["--stop-at", "101"], "must be more than 0 and at most 100"),
     (["--batch-size", "64", "--batch-size-per-gpu", "64"], "--batch-size-per-gpu of each: give one of them"),
-    (["--loader", "workers", "--num-workers", "100000"], "four for each core of this machine: lower it"),
+    (["--loader", "workers", "--num-workers", "100000"], "100000 is too large, it must be 0 to 256"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--local-rank=0"], "unrecognized arguments: --local-rank=0"),  # of torch.distributed.launch
     (["--batch-size", "70000"], "more than the 60000 training images"),

@@ -15,7 +15,7 @@ from classic_mnist import Net as ClassicNet
 from torch import nn
 
 from trainkit import data, machine, staging
-from trainkit.batches import Batch, GlobalOrder, OneByOne, ResidentBatches
+from trainkit.batches import Batch, GlobalOrder, ResidentBatches
 from trainkit.model import Dropout
 
 RUNGS = (
@@ -70,7 +70,7 @@ def main() -> None:
     if "data set resident as bytes" in have:
         batches = ResidentBatches(train_set, order, device, shift=False)
     else:
-        batches = torch.utils.data.DataLoader(OneByOne(train_set), batch_sampler=order)
+        batches = torch.utils.data.DataLoader(train_set, batch_sampler=order)
     batches = _endless(batches)
     _train(model, optimizer, batches, device, have, steps=5)  # warm-up
     start = time.perf_counter()

@@ -154,7 +154,7 @@ def _check_images(mine: Mine, loader: str) -> None:
     if loader == "resident":
         made = split.prepare(split.inputs.clone())
     else:
-        made = torch.stack([split.one(index) for index in range(4)])
+        made = torch.stack([split[index][0] for index in range(4)])
     pixels = images.float()
     std, mean = torch.std_mean(pixels, dim=(1, 2, 3), keepdim=True, correction=0)
     if made.shape != pixels.shape:
