@@ -18,7 +18,7 @@ import torch.distributed.nn.functional  # noqa: F401  first imported within a gr
 from trainkit import debugging, machine, startup
 from trainkit.errors import PeerError, UserError, fail, first_line
 
-PATIENCE_SECONDS = 20  # beyond --timeout, with processes that meet
+PATIENCE_SECONDS = 20  # beyond twice --timeout, with processes that meet
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _at_most(timeout: int, error: str) -> Iterator[None]:
 
     PyTorch asks something that says nothing again and again, each time for the whole timeout.
     """
-    watch = threading.Timer(timeout + PATIENCE_SECONDS, fail, [error])
+    # As the ranks may come that far apart, and then each rank waits for what the others tell.
+    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [error])
     watch.daemon = True
     watch.start()
     try:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from checkout import Checkout
 from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, rows_of, weights_of
 from forking import Forking
 from sklearn import calibration
@@ -193,17 +192,3 @@ def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Pa
     assert script(SCRIPT, *SMALL, "--epochs", 1, *places).returncode == 0
     done = script(SCRIPT, *SMALL, "--weights", "none", *places)
     assert done.returncode == 1 and "was made with --weights exact" in done.stderr
-
-
-@pytest.mark.full
-def test_a_sweep_of_it(tmp_path: Path) -> None:
-    """Without Slurm; its last words are how many workers to ask for, or what that would take."""
-    checkout = Checkout(tmp_path / "a checkout")
-    script = checkout.folder / "03_multigpu_ddp" / "beyond" / "tabular.py"
-    lists = ("--script", script, "--gpus", "1,2", "--batch-size", 300)
-    done = checkout.python("slurm/sweep.py", *lists, *SMALL[:4], *SMALL[6:], "--out", tmp_path / "sweep")
-    assert done.returncode == 0, done.stdout + done.stderr
-    table = pd.read_csv(tmp_path / "sweep" / "comparison.csv")
-    assert list(zip(table.stage, table.devices, strict=True)) == [("tabular-exact", 1), ("tabular-exact", 2)]
-    assert len(list((tmp_path / "sweep").glob("*/runs/*.metrics.tsv"))) == 2
-    assert (tmp_path / "sweep" / "how_many_gpus.md").exists(), done.stdout
