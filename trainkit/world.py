@@ -113,7 +113,7 @@ def _at_most(timeout: int, error: str) -> Iterator[None]:
 
     PyTorch asks something that says nothing again and again, each time for the whole timeout.
     """
-    # As the ranks may come that far apart, and then each rank waits for what the others tell.
+    # Ranks may come a whole timeout apart, and to connect then takes a while.
     watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [error])
     watch.daemon = True
     watch.start()

@@ -247,14 +247,6 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     assert last.own_seconds.between(0, row["train_seconds"], inclusive="right").all()
 
 
-@several
-def test_data_parallel_tells_the_memory_of_each_gpu(tmp_path: Path) -> None:
-    train("dp", tmp_path, *SHORT)
-    last = of_ranks(tmp_path).query("epoch == 2")
-    assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
-    assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
-
-
 def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
     """While they train for some seconds. In a container NVML may not tell whose processes it sees."""
     sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
@@ -325,6 +317,9 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
     row = train("dp", tmp_path, *SHORT, "--recipe", recipe)[-1]
     assert (row["devices"], row["world_size"]) == (GPUS, 1)
     assert row["test_accuracy"] > 85
+    last = of_ranks(tmp_path).query("epoch == 2")
+    assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
+    assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
 
 
 @several
