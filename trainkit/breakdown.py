@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit import clock, machine, world
+from trainkit import clock, world
 from trainkit.errors import UserError, tell
 from trainkit.files import replacing
-from trainkit.model import name_of
 from trainkit.options import Options
 from trainkit.own_time import between, moment
-from trainkit.precision import precision_of
+from trainkit.runlog import facts_of_run
 from trainkit.world import World
 
 TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can tell
@@ -64,23 +63,9 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 
 def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
     """What was measured: the columns that are the same in all lines of its file. Every rank calls it."""
-    return {
-        "run_id": world.from_first(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"),
-        "dataset": dataset,
-        "model": name_of(model),
-        "width": options.width,
-        "loader": options.loader,
-        "workers_per_loader": options.num_workers,
-        "recipe": options.recipe,
-        "precision": precision_of(model),
-        "debug": int(options.debug),
-        "device_name": machine.device_name(here.device),
-        "threads_per_worker": torch.get_num_threads(),
-        "world_size": here.size,
-        "nodes": here.nodes,
-        "global_batch": options.batch_size,
-        "torch_version": str(torch.__version__),
-    }
+    run_id = world.from_first(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
+    own = {"run_id": run_id, "debug": int(options.debug)}
+    return facts_of_run(options, here, dataset, model) | own
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:

@@ -371,4 +371,6 @@ def _put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]]
 def _to_text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):  # what is no number the reader takes as nan only
+        return f"{value:.6g}" if math.isfinite(value) else "nan"
+    return str(value)

@@ -71,13 +71,13 @@ class Run:
     ) -> None:
         startup.mark("optimizer")
         self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
-        parameters = sharded.parameters() if sharded else None
+        facts = {"stage": name, "devices": devices, "accumulate": accumulate, "flops_per_image": flops}
         if flops is None:
-            flops = math.nan if sharded else operations.per_image(model, train_set)
+            facts["flops_per_image"] = math.nan if sharded else operations.per_image(model, train_set)
+        trained = (weights.numel() for weights in model.parameters() if weights.requires_grad)
+        facts["parameters"] = sharded.parameters() if sharded else sum(trained)
         # None but on rank 0.
-        self._log = world.on_first(
-            lambda: RunLog(name, options, here, devices, train_set.name, model, accumulate, parameters, flops)
-        )
+        self._log = world.on_first(lambda: RunLog(options, here, train_set.name, model, facts))
         parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
         self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
         self._meeting = Meeting(here.device)

@@ -28,60 +28,36 @@ from trainkit.world import World
 class RunLog:
     """The log of one run. Only rank 0 has one.
 
-    `devices` is the number of devices that really compute, `dataset` the name of the training data,
-    `accumulate` the number of micro-batches of a step, `parameters` that of a network of which `model` is
-    only a part, `flops_per_image` is of `trainkit.operations`.
+    `facts` are columns of the record: the run's `stage`, and what `facts_of_run` does not know.
     Raises UserError if the results directory cannot be written to.
     """
 
     def __init__(
-        self,
-        stage: str,
-        options: Options,
-        here: World,
-        devices: int,
-        dataset: str,
-        model: nn.Module,
-        accumulate: int = 1,
-        parameters: int | None = None,
-        flops_per_image: float = math.nan,
+        self, options: Options, here: World, dataset: str, model: nn.Module, facts: dict[str, object]
     ) -> None:
         self._options = options
         self._started = startup.process_start()
         self._before_s = 0.0  # what earlier processes of this run took
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
-        word = re.sub(r"[^\w.-]+", "-", stage)  # it is the name of a file, too
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"])  # it is the name of a file, too
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-        self._facts = options.columns() | {
+        self._facts = facts_of_run(options, here, dataset, model) | facts
+        self._facts |= {
             "run_id": self.run_id,
-            "stage": stage,
             "launcher": here.launcher,
-            "dataset": dataset,
             "lr": options.scaled_lr,
-            "model": name_of(model),
-            "parameters": parameters
-            or sum(weights.numel() for weights in model.parameters() if weights.requires_grad),
-            "flops_per_image": flops_per_image,
-            "world_size": here.size,
-            "nodes": here.nodes,
-            "devices": devices,
-            "device_name": machine.device_name(here.device),
-            "threads_per_worker": torch.get_num_threads(),
-            "batch_per_device": options.batch_size // devices,
-            "accumulate": accumulate,
-            "precision": precision_of(model),
+            "batch_per_device": options.batch_size // facts["devices"],
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
-            "torch_version": str(torch.__version__),
             "cuda_version": machine.build().removeprefix("CUDA ") if here.device.type == "cuda" else "",
             "git_commit": machine.git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
         self._recorder = None if options.dry_run else Recorder(options.results_dir, self._facts)
         tell(
-            f"stage {stage} · {devices} x {self._facts['device_name']} · {dataset} · global batch "
-            f"{options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
+            f"stage {facts['stage']} · {facts['devices']} x {self._facts['device_name']} · {dataset} · "
+            f"global batch {options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
             f"recipe {options.recipe}"
         )
         tell(_configuration(options, here, self._facts["batch_per_device"]))
@@ -123,7 +99,7 @@ class RunLog:
                 "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
-            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": _finite(one.value)} for one in metrics]
+            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": one.value} for one in metrics]
             self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:
                 samples.note_run(self._recorder.path)
@@ -192,9 +168,18 @@ class RunLog:
         return path
 
 
-def _finite(value: float) -> float:
-    """NaN in place of what the reader of a metric would refuse."""
-    return float(value) if math.isfinite(value) else math.nan
+def facts_of_run(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
+    """What is the same in all rows of a training, or of a measurement of its steps."""
+    return options.columns() | {
+        "dataset": dataset,
+        "model": name_of(model),
+        "precision": precision_of(model),
+        "device_name": machine.device_name(here.device),
+        "threads_per_worker": torch.get_num_threads(),
+        "world_size": here.size,
+        "nodes": here.nodes,
+        "torch_version": str(torch.__version__),
+    }
 
 
 def _configuration(options: Options, here: World, batch_per_device: int) -> str:
