@@ -1,6 +1,5 @@
 """The phases of a training step: timed on one rank, told apart over all ranks, printed and written down."""
 
-import csv
 import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -12,9 +11,9 @@ from torch import nn
 
 from trainkit import clock, world
 from trainkit.errors import UserError, tell
-from trainkit.files import replacing
 from trainkit.options import Options
 from trainkit.own_time import between, moment
+from trainkit.records import put_table
 from trainkit.runlog import facts_of_run
 from trainkit.world import World
 
@@ -64,8 +63,7 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
     """What was measured: the columns that are the same in all lines of its file. Every rank calls it."""
     run_id = world.from_first(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
-    own = {"run_id": run_id, "debug": int(options.debug)}
-    return facts_of_run(options, here, dataset, model) | own
+    return {"run_id": run_id} | facts_of_run(options, here, dataset, model)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:
@@ -107,14 +105,14 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
     Raises:
         UserError: if the file cannot be written.
     """
+    rows = [
+        facts | {"rank": rank, "host": hosts[rank], "repeat": repeat, "phase": phase, "seconds": value}
+        for phase, of_ranks in seconds.items()
+        for rank, repeats in enumerate(of_ranks.tolist())
+        for repeat, value in enumerate(repeats, start=1)
+    ]
     try:
-        with replacing(path) as file:
-            writer = csv.writer(file, delimiter="\t")
-            writer.writerow([*facts, "rank", "host", "repeat", "phase", "seconds"])
-            for phase, of_ranks in seconds.items():
-                for rank, (host, repeats) in enumerate(zip(hosts, of_ranks.tolist(), strict=True)):
-                    for repeat, value in enumerate(repeats, start=1):
-                        writer.writerow([*facts.values(), rank, host, repeat, phase, f"{value:.6g}"])
+        put_table(path, rows[0], rows, delimiter="\t")
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}): free the space or give another --results-dir."

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 VERSION = 2
 SPLIT = ("model", "optimizer")  # where each rank has a part
-KEYS = {"version", "epoch", "part", "precision", "random_numbers", "options", "run", "schedule", *SPLIT}
 KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
@@ -180,7 +179,7 @@ class Checkpoints:
         return lock
 
     def _load(self, path: Path, state: dict) -> None:
-        """Go on from `state`, the content of `path`, which has all keys but may hold anything."""
+        """Go on from `state`, the content of `path`, which may hold anything."""
         try:
             # Those of earlier programs do not name the model, which was Net, and what was not an option.
             was = {"model": "Net"} | Options().shaping() | state["options"]
@@ -318,11 +317,8 @@ def read_whole(path: Path) -> object:
 
 def _read(path: Path) -> dict:
     state = read_whole(path)
-    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+    if not isinstance(state, dict) or "version" not in state:
         raise ValueError("it has no version")
-    missing = KEYS - set(state)
-    if missing and state["version"] == VERSION:  # another one is refused by its number, whatever its keys
-        raise ValueError(f"it has no {', '.join(sorted(missing))}")
     if shards := state.get("shards"):
         damaged = [name for name, _ in shards.items() - _checksums(path).items()]
         if damaged:

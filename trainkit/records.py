@@ -217,11 +217,11 @@ class Recorder:
     def _write(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-            _put_table(self.path, COLUMNS, self.rows)
+            put_table(self.path, COLUMNS, self.rows)
             if self.of_ranks:  # a run of an earlier program, which goes on, had none
-                _put_table(beside(self.path), RANK_COLUMNS, self.of_ranks, delimiter="\t")
+                put_table(beside(self.path), RANK_COLUMNS, self.of_ranks, delimiter="\t")
             if self.metrics:
-                _put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
+                put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
@@ -280,7 +280,7 @@ def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
         OSError: if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _put_table(path, ALL_REDUCE_COLUMNS, rows, delimiter="\t")
+    put_table(path, ALL_REDUCE_COLUMNS, rows, delimiter="\t")
 
 
 def read_all_reduce(path: Path) -> list[dict[str, object]]:
@@ -361,7 +361,8 @@ def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, objec
     return row
 
 
-def _put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
+def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
+    """Write the rows to `path`, which is there whole or not at all; raises an OSError if it cannot be."""
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, **dialect)
         writer.writeheader()
