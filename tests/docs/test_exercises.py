@@ -160,12 +160,6 @@ def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
     assert clock.do().stdout.splitlines()[-1].endswith("02_multigpu_dp/README.md")
 
 
-def test_the_starter_is_laid_out_beside_runs_that_came_first(clock: Learner) -> None:
-    (clock.mine / "runs").mkdir(parents=True)
-    clock.do()
-    assert (clock.mine / "clock.py").exists()
-
-
 def test_hints_come_one_by_one_and_the_third_tells_of_the_solution(clock: Learner) -> None:
     said = [clock.do("hint", "clock").stdout for _ in range(4)]
     assert [text.splitlines()[0] for text in said] == [
@@ -212,11 +206,6 @@ def test_the_solution_is_shown_after_asking(clock: Learner) -> None:
     assert clock.do("solution", "clock", "--yes").stdout.count("+++ solution/") == 2
     for stream in (ours, theirs):
         os.close(stream)
-
-
-@pytest.mark.parametrize("name", ["clock", "1", "01_clock", "exercises/01_clock/"])
-def test_an_exercise_has_several_names(name: str, clock: Learner) -> None:
-    assert clock.do("hint", name).stdout.startswith("clock, hint 1 of 3:")
 
 
 def test_numbers_as_they_are_written(tmp_path: Path) -> None:
@@ -309,14 +298,3 @@ def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path)
     assert added == "[3, 3, 3]", done.stderr
     assert told[:2] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 10: no"]
     assert told[2].startswith("The ranks wait for each other in vain: rank ")
-
-
-def test_output_that_nobody_reads(clock: Learner) -> None:
-    """As of `check.py | head`, which has ended."""
-    clock.do()
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, clock.exercises / "check.py", "solution", "clock", "--yes"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")

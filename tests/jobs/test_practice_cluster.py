@@ -137,19 +137,6 @@ def test_too_much_memory_ends_a_job(cluster: RunningCluster) -> None:
     assert "exceeded memory limit" in done.stderr.lower()
 
 
-def test_the_shell_is_transparent(cluster: RunningCluster, tmp_path: Path) -> None:
-    done = cluster.run(["sh", "-c", "cat; pwd; exit 5"], input="typed\n", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (5, f"typed\n{tmp_path}\n")
-
-
-def test_status_tells_what_is_virtual(cluster: RunningCluster) -> None:
-    done = run_program("status", "--name", cluster.name)
-    assert done.returncode == 0, done.stderr
-    assert "virtual" in done.stdout
-    assert "sacct): on" in done.stdout
-    assert "gpu:2" in done.stdout
-
-
 def test_a_network_can_be_cut(cluster: RunningCluster) -> None:
     def answers() -> bool:
         connect = "import socket; socket.create_connection(('n2', 9), timeout=1)"
@@ -362,22 +349,6 @@ def test_a_damaged_note_of_a_cluster_is_told(cluster: RunningCluster) -> None:
             ), text
     finally:
         note.write_bytes(good)
-
-
-def test_a_shell_without_a_shell_or_a_folder(cluster: RunningCluster, tmp_path: Path) -> None:
-    for shell in ("/bin/no-such-shell", "", str(tmp_path)):
-        done = run_program(
-            "shell", "--name", cluster.name, env=ENVIRONMENT | {"SHELL": shell}, input="echo $0; hostname\n"
-        )
-        assert (done.returncode, done.stdout.split()[0]) == (0, "/bin/sh"), done.stderr
-    leaving = f'cd "$1"; rmdir "$1"; exec "{sys.executable}" "{PROGRAM}" shell --name {cluster.name} -- true'
-    (tmp_path / "gone").mkdir()
-    command = ["sh", "-c", leaving, "sh", tmp_path / "gone"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: the current folder cannot be used (No such file or directory): go to another one.\n"
-    )
 
 
 def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 
-import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
@@ -225,24 +224,6 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
     phases = [line for line in by_hand.told if line.startswith("seconds: ")]
     names = ["replicate", "scatter", "forward", "gather", "backward", "sum"]
     assert [re.findall(r"(\w+) [\d.]+", line) for line in phases] == [names, names]
-
-
-def test_they_are_compared_each_by_its_name(folder: Path, forking: Forking, tmp_path: Path) -> None:
-    runs = [folder / f"{name}-{ranks}" for name, (worlds, *_) in TRAININGS.items() for ranks in worlds]
-    done = forking.run(REPOSITORY / "results" / "plot_results.py", *runs, "--out", tmp_path, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    table = pd.read_csv(tmp_path / "comparison.csv")
-    found = set(zip(table.stage, table.model, table.accumulate, table.devices, strict=True))
-    for name, model, accumulate in (
-        ("ddp-accumulate", "Net", 5),
-        ("ddp-accumulate", "Net", 1),
-        ("ddp-fp16", "Net", 1),
-        ("ddp-norm-sync", "NormedNet", 1),
-        ("ddp-norm-local", "NormedNet", 1),
-        ("ddp-graph-find", "BranchedNet", 1),
-        ("ddp-by-hand-flat", "Net", 1),
-    ):
-        assert (name, model, accumulate, 2) in found
 
 
 @pytest.mark.parametrize(
