@@ -142,7 +142,7 @@ def test_bad_arguments(arguments: str, sentence: str) -> None:
 
 
 def probe(batch_size: int, images_per_s: float) -> plan.Probe:
-    return plan.Probe(batch_size, images_per_s, eval_seconds=1, start_seconds=7)
+    return plan.Probe(batch_size, images_per_s, eval_seconds=1)
 
 
 @pytest.mark.parametrize(
@@ -203,24 +203,16 @@ def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> No
 
 
 def test_the_time_of_a_run_is_that_of_its_probe() -> None:
-    row = {"global_batch": 256, "train_seconds": 2.0, "eval_seconds": 1.0}
-    rows = [
-        row | {"warmup": True, "images_per_s": 10_000.0, "train_seconds": 6.0, "elapsed_s": 16.0},
-        row | {"warmup": False, "images_per_s": 29_000.0, "elapsed_s": 19.0},
-        row | {"warmup": False, "images_per_s": 30_000.0, "eval_seconds": 0.5, "elapsed_s": 21.5},
-    ]
-    assert plan.Probe.of(rows) == plan.Probe(256, 30_000, eval_seconds=0.5, start_seconds=9)
+    """Of a batch that ran again, the last."""
+    row = {"global_batch": 256, "warmup": False, "images_per_s": 29_000.0, "eval_seconds": 1.0}
+    steady = [row, row | {"images_per_s": 30_000.0, "eval_seconds": 0.5}]
+    rows = [row | {"warmup": True, "images_per_s": 10_000.0}, *steady]
+    assert plan.Probe.of(rows) == plan.Probe(256, 30_000, eval_seconds=0.5)
     assert plan.Probe.of(rows[:1]).images_per_s == 10_000  # of --epochs 1
-    assert plan.Probe.of(rows).run_seconds(epochs=4, train_size=90_000) == 5 + 9 + 4 * 3.5
-
-
-def test_probes_of_one_process_have_the_start_of_its_first() -> None:
-    row = {"warmup": False, "images_per_s": 30_000.0, "train_seconds": 2.0, "eval_seconds": 1.0}
-    larger = [row | {"global_batch": 1024, "elapsed_s": 16.0}]
-    interrupted, again = ([row | {"global_batch": 256, "elapsed_s": seconds}] for seconds in (99.0, 12.0))
-    first, second = plan.of_one_process([larger, interrupted, again])
-    assert (first.batch_size, second.batch_size) == (256, 1024)
-    assert first.start_seconds == second.start_seconds == 9
+    assert plan.Probe.of(rows).run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
+    larger = [row | {"global_batch": 1024}]
+    assert [probe.batch_size for probe in plan.of_one_process([larger, rows[:1], rows])] == [256, 1024]
+    assert plan.of_one_process([larger, rows[:1], rows])[0].images_per_s == 30_000
 
 
 @pytest.mark.full

@@ -163,7 +163,7 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
     assert re.search("probes-.* failed: error on rank 0: out of memory", done.stdout)
     assert "a larger batch failed, as told above" in done.stdout
     assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
-    # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, 8 to start, and 5 around each.
+    # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, and 13 around them.
     assert "7 runs, 0 of them finished; the others take at least about 4 minute(s)" in done.stdout
     (on_cluster.sweep,) = (on_cluster.folder / "results" / "comparisons").iterdir()
     table = pd.read_csv(on_cluster.sweep / "comparison.csv")

@@ -26,18 +26,7 @@ from trainkit.jobs.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault
 
 # Seconds of a step. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode),
 # and the ranks then come to the group as far apart.
-LIMITS = {
-    "cores": 10,
-    "names": 30,
-    "folders": 60,
-    "software": 180,
-    "data": 60,
-    "gpus": 120,
-    "memory": 10,
-    "shm": 10,
-    "group": 180,
-    "all-reduce": 75,
-}
+LIMIT = 180
 # What to do about an error that does not say it itself.
 FIXES = {
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
@@ -115,11 +104,11 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
         tell(finding=finding._replace(node=node(), rank=rank)._asdict())
 
     def give_up() -> None:
-        tell_of(Finding(step, FAULT, f"not done after {LIMITS[step]} s", FIXES.get(step, "tell your admin")))
+        tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "tell your admin")))
         _end()  # the main thread hangs
 
     tell(begun=step)
-    watch = threading.Timer(LIMITS[step], give_up)
+    watch = threading.Timer(LIMIT, give_up)
     watch.daemon = True
     watch.start()
     try:

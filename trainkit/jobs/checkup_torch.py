@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainkit import data, machine, run, world  # noqa: F401  what a rank imports
 from trainkit.jobs import processes
-from trainkit.jobs.checkup import FIXES, LIMITS, in_words, node, tell
+from trainkit.jobs.checkup import FIXES, LIMIT, in_words, node, tell
 from trainkit.jobs.finding import FAULT, OK, WARNING, Finding
 
 GB = 1e9
@@ -128,7 +128,7 @@ def join() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
-        world.join(use_cuda=True, timeout=LIMITS["group"] - 5)
+        world.join(use_cuda=True, timeout=LIMIT - 5)
         world.barrier()  # NCCL connects at its first operation
         network = re.search(r"Using network (\S+)", log.read_text(errors="replace") if log.exists() else "")
     way = dist.get_backend() + (f" over {network[1]}" if network else "")  # none within a node

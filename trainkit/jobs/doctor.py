@@ -225,13 +225,13 @@ def _shape(options: argparse.Namespace) -> list[str]:
 def job_script(num_workers: int) -> str:
     """Stage 03's job script with the checkup for the training; and a rank that goes leaves the others be.
 
-    Each of them ends by itself, within its own limits; --wait is for one that hangs even then.
+    Each of them ends by itself, as each step has a limit; --wait is for one that hangs even then.
     """
     text = JOB_SCRIPT.read_text()
     for training, ours in {
         'python "$script"': f"python -m trainkit.jobs.checkup --num-workers {num_workers}",
         "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
-        "--wait=60": f"--wait={sum(checkup.LIMITS.values())}",
+        "--wait=60": f"--wait={3 * checkup.LIMIT}",
     }.items():
         if training not in text:
             raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, in whose place comes `{ours}`.")

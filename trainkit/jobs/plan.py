@@ -6,7 +6,7 @@ kernels to be launched, and an epoch of 60 ms is noise.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainkit.errors import UserError
 from trainkit.jobs.stages import STAGES
@@ -20,44 +20,36 @@ EPOCH_SECONDS = 3  # on one GPU
 FEWEST_STEPS = 20  # of an epoch, at the largest batch
 EPOCHS = 4  # one to warm up, three to measure
 REPEATS = 3
-AROUND_SECONDS = 5  # until a run is on its way, and until its end is noticed
+AROUND_SECONDS = 13  # of a run, outside of its epochs
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a run on one GPU showed; `start_seconds` are those of a run outside its epochs."""
+    """What a run on one GPU showed."""
 
     batch_size: int
     images_per_s: float
     eval_seconds: float
-    start_seconds: float
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Probe":
         """From the rows of its record."""
         steady = [row for row in rows if not row["warmup"]] or rows
-        in_epochs = sum(row["train_seconds"] + row["eval_seconds"] for row in rows)
         return cls(
             rows[0]["global_batch"],
             max(row["images_per_s"] for row in steady),
             min(row["eval_seconds"] for row in steady),
-            rows[-1]["elapsed_s"] - in_epochs,
         )
 
     def run_seconds(self, epochs: int, train_size: int) -> float:
         """About how long a run on one GPU takes; on several it has about as much to do."""
-        epoch = train_size / self.images_per_s + self.eval_seconds
-        return AROUND_SECONDS + self.start_seconds + epochs * epoch
+        return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
 
 
 def of_one_process(runs: Iterable[list[dict]]) -> list[Probe]:
-    """The probes, the smallest batch first, from the rows of each; of a batch that ran again, the last.
-
-    Their process has started once, for the first: the `elapsed_s` of the others have the runs before in them.
-    """
+    """The probes, the smallest batch first, from the rows of each; of a batch that ran again, the last."""
     latest = {probe.batch_size: probe for probe in map(Probe.of, runs)}
-    probes = [latest[batch_size] for batch_size in sorted(latest)]
-    return [replace(probe, start_seconds=probes[0].start_seconds) for probe in probes]
+    return [latest[batch_size] for batch_size in sorted(latest)]
 
 
 def device_counts(gpus: int) -> tuple[int, ...]:
