@@ -5,10 +5,10 @@ What the samples hold is the matter of test_sampler.py, and the verdict that of 
 
 import json
 import os
-import pty
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,25 +123,15 @@ print("ready", flush=True)
 while True:
     time.sleep(60)
 """
-    number, terminal = pty.fork()
-    if number == 0:
-        command = [checkout.folder / MONITOR, "--", sys.executable, "-c", program]
-        os.execve(sys.executable, [sys.executable, *map(str, command)], checkout.environment)
-    screen = b""
-    for waits_for, send in (
-        (b"ready", lambda: os.write(terminal, b"\x03")),
-        (b"caught", lambda: os.kill(number, signal.SIGTERM)),
-    ):
-        while waits_for not in screen:
-            screen += os.read(terminal, 1024)
-        send()
-    while True:
-        try:
-            screen += os.read(terminal, 1024)
-        except OSError:  # it has ended
-            break
-    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 41, screen
-    assert b"watch   " in screen
+    command = [sys.executable, checkout.folder / MONITOR, "--", sys.executable, "-c", program]
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=checkout.environment, **how) as process:
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "caught\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read().startswith("watch   ")
+    assert process.returncode == 41
 
 
 def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
@@ -159,10 +149,7 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
         ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
         ("--watch", 5): f"there is no job 5 in {jobs}: `python slurm/jobs.py` lists them.",
         ("--plot", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
-        (
-            "--verdict",
-            7,
-        ): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python slurm/mon",
+        ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
         ("--verdict", jobs / "9"): f"{jobs / '9' / 'monitor' / 'n1.csv'}: no samples of slurm/monitor.py (",
         ("--watch", 7, "--plot", 7): "argument --plot: not allowed with argument --watch. See --help.",
@@ -344,25 +331,19 @@ def test_attach(on_cluster: Checkout) -> None:
     held = on_cluster.submit("single", "own.py", sbatch=("--hold",))
     on_cluster.wait_for("\nmeet at", job)
     assert not monitor_of(on_cluster, job).exists()
-    command = (sys.executable, on_cluster.folder / MONITOR, "--attach", job)
-    file = monitor_of(on_cluster, job) / "n1.csv"
-    until_sampled = f"until [ -s {shlex.quote(str(file))} ]; do sleep 0.1; done"
-    ctrl_c = f"set -m; {shlex.join(map(str, command))} & {until_sampled}; sleep 1; kill -INT $!; wait $!"
+    attach = shlex.join([sys.executable, str(on_cluster.folder / MONITOR), "--attach", str(job)])
+    file = shlex.quote(str(monitor_of(on_cluster, job) / "n1.csv"))
+    grows = f"until [ $(cat {file} 2>/dev/null | wc -c) -gt {{}} ]; do sleep 0.1; done"
+    ctrl_c = f"set -m; {attach} & {grows.format(0)}; sleep 1; kill -INT $!; wait $!"
     done = on_cluster.run("bash", "-c", ctrl_c)
     assert done.stdout.startswith(f"sampling job {job} on 1 node(s) into "), done.stdout + done.stderr
     assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
     assert on_cluster.cluster.job(job)["JobState"] == "RUNNING"
-    before = file.stat().st_size
-    to_its_end = (
-        f"{shlex.join(map(str, command))} & until [ $(stat -c %s {shlex.quote(str(file))}) -gt {before} ]"
-    )
-    to_its_end += (
-        f"; do sleep 0.1; done; {shlex.join(map(str, command))}; touch {shlex.quote(str(end))}; wait"
-    )
-    done = on_cluster.run("bash", "-c", to_its_end)
-    assert (
-        f"error: job {job} is being sampled already: python slurm/monitor.py --watch {job}\n" == done.stderr
-    )
+    before = (monitor_of(on_cluster, job) / "n1.csv").stat().st_size
+    ends = f"touch {shlex.quote(str(end))}; wait"
+    done = on_cluster.run("bash", "-c", f"{attach} & {grows.format(before)}; {attach}; {ends}")
+    already = f"error: job {job} is being sampled already: python slurm/monitor.py --watch {job}\n"
+    assert done.stderr == already
     assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
     assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED"
     assert not told(on_cluster.log(job))
