@@ -67,65 +67,57 @@ def save(every: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[s
     return [name for name, figure in every.items() if figure]
 
 
-def logarithmic(axes: Axes) -> None:
-    """Both scales, with numbers as they are read."""
-    axes.set(xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
-        axis.set_minor_formatter(NullFormatter())
-    axes.tick_params(axis="x", rotation=45)
+def _figure(
+    table: pd.DataFrame, lines_of: Callable, plot: Callable, panels: int = 1, inches: Callable | None = None
+) -> Figure | None:
+    """Some panels for each section of the report, one section below the other.
 
-
-def _throughput(table: pd.DataFrame) -> Figure | None:
-    sections = list(table.groupby(comparison.SECTION_BY))
+    Args:
+        table: rows with the columns of `comparison.SECTION_BY`.
+        lines_of: what there is to draw of the rows of a section; nothing: the section is left out.
+        plot: draws that on the panels, and remembers how its lines look.
+        inches: how high a section is, by its rows.
+    """
+    sections = [(names, rows, lines_of(rows)) for names, rows in table.groupby(comparison.SECTION_BY)]
+    sections = [section for section in sections if len(section[2])]
     if not sections:
         return None
-    heights = [len(section) + 2 for _, section in sections]
-    figure, panels = _panels(len(sections), 1 + 0.36 * sum(heights), height_ratios=heights)
-    for axes, (names, section) in zip(panels, sections, strict=True):
-        labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
-        spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
-        spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
-        colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
-        look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
-        axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
-        axes.tick_params(axis="y", labelsize=9)
-        axes.invert_yaxis()
-        axes.ticklabel_format(axis="x", style="plain")
-        axes.set_xlabel("training images/s: median, min to max")
-        axes.set_title(_title(*names), fontsize=10)
+    heights = [inches(rows) if inches else 3.6 for _, rows, _ in sections]
+    figure = plt.figure(figsize=(7, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
+    looks: Looks = {}
+    for part, (names, _, lines) in zip(parts, sections, strict=True):
+        part.suptitle(_title(*names), fontsize=10)
+        plot(*part.subplots(1, panels, squeeze=False).flat, lines, looks)
+    if looks:
+        _legend(figure)
     return figure
 
 
-def _speedup(table: pd.DataFrame) -> Figure | None:
-    """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
+def _same(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows
 
-    def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
-        return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
 
-    return _pairs(table, lines, _speedup_and_efficiency)
+def _throughput(table: pd.DataFrame) -> Figure | None:
+    return _figure(table, _same, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows))
+
+
+def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
+    labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
+    spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
+    spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
+    colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
+    look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
+    axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
+    axes.tick_params(axis="y", labelsize=9)
+    axes.invert_yaxis()
+    axes.ticklabel_format(axis="x", style="plain")
+    axes.set_xlabel("training images/s: median, min to max")
 
 
 def _size(table: pd.DataFrame) -> Figure | None:
     """One line per set of devices and equal settings, through all sizes of the data."""
-    return _pairs(table, sizes.lines, _epoch_and_run)
-
-
-def _pairs(table: pd.DataFrame, lines_of: Callable, plot: Callable) -> Figure | None:
-    """A pair of panels for each section that has lines."""
-    sections = [(names, lines_of(section)) for names, section in table.groupby(comparison.SECTION_BY)]
-    sections = [(names, lines) for names, lines in sections if lines]
-    if not sections:
-        return None
-    figure = plt.figure(figsize=(7, 3.6 * len(sections)), layout="constrained")
-    parts = figure.subfigures(len(sections), squeeze=False).flat
-    looks: Looks = {}
-    for part, (names, lines) in zip(parts, sections, strict=True):
-        part.suptitle(_title(*names), fontsize=10)
-        plot(*part.subplots(1, 2), lines, looks)
-    _legend(figure)
-    return figure
+    return _figure(table, sizes.lines, _epoch_and_run, panels=2)
 
 
 def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
@@ -142,9 +134,22 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
                 of_the_height = axes.get_xaxis_transform()
                 axes.vlines(size, 0, 1, colors=look["color"], linestyles=":", transform=of_the_height)
                 axes.text(size, 0.02, f"{size:,.0f}", rotation=90, ha="right", transform=of_the_height)
-        logarithmic(axes)
-        axes.set(xlabel="images of an epoch", ylabel=what)
+        axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
+            axis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", rotation=45)
         axes.grid(alpha=0.3)
+
+
+def _speedup(table: pd.DataFrame) -> Figure | None:
+    """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
+
+    def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+        return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
+
+    return _figure(table, lines, _speedup_and_efficiency, panels=2)
 
 
 def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:
@@ -184,25 +189,15 @@ def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
     """One curve per run; repeats of a configuration look alike."""
     columns = comparison.CONFIGURATION
     named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
-    sections = list(named.merge(rows, on=columns).groupby(comparison.SECTION_BY))
-    if not sections:
-        return None
-    figure, panels = _panels(len(sections), 1 + 3.2 * len(sections))
-    looks: Looks = {}
-    for axes, (names, section) in zip(panels, sections, strict=True):
-        for _, epochs in section.groupby("run_id", sort=False):
-            look = _look(comparison.label(epochs.iloc[0]), looks)
-            axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
-        axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
-        axes.set_title(_title(*names), fontsize=10)
-        axes.grid(alpha=0.3)
-    _legend(figure)
-    return figure
+    return _figure(named.merge(rows, on=columns), _same, _curves)
 
 
-def _panels(nrows: int, height: float, **options: object) -> tuple[Figure, list[Axes]]:
-    figure = plt.figure(figsize=(7, height), layout="constrained")
-    return figure, list(figure.subplots(nrows, squeeze=False, gridspec_kw=options).flat)
+def _curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
+    for _, epochs in section.groupby("run_id", sort=False):
+        look = _look(comparison.label(epochs.iloc[0]), looks)
+        axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
+    axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
+    axes.grid(alpha=0.3)
 
 
 def _title(device: str, dataset: str, model: str) -> str:
