@@ -378,13 +378,16 @@ def _nearest(options: list[Option]) -> str:
     reached = [option for option in options if np.isfinite(np.median(option.seconds))]
     if not reached:
         return ""
-    fastest = min(reached, key=lambda option: np.median(option.seconds))
-    cheapest = min(reached, key=lambda option: np.median(option.hours))
-    fast, cheap = (label(o) + ("" if o.runs else ", predicted") for o in (fastest, cheapest))
-    return (
-        f": the fastest takes {minutes(np.median(fastest.seconds))} min ({fast}), the cheapest "
-        f"{np.median(cheapest.hours):.2g} GPU-hours ({cheap})"
-    )
+    told = []
+    for what, of in (("fastest", lambda option: option.seconds), ("cheapest", lambda option: option.hours)):
+        option = min(reached, key=lambda option, of=of: np.median(of(option)))
+        time = f"{minutes(np.median(option.seconds))} min, {np.median(option.hours):.2g} GPU-hours"
+        name = comparison.stage_name(option.stage)
+        known = "" if option.runs else ", predicted"
+        told.append(
+            f"the {what} takes {time} ({name} x{option.shape.devices}, batch {option.global_batch}{known})"
+        )
+    return f": {', '.join(told)}"
 
 
 def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
@@ -425,19 +428,6 @@ def _hours(probe: Probe) -> float:
 def probe_of(option: Option, tells: str) -> Probe:
     """The run that measures the option."""
     return Probe(option.stage, option.shape, option.probe_epochs, option.probe_hours, tells)
-
-
-def label(option: Option) -> str:
-    """An option in a few words, as in the comparison."""
-    return comparison.label(_AsRow(option.stage, *option.shape[:2], option.global_batch))
-
-
-class _AsRow(NamedTuple):
-    stage: str
-    devices: int
-    nodes: int
-    global_batch: int
-    variant: str = ""
 
 
 def minutes(seconds: float) -> str:

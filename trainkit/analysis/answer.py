@@ -15,16 +15,6 @@ from trainkit.analysis.scaling import Scaling
 
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
-# What the words in the name of a model say; trainkit/analysis/scaling.py has the formulas.
-MODELS = {
-    "amdahl": "a part of the work that devices share, and a part that they divide",
-    "ring": "computation, and a ring all-reduce with latency and bandwidth",
-    "latency": "computation, and a ring all-reduce whose latency counts",
-    "bandwidth": "computation, and a ring all-reduce whose bandwidth counts",
-    "shared": "devices of a node slow each other down",
-    "overlap": "the exchange goes on during the computation in part",
-    "doctor": "computation, and the all-reduce that the doctor measured",
-}
 # Of an option, as a program reads them: equally likely values of each.
 INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
     "images_per_s": lambda option: option.images_per_s,
@@ -164,8 +154,10 @@ class InWords:
             if math.isnan(error)
             else f"on runs that it was not shown it is off by {100 * error:.1f} % (root mean square)"
         )
-        means = "; ".join(MODELS[word] for word in model.model.split(", "))
-        told = [f"What was not measured is predicted by the model {model.model} ({means}); {tested}."]
+        told = [
+            f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
+            f"assumes); {tested}."
+        ]
         if best and best.runs:
             told.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
         elif best:
@@ -233,16 +225,9 @@ class InWords:
             "best": answer.best and _as_json(answer.best),
             "options": list(map(_as_json, answer.options)),
             "probes": [
-                {
-                    "stage": probe.stage,
-                    "devices": probe.shape.devices,
-                    "nodes": probe.shape.nodes,
-                    "global_batch": probe.shape.devices * probe.shape.batch,
-                    "epochs": probe.epochs,
-                    "gpu_hours": float(probe.hours),
-                    "tells": probe.tells,
-                    "command": self.command(probe),
-                }
+                _place(probe)
+                | {"epochs": probe.epochs, "gpu_hours": float(probe.hours), "tells": probe.tells}
+                | {"command": self.command(probe)}
                 for probe in answer.probes
             ],
             "unknown": answer.unknown,
@@ -291,10 +276,15 @@ def _given_lr(row: pd.Series) -> str:
     return f"{float(row.lr) * (base_batch / row.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0):.4g}"
 
 
+def _place(what: Option | Probe) -> dict[str, object]:
+    devices, nodes, batch = what.shape
+    place = {"stage": what.stage, "devices": devices, "nodes": nodes}
+    return place | {"global_batch": devices * batch}
+
+
 def _as_json(option: Option) -> dict[str, object]:
     intervals = {
         name: [x if math.isfinite(x) else None for x in interval(draws(option))]
         for name, draws in INTERVALS.items()
     }
-    place = {"stage": option.stage, "devices": option.shape.devices, "nodes": option.shape.nodes}
-    return place | {"global_batch": option.global_batch} | intervals | {"basis": option.basis}
+    return _place(option) | intervals | {"basis": option.basis}

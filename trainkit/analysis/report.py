@@ -1,7 +1,6 @@
 """The comparison of runs for people: tables on the terminal, comparison.md and .csv, figures, and a page."""
 
 import math
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -126,13 +125,13 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
     """
     tables, notes = [], [LEGEND]
-    for name, folder in zip(_short_names(folders), folders, strict=True):
+    for folder in folders:
         rows, skipped = comparison.load([folder])
         notes += [f"Skipped: {sentence}" for sentence in skipped]
         if rows.empty:
             notes.append(f"{folder} has no runs.")
         else:
-            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=name))
+            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
@@ -152,14 +151,6 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
 
 def _write_csv(table: pd.DataFrame, path: Path) -> None:
     table.apply(lambda column: column.map(text.no_formula)).to_csv(path, index=False)
-
-
-def _short_names(folders: list[Path]) -> list[str]:
-    """The folders without what all of their paths begin and end with, such as `ada` of /home/ada/results."""
-    parts = [folder.absolute().parts for folder in folders]
-    first, last = (len(os.path.commonprefix(paths)) for paths in (parts, [path[::-1] for path in parts]))
-    names = [str(Path(*path[first : len(path) - last])) for path in parts]
-    return names if "." not in names else list(map(str, folders))
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:

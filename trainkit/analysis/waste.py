@@ -292,7 +292,7 @@ def _crowded(job: Job) -> Iterator[Finding]:
     loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
-    if mean(job.judged[NODE].get(node, []), "cores") < CORES_FULL * len(cores):
+    if job.mean(NODE, [node], "cores") < CORES_FULL * len(cores):
         told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
     elif len(cores) < len(_numbers(row["core_list"] for row in job.rows[NODE].get(node, []))):
         told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
@@ -351,7 +351,7 @@ def _memory_in_use(row: Row) -> float:
 def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
     """GPUs without work, and those that wait for their next kernel; `kinds` were found before."""
     busy = _known({gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)})
-    idle = [gpu for gpu in busy if busy[gpu] < IDLE and _utilisation(job, [gpu]) < NO_KERNELS]
+    idle = [gpu for gpu in busy if busy[gpu] < IDLE and job.mean(GPU, [gpu], "utilisation") < NO_KERNELS]
     explained = bool(kinds & WAITING)
     if idle and (not explained or max(busy.values()) >= LOW):
         where, others = _where("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
@@ -367,7 +367,7 @@ def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
 
 
 def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
-    where, few = _where("GPU", gpus), _utilisation(job, gpus) < KERNELS
+    where, few = _where("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
     busy = statistics.fmean(map(job.busy, gpus))
     number, lost = busy, 1 - busy
     told = f"{'gaps between' if few else 'short'} kernels leave {where}"
@@ -398,14 +398,14 @@ def _gaps(job: Job, gpu: Place) -> float:
     judged = sum(ended - began for began, ended in job.windows)
     between = max(0.0, 1 - trained / judged) if trained else 0.0
     waits = max((share.data for share in job.shares.values()), default=0.0) if _has_loaders(job) else 0.0
-    return 1 - _utilisation(job, [gpu]) / 100 - between - waits
+    return 1 - job.mean(GPU, [gpu], "utilisation") / 100 - between - waits
 
 
 def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
-    rows = [row for rank in ranks for row in job.judged[RANK].get(rank, [])]
     # Of those that are seen, some are of the test set, and rest.
-    loaders = max((row["workers_per_loader"] for row in job.steady), default=mean(rows, "loaders"))
-    each = mean(rows, "loader_cores") / loaders if loaders else math.nan
+    seen = job.mean(RANK, ranks, "loaders")
+    loaders = max((row["workers_per_loader"] for row in job.steady), default=seen)
+    each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
     told, remedy = (
         "no loader workers",
         "take some (--loader workers --num-workers 4, with --cpus-per-task for them)",
@@ -432,7 +432,7 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
 def _exchange(job: Job, share: float) -> Finding:
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
     nodes = job.at_once(NODE)
-    network = mean([row for rows in job.judged[NODE].values() for row in rows], "network_mb_s")
+    network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
         remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
     where = _where("node", nodes)
@@ -467,20 +467,14 @@ def _is_hindered(job: Job, rank: Place) -> bool:
     return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
 
 
-def _utilisation(job: Job, gpus: list[Place]) -> float:
-    return mean([row for gpu in gpus for row in job.judged[GPU].get(gpu, [])], "utilisation")
-
-
 def _cores_in_use(job: Job, node: str) -> float:
     """By the job on a node, as a part of those that it may use there; NaN if it is not known."""
-    rows = job.judged[NODE].get((node, 0), [])
-    cores = _numbers(row["core_list"] for row in rows)
-    return mean(rows, "cores") / len(cores) if cores else math.nan
+    cores = _numbers(row["core_list"] for row in job.judged[NODE].get((node, 0), []))
+    return job.mean(NODE, [(node, 0)], "cores") / len(cores) if cores else math.nan
 
 
 def _power(job: Job, gpus: list[Place]) -> str:
-    rows = [row for gpu in gpus for row in job.judged[GPU][gpu]]
-    power, limit, used = (mean(rows, name) for name in ("power_w", "power_limit_w", "utilisation"))
+    power, limit, used = (job.mean(GPU, gpus, name) for name in ("power_w", "power_limit_w", "utilisation"))
     return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
 
 

@@ -87,6 +87,10 @@ class Job:
                     found[place[0], int(rank)].add(place)
         return {rank: sorted(gpus) for rank, gpus in found.items()}
 
+    def mean(self, what: str, places: Iterable[Place], column: str) -> float:
+        """Over all samples to judge of these places; NaN if it is not known."""
+        return mean([row for place in places for row in self.judged[what].get(place, [])], column)
+
     def place(self, rank: int) -> Place:
         """Where a rank of the record is in the samples, at last: its host may have another name there."""
         for series in (self.judged[RANK], self.rows[RANK]):
@@ -108,18 +112,17 @@ class Job:
         limit = mean(self.rows[GPU][gpu], "power_limit_w")
         lowest = min((row["power_w"] for row in self.rows[GPU][gpu] if row["power_w"] > 0), default=math.nan)
         idle = min(IDLE_AT_MOST * limit, lowest)
-        return (mean(self.judged[GPU].get(gpu, []), "power_w") - idle) / (limit - idle) if limit else math.nan
+        return (self.mean(GPU, [gpu], "power_w") - idle) / (limit - idle) if limit else math.nan
 
     def busy_of(self, rank: Place) -> float:
         """How busy a rank's GPUs are while it is judged, or on a CPU its first thread: 0 to 1, or NaN."""
         if rank in self.uses:
             return statistics.fmean(map(self.busy, self.uses[rank]))
-        return min(1.0, mean(self.judged[RANK].get(rank, []), "cores"))
+        return min(1.0, self.mean(RANK, [rank], "cores"))
 
     def waits_for_core(self, rank: Place) -> float:
         """In what part of the time to judge a rank could run, and had no core; NaN if it is not known."""
-        rows = self.judged[RANK].get(rank, [])
-        waiting, cores = mean(rows, "waiting"), mean(rows, "cores")
+        waiting, cores = (self.mean(RANK, [rank], column) for column in ("waiting", "cores"))
         if not waiting < 1:
             return waiting
         # It is of all threads: one that is woken now and then waits behind those that compute, at no loss.
