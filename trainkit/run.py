@@ -85,7 +85,6 @@ class Run:
         self._device = here.device
         self._ended = world.from_first(self._has_ended())
         self.trained: Trained | None = None  # the epoch whose steps are done, until the next one begins
-        self._started = False
         startup.mark("record")
 
     def epochs(self) -> Iterator[int]:
@@ -134,8 +133,10 @@ class Run:
                 continue
             losses = self._losses[:step]
             stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
-            if not self._started:  # the first meeting is after the first step, and waits for its end
-                self._tell_of_start(bar)
+            # The first meeting is after the first step, and waits for its end.
+            if self._log and (told := startup.told("first step")):
+                bar.clear()
+                tell(told)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
@@ -193,14 +194,6 @@ class Run:
             if batch is None:
                 return
             yield batch
-
-    def _tell_of_start(self, bar: tqdm) -> None:
-        """Have rank 0 say how long the start took."""
-        self._started = True
-        startup.mark("first step")
-        if self._log and (told := startup.told()):
-            bar.clear()
-            tell(told)
 
     def _has_ended(self) -> bool:
         """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""

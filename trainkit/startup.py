@@ -20,14 +20,15 @@ def mark(what: str) -> None:
     _done.append((what, time.monotonic()))
 
 
-def told() -> str:
-    """The seconds from the start of the process to the last mark, and what of them went into what.
+def told(last: str) -> str:
+    """The seconds from the start of the process until now, when `last` is done, and what went into what.
 
     Told once: what a process trains after that has no start of its own, and gets "".
     """
     if _told:
         return ""
     _told.append(True)
+    mark(last)
     began = before = process_start()
     seconds: dict[str, float] = {}
     for what, moment in _done:
