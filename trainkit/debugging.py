@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from trainkit import machine
 from trainkit.errors import UserError, tell
-from trainkit.network import interface
 
 # The variables that decide who a rank is, and how it connects.
 TOLD = re.compile(
@@ -81,5 +81,8 @@ def _interface() -> str:
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])
         with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
             way.connect((address, 1))
-            return f"{interface(way.getsockname()[0])} towards rank 0"
+            own = way.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in [entry.address for entry in addresses]:
+                return f"{name} towards rank 0"
     return "unknown"

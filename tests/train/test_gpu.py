@@ -294,15 +294,6 @@ def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:
     assert not table.device_name.str.startswith("CPU").any()
 
 
-def test_the_bench_names_the_device_of_every_row(tmp_path: Path) -> None:
-    done = program("tools/bench/bench.py", "ladder", "memory", "ddp", "--repeats", 1, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    on_cpu = {part: pd.read_csv(tmp_path / f"{part}.csv").device_name.str.startswith("CPU") for part in
-              ("ladder", "memory", "ddp")}  # fmt: skip
-    assert not on_cpu["ladder"].any() and not on_cpu["memory"].any()
-    assert on_cpu["ddp"].all()  # two workers of one thread each, by its description
-
-
 def program(path: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, REPOSITORY / path, *map(str, arguments)]
     return subprocess.run(command, env=ENVIRONMENT | WITH_GPUS, capture_output=True, text=True, timeout=900)
