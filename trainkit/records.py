@@ -321,8 +321,11 @@ def _read(
             where = f"line {lines.line_num}"
             if None in line or None in line.values():
                 raise ValueError(f"{where} is cut short or too long")
-            if columns is COLUMNS:
-                _check_version(line)
+            version = str(line.get("schema_version"))
+            if columns is COLUMNS and version != str(SCHEMA_VERSION):
+                raise ValueError(
+                    f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read here"
+                )
             rows.append(_row((added or {}) | line, where, columns))
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
@@ -336,16 +339,6 @@ def _content(path: Path) -> str:
         raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     check_regular(path)
     return path.read_text(encoding="utf-8")
-
-
-def _check_version(line: dict[str, str]) -> None:
-    version = line.get("schema_version")
-    if version is None:
-        raise ValueError("it has no schema_version column: not a record of a run")
-    if version != str(SCHEMA_VERSION):
-        raise ValueError(
-            f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which this program reads"
-        )
 
 
 def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, object]:
