@@ -181,6 +181,8 @@ class Checkpoints:
     def _load(self, path: Path, state: dict) -> None:
         """Go on from `state`, the content of `path`, which may hold anything."""
         try:
+            if state["version"] != VERSION:
+                raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
             # Those of earlier programs do not name the model, which was Net, and what was not an option.
             was = {"model": "Net"} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
@@ -291,11 +293,6 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
             print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
             unreadable.append(path)
             continue
-        if state["version"] != VERSION:
-            raise UserError(
-                f"{path} has version {state['version']}, and this program reads {VERSION}: go on with the "
-                "program that made it, or give another --checkpoint-dir."
-            )
         for broken in unreadable:  # else it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
         return path, state

@@ -102,7 +102,7 @@ def _no_rows(state: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_newer, "has version 99, and this program reads 2: go on with the program that made it"),
+        (_newer, "does not fit this training (it has version 99, and this program reads 2)"),
         (_other_shapes, "does not fit this training"),
         (_no_rows, "does not fit this training"),
     ],
