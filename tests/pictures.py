@@ -300,32 +300,6 @@ def parallelisms() -> str:
     )  # fmt: skip
 
 
-def which_one() -> str:
-    def question(number: int, words: str, answer: str) -> list[str]:
-        y = 16 + 108 * number
-        return [
-            box(20, y, 390, 66, words),
-            arrow((412, y + 33), (492, y + 33)),
-            text(450, y + 18, "yes", 14, bold=True),
-            box(496, y, 288, 66, answer, LIGHT, line=2.5),
-            arrow((215, y + 68), (215, y + 104)),
-            text(238, y + 86, "no", 14, bold=True),
-        ]
-
-    return svg(
-        "Which one? From data parallel to tensor parallel, by what one GPU can hold",
-        530,
-        *question(0, "Does one GPU train your model,\nwith the batch that you want?",
-                  "One GPU. Too slow?\nThen DDP, stage 03"),
-        *question(1, "Does it with fewer images at a time?", "Accumulate gradients.\nToo slow? With DDP"),
-        *question(2, "Does it with bf16, activation checkpointing\nor an optimizer that keeps less?",
-                  "Do that.\nToo slow? With DDP"),
-        *question(3, "Does one GPU hold the largest layer,\nwith its activations?",
-                  "Sharded data parallel (FSDP).\nNetwork too slow? Pipeline"),
-        box(20, 448, 390, 66, "Tensor parallel inside a node,\nthe others between nodes", LIGHT, line=2.5),
-    )  # fmt: skip
-
-
 PICTURES = {
     "02_multigpu_dp/pictures/batch.svg": batch_in_data_parallel,
     "03_multigpu_ddp/pictures/batch.svg": batch_in_ddp,
@@ -333,7 +307,6 @@ PICTURES = {
     "03_multigpu_ddp/pictures/ring.svg": ring,
     "03_multigpu_ddp/pictures/buckets.svg": buckets,
     "03_multigpu_ddp/pictures/parallelisms.svg": parallelisms,
-    "03_multigpu_ddp/pictures/which_one.svg": which_one,
 }
 
 

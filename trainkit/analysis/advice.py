@@ -125,14 +125,12 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
     """What the doctor measured on the devices of `rows`, and a sentence for every file that cannot be read.
 
-    It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
-    they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
+    It is in folders `all_reduce`: beneath the paths of the runs, or in a folder that they are in. Of each
+    number of devices and nodes the newest file counts: a network may have been mended.
     """
+    above = [folder for path in paths for folder in path.resolve().parents]
     files = {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
-    for path in paths:
-        parent, *others = path.resolve().parents
-        for folder in [parent, *(other for other in others if other.name == "results")]:
-            files |= set(folder.glob("all_reduce/*.tsv"))
+    files |= {file for folder in above for file in folder.glob("all_reduce/*.tsv")}
     newest, skipped = {}, []
     for file in sorted(files):
         try:

@@ -28,7 +28,6 @@ from trainkit.samples import GPU, NODE, RANK
 
 EPOCH = ["warmup", "images_per_s", "train_seconds", "eval_seconds", "recorded_at"]
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-MOST_ROWS = 16  # of a panel
 MOST_EPOCHS = 60  # whose evaluations are shaded: those of more would leave nothing white
 FILLED = 0.86  # of a row; the rest is the space to the next one
 STATES = {"T": "stopped", "D": "waits for a disk"}  # of a process, in which it does nothing
@@ -48,14 +47,13 @@ class Row(NamedTuple):
     """What is drawn of it, by the time in s since 1970, as shares of what it may use at most.
 
     `areas` are one above the other, `line` is across. `told` stands on the right, in bold if it is a
-    `warning`. Of too many rows those of most `weight` are shown.
+    `warning`.
     """
 
     label: str
     areas: pd.DataFrame
     told: str
     warning: bool = False
-    weight: float = 0
     line: pd.Series | None = None
 
 
@@ -74,7 +72,7 @@ class Panel(NamedTuple):
     @property
     def inches(self) -> float:
         """How high it is."""
-        return 0.45 + min(len(self.rows), MOST_ROWS) * min(0.6, max(0.2, 1.8 / len(self.rows)))
+        return 0.45 + len(self.rows) * min(0.6, max(0.2, 1.8 / len(self.rows)))
 
 
 def draw(folder: Path, out: Path) -> Path:
@@ -155,7 +153,7 @@ def _power(job: watched.Job) -> Panel:
             told.append(f"slowed by heat {100 * hot:.0f} % of the time")
         areas = (of_gpu.power_w / (limit if limit > 0 else of_gpu.power_w.max())).to_frame("power")
         warning = len(told) > 1 or job.busy(gpu) < waste.LOW
-        rows.append(Row(label, areas, ", ".join(told), warning, -median, of_gpu.utilisation / 100))
+        rows.append(Row(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
     title = "power of each GPU, a full row is its limit"
     return Panel(title, rows, {"power": POWER}, "median", "utilisation")
 
@@ -167,7 +165,7 @@ def _memory(job: watched.Job) -> Panel:
             share = of_one.memory_mb / of_one.memory_limit_mb
             if share.max() >= 0:
                 told = _of(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
-                rows.append(Row(label, share.to_frame("memory"), told, share.max() >= full, share.max()))
+                rows.append(Row(label, share.to_frame("memory"), told, share.max() >= full))
     return Panel("memory, a full row is all of it", rows, {"memory": MEMORY}, "most")
 
 
@@ -180,8 +178,7 @@ def _cores(job: watched.Job) -> Panel:
     most = max(1, math.ceil(np.nanmax([1, *used]) - 0.1))
     for label, place, rank in every:
         judged = pd.DataFrame(job.judged[RANK].get(place, job.rows[RANK][place]))
-        median, waiting = _median(judged.cores), job.waits_for_core(place)
-        told = [f"{median:.1f} cores"]
+        waiting, told = job.waits_for_core(place), [f"{_median(judged.cores):.1f} cores"]
         if (loaders := _median(judged.loaders)) > 0:
             told.append(f"{loaders:.0f} loader workers\xa0{_median(judged.loader_cores):.1f}")
         wrong = [f"waits for a core {100 * waiting:.0f} % of the time"] if waiting >= waste.CROWDED else []
@@ -189,7 +186,7 @@ def _cores(job: watched.Job) -> Panel:
             if (part := (judged["name"] == state).mean()) >= waste.WORTH:
                 wrong.append(f"{words} {100 * part:.0f} % of the time")
         areas = (rank[["cores", "loader_cores"]] / most).set_axis(list(looks), axis=1)
-        rows.append(Row(label, areas, ", ".join([*told, *wrong]), bool(wrong), -median, rank.waiting))
+        rows.append(Row(label, areas, ", ".join([*told, *wrong]), bool(wrong), rank.waiting))
     return Panel(f"cores of each rank, a full row is {most}", rows, looks, "median", "waiting for a core")
 
 
@@ -212,11 +209,9 @@ def _median(values: pd.Series) -> float:
 
 
 def _draw_rows(axes: Axes, panel: Panel) -> None:
-    by_weight = np.argsort([-row.weight for row in panel.rows], kind="stable")  # NaN comes last
-    rows = [panel.rows[i] for i in sorted(by_weight[:MOST_ROWS])]
     handles: dict[str, Artist] = {}
-    middles = [number + FILLED / 2 for number in reversed(range(len(rows)))]
-    for middle, row in zip(middles, rows, strict=True):
+    middles = [number + FILLED / 2 for number in reversed(range(len(panel.rows)))]
+    for middle, row in zip(middles, panel.rows, strict=True):
         bottom, top = middle - FILLED / 2, middle + FILLED / 2
         axes.axhspan(bottom, top, **UNUSED)
         times, known = row.areas.index.to_numpy(), row.areas.notna().any(axis=1).to_numpy()
@@ -233,10 +228,9 @@ def _draw_rows(axes: Axes, panel: Panel) -> None:
             handles[panel.line] = Line2D([], [], **LINE)
         look = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "va": "center"}
         axes.text(1.01, middle, _wrapped(row.told, 30), weight="bold" if row.warning else "normal", **look)
-    axes.set_yticks(middles, [row.label for row in rows])
-    axes.set_ylim(0, len(rows) - 1 + FILLED)
-    which = f": {len(rows)} of {len(panel.rows)}" if len(rows) < len(panel.rows) else ""
-    axes.set_title(panel.title + which, loc="left", fontsize=9)
+    axes.set_yticks(middles, [row.label for row in panel.rows])
+    axes.set_ylim(0, len(panel.rows) - 1 + FILLED)
+    axes.set_title(panel.title, loc="left", fontsize=9)
     above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(panel.beside, (1.01, 1), **above, fontsize=8, style="italic")
     where = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}

@@ -96,7 +96,7 @@ class Job:
         for series in (self.judged[RANK], self.rows[RANK]):
             if places := [place for place in series if place[1] == rank]:
                 return max(places, key=lambda place: series[place][-1]["time"])
-        return self.shares[rank].host, rank
+        return "?", rank
 
     def at_once(self, what: str) -> list[Place]:
         """Those that were there in the end: before a requeue the job may have had others."""
@@ -224,7 +224,6 @@ class Training:
 class Shares:
     """Of the training time, what a rank worked by itself, and in that waited for batches; 0 to 1, or NaN."""
 
-    host: str
     own: float
     data: float
 
@@ -264,20 +263,19 @@ def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
 
 def _shares(trainings: list[Training]) -> dict[int, Shares]:
     """By the rank; none of less than `LEAST_SECONDS`."""
-    train, own, data, hosts = defaultdict(float), defaultdict(float), defaultdict(float), {}
+    train, own, data = defaultdict(float), defaultdict(float), defaultdict(float)
     for training in trainings:
         seconds = {row["epoch"]: row["train_seconds"] for row in training.steady}
         # DataParallel has a row for each device of its one rank.
         for row in {(row["epoch"], row["rank"]): row for row in training.of_ranks}.values():
             if row["epoch"] in seconds:
                 rank = row["rank"]
-                hosts[rank] = row["host"]
                 train[rank] += seconds[row["epoch"]]
                 own[rank] += row["own_seconds"]
                 data[rank] += row["data_seconds"]
     if max(train.values(), default=0) < LEAST_SECONDS:
         return {}
-    return {rank: Shares(hosts[rank], own[rank] / train[rank], data[rank] / train[rank]) for rank in train}
+    return {rank: Shares(own[rank] / train[rank], data[rank] / train[rank]) for rank in train}
 
 
 def _trained(epoch: Row) -> Window:
