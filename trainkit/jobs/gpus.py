@@ -24,11 +24,11 @@ class Gpus:
     Where nobody has given the job its GPUs, they are those on which a rank has been seen.
 
     Args:
-        tell: is given one sentence for each kind of reading that there is not.
+        tell: is given a sentence for each reading that there is not, in each sample.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._told = tell, set()
+        self._tell = tell
         self._counted: dict[int, tuple[float, dict[int, float]]] = {}
         self._handles: dict[int, Any] = {}  # by the number in the rows
         self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
@@ -65,11 +65,7 @@ class Gpus:
             except nvml.NVMLError as error:
                 missing.setdefault(str(error), []).append(word)
         for error, words in missing.items():
-            # Once for all GPUs, but one that tells nothing, such as one that was lost, is news.
-            kind = (error, *words, number if len(words) == len(READINGS) else "")
-            if kind not in self._told:
-                self._told.add(kind)
-                self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
+            self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
         if "ranks" in row:
             row["ranks"] = _ranks(row["ranks"], ranks)
         with suppress(nvml.NVMLError):  # told to nobody: most GPUs have no NVLink

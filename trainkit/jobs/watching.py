@@ -9,7 +9,7 @@ from trainkit.analysis import waste, watched
 from trainkit.errors import UserError, printable
 from trainkit.samples import GPU, NODE, RANK
 
-PAUSE, TIMES = 2, 10  # s between two looks, and at least so many times what the last one took
+PAUSE = 2  # s between two looks
 GONE = 3  # s: what has no sample for so long, while its node has, is gone
 SHOWN = {
     NODE: ("cores", "memory_mb", "memory_limit_mb", "network_mb_s", "disk_mb_s"),
@@ -27,7 +27,7 @@ def watch(folder: Path, name: str, ended: Callable[[], bool]) -> None:
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
     over = False
     while not over:
-        over, began = ended(), time.monotonic()
+        over = ended()
         try:
             job = watched.Job(folder)
             told = [*(_table(what, job) for what in SHOWN), waste.judge_job(job).lines(name)]
@@ -41,7 +41,7 @@ def watch(folder: Path, name: str, ended: Callable[[], bool]) -> None:
         except OSError:  # nobody reads it any more: `| head` has ended, or its disk is full
             return
         if not over:
-            time.sleep(max(PAUSE, TIMES * (time.monotonic() - began)))
+            time.sleep(PAUSE)
 
 
 def _table(what: str, job: watched.Job) -> list[str]:
