@@ -268,7 +268,6 @@ class Machine:
         self.folder, self.now = folder, 1000.0
         monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(folder / "proc"))
-        monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _: [0, 1])
         monkeypatch.setattr(processes, "SYS", folder / "sys")
         self.write({"proc/meminfo": "MemTotal: 8000000 kB\nMemFree: 8000000 kB\n", "proc/stat": "btime 0\n"})
         self.write({"proc/1/environ": "", "proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0"})
@@ -284,6 +283,7 @@ class Machine:
         files = {"environ": "JOB=1\0", "stat": f"7 (a) b) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
+        files |= {"status": "Name: a\nState:\tR (running)\nCpus_allowed_list:\t0-1\n"}
         files |= {"smaps_rollup": "Rss: 1000000 kB\nPss: 1000000 kB\n"}
         counters = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
         files |= {"io": "".join(f"{name}: {disk_bytes * (name == 'read_bytes')}\n" for name in counters)}
@@ -308,6 +308,7 @@ def test_what_a_rank_uses_of_cores_and_disks(machine: Machine) -> None:
     assert all(map(math.isnan, (rank["cores"], rank["loader_cores"] + node["cores"], node["disk_mb_s"])))
     assert rank["waiting"] is None
     assert rank["memory_mb"] == node["memory_mb"] == 1024
+    assert (rank["name"], rank["core_list"], node["core_list"]) == ("R", "0-1", "0-1")
     machine.wait(2)
     machine.process(53 * second, 10**9 + 4 * 10**6, one="1007000 1007000 2", two="2000000 0 1")
     node, rank = job.sample()

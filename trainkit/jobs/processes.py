@@ -4,7 +4,6 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,6 @@ from trainkit import samples
 SYS = Path("/sys")
 WALK_EVERY = 10  # samples; and when a process is new
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
-STATES = {
-    psutil.STATUS_RUNNING: "R",
-    psutil.STATUS_SLEEPING: "S",
-    psutil.STATUS_DISK_SLEEP: "D",
-    psutil.STATUS_STOPPED: "T",
-    psutil.STATUS_TRACING_STOP: "T",
-}
 
 
 @dataclass
@@ -35,7 +27,7 @@ class Process:
     parent: int = 0
     started: float = 0  # s, since 1970
     state: str = ""
-    core_list: set[int] = field(default_factory=set)
+    core_list: str = ""
     resident: int = 0  # bytes
     shared: int = 0  # bytes of these that count as other processes': each has an equal share
     cpu_seconds: float = 0
@@ -55,10 +47,11 @@ class Process:
         process = psutil.Process(self.pid)
         with process.oneshot():
             self.parent, self.started = process.ppid(), process.create_time()
-            self.state = STATES.get(process.status(), "?")
             cpu = process.cpu_times()
         self.resident = process.memory_info().rss
-        self.core_list = set(process.cpu_affinity())
+        lines = (_proc(self.pid) / "status").read_text().splitlines()
+        told = dict(line.partition(":\t")[::2] for line in lines)
+        self.state, self.core_list = told.get("State", "?")[0].upper(), told.get("Cpus_allowed_list", "")
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
         with suppress(AttributeError):  # a kernel without these counters
@@ -159,7 +152,7 @@ class Processes:
             "memory_mb": sum(one.memory for one in processes) / 1e6,
             "memory_limit_mb": memory_limit() / 1e6,
             "cores": sum(one.cores for one in processes),
-            "core_list": _ranges(set().union(*(one.core_list for one in processes))),
+            "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
             "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
         }
@@ -172,7 +165,7 @@ def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
         "name": rank.state,
         "memory_mb": sum(one.memory for one in (rank, *workers)) / 1e6,
         "cores": rank.cores,
-        "core_list": _ranges(rank.core_list),
+        "core_list": rank.core_list,
         "waiting": rank.waiting,
         "loaders": len(workers),
         "loader_cores": sum(one.cores for one in workers),
@@ -194,17 +187,6 @@ def _has_torch(pid: int) -> bool:
     """Inductor's processes, which compile, have it too, but are no loader workers."""
     is_there = b"/libtorch" in (_proc(pid) / "maps").read_bytes()
     return is_there and b"torch/_inductor/" not in (_proc(pid) / "cmdline").read_bytes()
-
-
-def _ranges(cores: Iterable[int]) -> str:
-    """Cores as in 0-1,4."""
-    ends: list[list[int]] = []
-    for core in sorted(cores):
-        if ends and core == ends[-1][1] + 1:
-            ends[-1][1] = core
-        else:
-            ends.append([core, core])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)
 
 
 def _network_bytes() -> int:
