@@ -348,16 +348,6 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
         assert line in done.stdout
 
 
-def test_an_array_of_jobs_is_refused(checkout: Checkout) -> None:
-    checkout.fake("sbatch", "touch sent; echo Submitted batch job 7")
-    checkout.fake("srun", "")
-    checkout.site("export SBATCH_ARRAY_INX=0-3")
-    done = checkout.submit_py("single")
-    assert (done.returncode, done.stderr[:50]) == (1, "error: SBATCH_ARRAY_INX asks for an array of jobs,")
-    assert not list(checkout.folder.rglob("sent"))
-    assert not job_folders(checkout)
-
-
 # --- how a job is doing -----------------------------------------------------------------------------
 
 FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"

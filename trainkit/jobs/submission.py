@@ -155,11 +155,6 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
     if request.here or not slurm.is_here():
         _check_machine(request, opts)
         return opts, False
-    if "SBATCH_ARRAY_INX" in site.sbatch:
-        raise UserError(
-            "SBATCH_ARRAY_INX asks for an array of jobs, which would all train the same: unset it. Many runs "
-            "are what slurm/sweep.py is for."
-        )
     for path in (REPOSITORY, site.jobs_dir):
         slurm.check_path(path)
     return opts, True
