@@ -31,8 +31,6 @@ GPU = {
     "throttled": "GpuIdle",  # names of nvmlClocksThrottleReason..., such as "SwPowerCap HwSlowdown"
     "temperature_c": 30,
     "pids": (),  # such as (1234, 1235)
-    "pcie_mb": 0,  # counters, both ways
-    "nvlink_mb": "NOT_SUPPORTED",
 }
 OF_A_SLICE = ("name", "memory_mb", "memory_limit_mb", "pids")  # the rest is known of whole cards only
 NUMBERS = {
@@ -44,10 +42,6 @@ NUMBERS = {
     "nvmlDeviceGetMaxClockInfo": ("clock_limit_mhz", 1),
     "nvmlDeviceGetTemperature": ("temperature_c", 1),
 }
-# Field -> its counter and units, of which each way has a half: bytes of PCIe, and KiB of NVLink.
-FIELDS = dict.fromkeys((197, 198), ("pcie_mb", 1e6))
-for way in ("TX", "RX"):
-    FIELDS[getattr(pynvml, f"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_{way}")] = ("nvlink_mb", 1e6 / 1024)
 
 
 def lost(gpu: dict[str, object], after: int = 0) -> dict[str, object]:
@@ -104,15 +98,3 @@ class Nvml(ModuleType):
 
     def nvmlDeviceGetComputeRunningProcesses(self, place: int) -> list[SimpleNamespace]:  # noqa: N802
         return [SimpleNamespace(pid=pid) for pid in self._answer(place, "pids")]
-
-    def nvmlDeviceGetFieldValues(self, place: int, fields: list) -> list[SimpleNamespace]:  # noqa: N802
-        found, answers = [], {}
-        for field in (field[0] if isinstance(field, tuple) else field for field in fields):
-            name, units = FIELDS[field]
-            try:
-                answers[name] = answers.get(name) or self._answer(place, name)
-                value = SimpleNamespace(ullVal=int(answers[name] * units / 2))
-                found.append(SimpleNamespace(fieldId=field, nvmlReturn=self.NVML_SUCCESS, value=value))
-            except self.NVMLError as error:
-                found.append(SimpleNamespace(fieldId=field, nvmlReturn=error.value))
-        return found

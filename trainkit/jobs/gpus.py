@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,6 @@ from trainkit import samples
 
 # What of a clock's "throttle reasons" is heat, and what is power; GpuIdle is no throttling.
 HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowerBrakeSlowdown")
-PCIE = (197, 198)  # fields of NVML that count bytes, out and in; nvidia-ml-py has names for them since 12.560
-ALL_LINKS = 2**32 - 1
 OF_THE_HOST = "pid:[4026531836]"  # the namespace of the process numbers that NVML tells (Linux: proc_ns.h)
 
 
@@ -29,7 +26,6 @@ class Gpus:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._counted: dict[int, tuple[float, dict[int, float]]] = {}
         self._handles: dict[int, Any] = {}  # by the number in the rows
         self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
         self._used: set[int] = set()
@@ -68,17 +64,7 @@ class Gpus:
             self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
         if "ranks" in row:
             row["ranks"] = _ranks(row["ranks"], ranks)
-        with suppress(nvml.NVMLError):  # told to nobody: most GPUs have no NVLink
-            row["link_mb_s"] = self._link_mb_s(number, _links(nvml, gpu))
         return row
-
-    def _link_mb_s(self, number: int, counters: dict[int, float]) -> float | None:
-        """Since the sample before; None if nothing is counted, or a counter has begun anew."""
-        now = time.monotonic()
-        then, before = self._counted.get(number, (now, {}))
-        self._counted[number] = now, counters
-        moved = [counters[field] - before[field] for field in counters.keys() & before.keys()]
-        return sum(moved) / (now - then) if moved and min(moved) >= 0 else None
 
 
 def _handles(nvml: ModuleType) -> dict[int, Any]:
@@ -149,18 +135,6 @@ def _tells_ours() -> bool:
     with suppress(OSError):
         return Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST)
     return False
-
-
-def _links(nvml: ModuleType, gpu: Any) -> dict[int, float]:
-    """Field -> MB so far, over PCIe and NVLink, out and in."""
-    nvlink = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
-    units = dict.fromkeys(PCIE, 1e-6) | dict.fromkeys(nvlink, 1024e-6)  # bytes, and KiB
-    fields = nvml.nvmlDeviceGetFieldValues(gpu, [*PCIE, *((field, ALL_LINKS) for field in nvlink)])
-    return {
-        field.fieldId: field.value.ullVal * units[field.fieldId]
-        for field in fields
-        if field.nvmlReturn == nvml.NVML_SUCCESS
-    }
 
 
 # What a note calls it -> how to read its cells.
