@@ -53,7 +53,7 @@ OTHERS = {
     "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "--remove --unfinished",
-    "slurm/monitor.py": "--attach --json --out --plot --sample --verdict --watch",
+    "slurm/monitor.py": "--attach --json --out --plot --sample --verdict",
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader

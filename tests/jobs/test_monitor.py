@@ -140,19 +140,19 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
     (jobs / "8" / "monitor").mkdir(parents=True)
     (jobs / "9" / "monitor").mkdir(parents=True)
     (jobs / "9" / "monitor" / "n1.csv").write_text("a photograph\n")
-    nobodys = "one of the arguments --watch --verdict --plot --attach --sample is required. See --help."
+    nobodys = "one of the arguments --verdict --plot --attach --sample is required. See --help."
     sentences = {
         (): nobodys,
         ("--",): nobodys,
         ("--plot", 7, "train.py"): "unrecognized arguments: train.py",
         ("--", "no-such-command"): "no-such-command cannot be run (No such file or directory): correct",
         ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
-        ("--watch", 5): f"there is no job 5 in {jobs}: `python slurm/jobs.py` lists them.",
+        ("--verdict", 5): f"there is no job 5 in {jobs}: `python slurm/jobs.py` lists them.",
         ("--plot", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
         ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
         ("--verdict", jobs / "9"): f"{jobs / '9' / 'monitor' / 'n1.csv'}: no samples of slurm/monitor.py (",
-        ("--watch", 7, "--plot", 7): "argument --plot: not allowed with argument --watch. See --help.",
+        ("--verdict", 7, "--plot", 7): "argument --plot: not allowed with argument --verdict. See --help.",
         ("--attach", "mine"): "argument --attach: 'mine' is not a whole number. See --help.",
         ("--attach", 7): "no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.",
     }
@@ -218,9 +218,6 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     facts = json.loads((folder / "verdict.json").read_text())
     assert json.loads(csv.with_suffix(".monitor.json").read_text()) == facts
     assert f"meet at n1:{10_000 + job}" in log
-    done = on_cluster.python(MONITOR, "--watch", job)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "n2" in done.stdout
     done = on_cluster.python(MONITOR, "--plot", job, "--out", on_cluster.folder / "job.png")
     assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
     assert (on_cluster.folder / "job.png").is_file()
@@ -342,7 +339,7 @@ def test_attach(on_cluster: Checkout) -> None:
     before = (monitor_of(on_cluster, job) / "n1.csv").stat().st_size
     ends = f"touch {shlex.quote(str(end))}; wait"
     done = on_cluster.run("bash", "-c", f"{attach} & {grows.format(before)}; {attach}; {ends}")
-    already = f"error: job {job} is being sampled already: python slurm/monitor.py --watch {job}\n"
+    already = f"error: job {job} is being sampled already: python slurm/monitor.py --verdict {job}\n"
     assert done.stderr == already
     assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
     assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED"
@@ -354,4 +351,4 @@ def test_attach(on_cluster: Checkout) -> None:
         99999: f"job 99999 does not run (GONE): {later}",
     }.items():
         assert on_cluster.python(MONITOR, "--attach", number).stderr == f"error: {sentence}\n"
-    assert f"error: there is no job {held} in" in on_cluster.python(MONITOR, "--watch", held).stderr
+    assert f"error: there is no job {held} in" in on_cluster.python(MONITOR, "--verdict", held).stderr

@@ -1,6 +1,5 @@
 """Watch what a job does with its GPUs, cores and memory, while it runs and afterwards.
 
-    python slurm/monitor.py --watch JOB        live: the newest samples, and the verdict so far
     python slurm/monitor.py --verdict JOB      what it wasted, the worst first, and what could be faster
     python slurm/monitor.py --plot JOB         the same as a picture, along its time
     python slurm/monitor.py --attach JOB       sample a running job of Slurm that does not sample itself
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 VERDICT_SECONDS = 8  # that it may take after Ctrl-C
 OVER = ("COMPLETING", *housekeeping.ENDED)
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
-# That the newest sample is old: before Slurm is asked whether the job runs, and where nobody knows.
-LATE_SECONDS, OLD_SECONDS = 5, 60
 # What somebody may send to this program, and means for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
@@ -62,11 +58,6 @@ def main(own_job: str | None) -> int:
         _sample(own.sample, own.until, own_job)
     elif own.attach:
         _attach(own.attach)
-    elif own.watch:
-        from trainkit.jobs import watching
-
-        folder = _find(own.watch)
-        watching.watch(folder, _name(own.watch), partial(_has_ended, folder))
     elif own.plot:
         from trainkit.analysis import timeline
 
@@ -87,7 +78,6 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     command = arguments[end + 1 :]
     parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
     what = parser.add_mutually_exclusive_group(required=not command)
-    what.add_argument("--watch", metavar="JOB", help="show it live")
     what.add_argument("--verdict", metavar="JOB", help="say what it wasted")
     what.add_argument("--plot", metavar="JOB", help="draw it")
     what.add_argument("--attach", metavar="JOB", type=at_least(1), help="sample it, from a login node")
@@ -135,15 +125,6 @@ def _with_number(job: str) -> Path:
         f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits has no "
         "folder yet."
     )
-
-
-def _has_ended(folder: Path) -> bool:
-    """Whether the job has whose samples are in `folder`; where nobody knows, it has if they are old."""
-    age = time.time() - max((path.stat().st_mtime for path in folder.glob("*.csv")), default=0)
-    if age < LATE_SECONDS:
-        return False
-    state = housekeeping.state_of(folder.absolute().parent)
-    return state in OVER or state == housekeeping.UNKNOWN and age > OLD_SECONDS
 
 
 def _run(command: list[str]) -> int:
@@ -263,7 +244,7 @@ def _nodes_of_running(job: int) -> str:
         raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
     if "monitor" in steps:
-        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --watch {job}")
+        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")
     return facts["NumNodes"]
 
 
