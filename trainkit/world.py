@@ -4,9 +4,7 @@ import atexit
 import gc
 import os
 import platform
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
 from trainkit import debugging, machine, startup
-from trainkit.errors import PeerError, UserError, fail, first_line
-
-PATIENCE_SECONDS = 20  # beyond twice --timeout, with processes that meet
+from trainkit.errors import PeerError, UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -77,16 +73,14 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
         debugging.begin(debug_dir, place["rank"], every=timeout / 2)
     device = _device(place, use_cuda)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    what_to_do = (
-        "see that all of them run, every node resolves the address, and nothing else uses the port. "
-        "`python slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
-    )
-    unable = f"the {place['size']} processes could not meet at {where}"
     try:
-        with _at_most(timeout, f"{unable} (something there is silent): {what_to_do}"):
-            _meet(place, device, timedelta(seconds=timeout))
+        _meet(place, device, timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
+        raise UserError(
+            f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
+            "them run, every node resolves the address, and nothing else uses the port. `python "
+            "slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
+        ) from None
     startup.mark("process group")
     return _settled(place, device, debug_dir)
 
@@ -105,22 +99,6 @@ def _settled(place: dict, device: torch.device, debug_dir: Path | None) -> World
     if debug_dir:
         debugging.introduce(debug_dir, place["rank"], device, gather)
     return World(**place, device=device)
-
-
-@contextmanager
-def _at_most(timeout: int, error: str) -> Iterator[None]:
-    """End this process with `error` if what is done within lasts much longer than the timeout.
-
-    PyTorch asks something that says nothing again and again, each time for the whole timeout.
-    """
-    # Ranks may come a whole timeout apart, and to connect then takes a while.
-    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [error])
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
 
 
 def _meet(place: dict, device: torch.device, timeout: timedelta) -> None:
