@@ -12,7 +12,6 @@ import io
 import shlex
 import shutil
 import socket
-import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -52,17 +51,13 @@ def check(dataset: str, data_dir: Path) -> None:
     with disk_errors("read from", data_dir):
         # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
         for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
-            raise unusable(data_dir, f"{name} is {fault}")
-
-
-def unusable(data_dir: Path, fault: str) -> UserError:
-    """What to say of a `data_dir` without a sound MNIST."""
-    # The whole path: the job that fails may run elsewhere than the shell that mends it.
-    option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
-    return UserError(
-        f"no usable MNIST in {data_dir} ({fault}): "
-        f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
-    )
+            # The whole path: the job that fails may run elsewhere than the shell that mends it.
+            where = shlex.quote(str(data_dir.absolute()))
+            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
+            raise UserError(
+                f"no usable MNIST in {data_dir} ({name} is {fault}): "
+                f"get it once, on a machine with internet, with: python -m trainkit.data{option}"
+            )
 
 
 def put_in_place(data_dir: Path) -> str:
@@ -150,11 +145,8 @@ def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
     for name, (size, md5) in FILES.items():
         path = folder / name
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # to open a pipe would be to wait for it
-                faults[name] = "not a regular file"
-            elif found.st_size != size:
-                faults[name] = f"cut short, or too long ({found.st_size} of {size} bytes)"
+            if (found := path.stat().st_size) != size:
+                faults[name] = f"cut short, or too long ({found} of {size} bytes)"
             elif sums and hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
                 faults[name] = "corrupt (wrong MD5)"
         except FileNotFoundError:
