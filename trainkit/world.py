@@ -229,13 +229,7 @@ def is_first() -> bool:
 def _place() -> dict:
     """Rank, sizes and launcher, from torchrun's variables, else from the srun step's, else alone."""
     env = os.environ
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if any(name in env for name in names):
-        if missing := [name for name in names if name not in env]:
-            raise UserError(
-                f"of {', '.join(names)} the environment lacks {', '.join(missing)}: start the processes with "
-                f"torchrun or srun, which set all of them, or run `unset {' '.join(names)}` for one process."
-            )
+    if any(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         size = _number("WORLD_SIZE", 1)
         nodes = _number("GROUP_WORLD_SIZE", 1, _number("SLURM_STEP_NUM_NODES", 1, 1))
         marks = {"TORCHELASTIC_RUN_ID": "torchrun", "SUBMITIT_EXECUTOR": "submitit", "SLURM_STEP_ID": "srun"}
@@ -271,7 +265,8 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
         number = smallest - 1
     if number < smallest:
         raise UserError(
-            f"{name} is {text!r}, and no whole number from {smallest} on: unset it or correct it."
+            f"{name} is {text!r}, and no whole number from {smallest} on: start the processes with torchrun or "
+            "srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
         )
     return number
 

@@ -169,7 +169,6 @@ def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(
         ("03_multigpu_ddp/submit.py", "--batch-size 64 --batch-size-per-gpu 32", "of each: give one of them"),
         ("03_multigpu_ddp/submit.py", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
         ("02_multigpu_dp/submit.py", "--gpus 3 --batch-size-per-gpu 30000", "--batch-size 90000 is more"),
-        ("02_multigpu_dp/submit.py", "--epochs 1 --lr-warmup-images 60001", "60000 images of all epochs"),
         ("slurm/sweep.py", "--batch-size-per-gpu 32", "is what --scaling weak makes of --batch-size"),
     ],
 )
