@@ -265,8 +265,8 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
         number = smallest - 1
     if number < smallest:
         raise UserError(
-            f"{name} is {text!r}, and no whole number from {smallest} on: start the processes with torchrun or "
-            "srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
+            f"{name} is {text!r}, and no whole number from {smallest} on: start the processes with torchrun "
+            "or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
         )
     return number
 

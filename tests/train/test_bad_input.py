@@ -61,10 +61,7 @@ def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script)
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        (
-            {"RANK": "0"},
-            "WORLD_SIZE is None, and no whole number from 1 on: start the",
-        ),
+        ({"RANK": "0"}, "WORLD_SIZE is None, and no whole number from 1 on: start the processes"),
         ({"RANK": "0", "WORLD_SIZE": "many", "LOCAL_RANK": "0"}, "WORLD_SIZE is 'many'"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2 cannot meet the others"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "give each process its own RANK, from 0 to"),
