@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from trainkit.analysis import comparison
-from trainkit.analysis.advice import AS_GOOD, Answer, Option, Wishes, advise, label, sets
+from trainkit.analysis.advice import AS_GOOD, Answer, Option, Wishes, advise, sets
 from trainkit.analysis.answer import InWords, checked
 from trainkit.analysis.text import markdown
 from trainkit.command_line import Parser
@@ -28,6 +28,14 @@ HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
 RECORDED = [SAMPLES / "scaling" / "w8.csv", SAMPLES / "scaling" / "w32.csv", SAMPLES / "width"]
 TARGETS = (94, 95, 96, 97)  # % test accuracy
+
+
+def _label(option: Option) -> str:
+    """An option in a few words."""
+    devices, nodes = option.shape[:2]
+    return (
+        f"{option.stage} x{devices}{f' on {nodes} nodes' if nodes > 1 else ''}, batch {option.global_batch}"
+    )
 
 
 def main() -> None:
@@ -111,11 +119,11 @@ class Replay:
             "deadline_s": self._wishes.deadline_s or "",
             "all_runs": len(self._cells),
             "all_hours": self._hours.sum(),
-            "all_choose": label(everything.best),
+            "all_choose": _label(everything.best),
             "all_sure": everything.sure,
             "runs": len(self.names),
             "hours": self._spent(),
-            "choose": label(best) if best else "",
+            "choose": _label(best) if best else "",
             "sure": known.sure if known else 0.0,
             "dearer": _dearer(everything, best, self._wishes) if best else math.inf,
         }
