@@ -465,9 +465,11 @@ def test_warm_up_only(tmp_path: Path, compared: Compared) -> None:
     assert "?" not in text and "nan" not in text.lower()
 
 
-def test_copies_count_once(tmp_path: Path, compared: Compared) -> None:
+def test_copies_count_once_and_samples_of_a_job_are_no_runs(tmp_path: Path, compared: Compared) -> None:
     path = write_run(tmp_path, "one", [10, 1000, 1200])
     shutil.copy(path, tmp_path / "copy.csv")
+    (tmp_path / "12" / "monitor").mkdir(parents=True)
+    (tmp_path / "12" / "monitor" / "n1.csv").write_text("time,what\n1,node\n")
     text = compared(tmp_path, path).text
     assert cells(text, "single", 1)[-2:] == ["1", "3"]
     assert "Skipped" not in text
@@ -599,14 +601,6 @@ def test_the_script(tmp_path: Path) -> None:
         assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
 
 
-def test_a_figure_of_earlier_runs_goes(tmp_path: Path, compared: Compared) -> None:
-    write_run(tmp_path / "a", "one", [10, 1000])
-    two = write_run(tmp_path / "a", "two", [10, 1600], **ddp(2))
-    assert list(compared(tmp_path / "a").figures) == list(FIGURES)
-    two.unlink()
-    assert list(compared(tmp_path / "a").figures) == ["throughput.png", "accuracy.png"]
-
-
 def test_runs_of_before_the_model_column_give_the_same_report(tmp_path: Path, compared: Compared) -> None:
     """The committed sample: digit for digit."""
     sample = ROOT / "results" / "sample" / "cpu-2-cores"
@@ -677,9 +671,14 @@ def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
 
 def test_accuracy_of_some_runs(tmp_path: Path, compared: Compared) -> None:
     """Where there is nothing to draw there is no figure."""
+    path = write_run(tmp_path, "two", [10, 1600], **ddp(2))
+    write_run(tmp_path, "single", [10, 1000])
+    assert [*compared().figures] == [*FIGURES]
+    path.unlink()
+    (tmp_path / "runs" / "single.csv").unlink()
     write_run(tmp_path, "own", [50], **own(1, test_accuracy=float("nan")))
     seen = compared()
-    assert not seen.figures
+    assert not seen.figures  # nor one of the runs before
     assert f"Written to {tmp_path / 'out'}: report.html, comparison.md, comparison.csv\n" in seen.text
     write_run(tmp_path, "one", [10, 1000])
     seen = compared()
@@ -730,10 +729,3 @@ def test_the_share_of_what_the_datasheet_promises(
     assert [None if pd.isna(share) else pytest.approx(share, rel=1e-2) for share in of_gpus] == shares
     shown = (tmp_path / "out" / "comparison.md").read_text()
     assert "| TFLOP/s |" in shown and ("| MFU % |" in shown) == ("MFU %: the" in seen.text) == bool(mfu)
-
-
-def test_the_samples_of_a_job_are_no_runs(tmp_path: Path, compared: Compared) -> None:
-    write_run(tmp_path, "one", [10, 1000])
-    (tmp_path / "12" / "monitor").mkdir(parents=True)
-    (tmp_path / "12" / "monitor" / "n1.csv").write_text("time,what\n1,node\n")
-    assert "Skipped" not in compared().text

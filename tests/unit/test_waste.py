@@ -293,13 +293,6 @@ def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
     )
 
 
-def test_nothing_to_read(tmp_path: Path) -> None:
-    for text in ("", ",".join(samples.COLUMNS) + "\n", "a,b\n1,2\n"):
-        (tmp_path / "n1.csv").write_text(text)
-        with pytest.raises(UserError):
-            waste.judge(tmp_path)
-
-
 def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
     folder = made([STARVED] * 2, facts=FROM_LOADERS)
     before = waste.judge(folder)
@@ -372,6 +365,9 @@ def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
     (folder / "n2.csv").write_text(left)
     assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1: ")
+    (folder / "n1.csv").write_text(left)
+    with pytest.raises(UserError):
+        waste.judge(folder)
 
 
 def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:

@@ -98,7 +98,7 @@ class Job:
                 return max(places, key=lambda place: series[place][-1]["time"])
         return "?", rank
 
-    def at_once(self, what: str) -> list[Place]:
+    def there_at_last(self, what: str) -> list[Place]:
         """Those that were there in the end: before a requeue the job may have had others."""
         series = self.rows[what]
         newest = max((rows[-1]["time"] for rows in series.values()), default=0)
