@@ -197,7 +197,7 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
         assert row["core_list"][0].isdecimal()
         assert math.isnan(row["waiting"]) or 0 <= row["waiting"] <= 1
     assert node["cores"] > 0
-    assert node["network_mb_s"] >= 0 and node["disk_mb_s"] >= 0
+    assert node["network_mb_s"] >= 0
     assert notes(tmp_path) == []
 
 
@@ -277,7 +277,7 @@ class Machine:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text)
 
-    def process(self, cpu_ticks: int, disk_bytes: int = 0, **threads: str) -> None:
+    def process(self, cpu_ticks: int, **threads: str) -> None:
         """Number 7, which has loaded PyTorch; `threads`: their schedstat."""
         cells = ["R", "1", *["0"] * 9, str(cpu_ticks), *["0"] * 7, "500", *["0"] * 30]
         files = {"environ": "JOB=1\0", "stat": f"7 (a) b) {' '.join(cells)}"}
@@ -285,8 +285,6 @@ class Machine:
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
         files |= {"status": "Name: a\nState:\tR (running)\nCpus_allowed_list:\t0-1\n"}
         files |= {"smaps_rollup": "Rss: 1000000 kB\nPss: 1000000 kB\n"}
-        counters = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
-        files |= {"io": "".join(f"{name}: {disk_bytes * (name == 'read_bytes')}\n" for name in counters)}
         files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
         self.write({f"proc/7/{name}": text for name, text in files.items()})
 
@@ -299,21 +297,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_what_a_rank_uses_of_cores_and_disks(machine: Machine) -> None:
+def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     """Since the sample before; what the kernel does not count, nobody knows."""
     job = processes.Processes({"JOB": "1"})
     second = os.sysconf("SC_CLK_TCK")
-    machine.process(50 * second, 10**9, one="7000 7000 1")
+    machine.process(50 * second, one="7000 7000 1")
     node, rank = job.sample()
-    assert all(map(math.isnan, (rank["cores"], rank["loader_cores"] + node["cores"], node["disk_mb_s"])))
+    assert all(map(math.isnan, (rank["cores"], node["cores"], node["network_mb_s"])))
     assert rank["waiting"] is None
     assert rank["memory_mb"] == node["memory_mb"] == 1024
     assert (rank["name"], rank["core_list"], node["core_list"]) == ("R", "0-1", "0-1")
     machine.wait(2)
-    machine.process(53 * second, 10**9 + 4 * 10**6, one="1007000 1007000 2", two="2000000 0 1")
+    machine.process(53 * second, one="1007000 1007000 2", two="2000000 0 1")
     node, rank = job.sample()
     assert node["cores"] == rank["cores"] == 1.5
-    assert node["disk_mb_s"] == 2
     assert rank["waiting"] == 0.25
     shutil.rmtree(machine.folder / "proc/7/task")
     machine.wait(1)

@@ -27,7 +27,7 @@ from trainkit import samples
 from trainkit.command_line import Parser, at_least
 from trainkit.errors import UserError, first_line, printable, tell
 from trainkit.files import check_writable
-from trainkit.jobs import housekeeping, local, slurm
+from trainkit.jobs import local, slurm
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from trainkit.analysis.waste import Verdict
 
 VERDICT_SECONDS = 8  # that it may take after Ctrl-C
-OVER = ("COMPLETING", *housekeeping.ENDED)
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
 # What somebody may send to this program, and means for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -239,7 +238,7 @@ def _nodes_of_running(job: int) -> str:
         raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
     state, reason = facts["JobState"], printable(facts.get("Reason", ""))
-    if state in (*OVER, *slurm.QUEUED, "UNKNOWN"):
+    if state != "RUNNING":
         told = f"{state}, {reason}" if reason else state
         raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()

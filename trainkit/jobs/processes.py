@@ -32,8 +32,6 @@ class Process:
     shared: int = 0  # bytes of these that count as other processes': each has an equal share
     cpu_seconds: float = 0
     cores: float = 0
-    disk_bytes: int = 0
-    disk_bytes_s: float = 0
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
@@ -54,10 +52,6 @@ class Process:
         self.state, self.core_list = told.get("State", "?")[0].upper(), told.get("Cpus_allowed_list", "")
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
-        with suppress(AttributeError):  # a kernel without these counters
-            disk, before = process.io_counters(), self.disk_bytes
-            self.disk_bytes = disk.read_bytes + disk.write_bytes
-            self.disk_bytes_s = (self.disk_bytes - before) / seconds
         waiting = self._waiting()
         self.waiting = waiting if seconds > 0 else None  # the first time it is that of its whole life
         self.torch = self.torch or _has_torch(self.pid)
@@ -154,7 +148,6 @@ class Processes:
             "cores": sum(one.cores for one in processes),
             "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
-            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
         }
 
 
