@@ -58,14 +58,8 @@ def made(folder: Path, name: str, last: dict[str, str] | None = None, **cells: s
 
 
 def plot(*paths: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    script = REPOSITORY / "results" / "plot_results.py"
-    return subprocess.run(
-        [sys.executable, script, *paths, "--out", out],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, REPOSITORY / "results" / "plot_results.py", *paths, "--out", out]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Path) -> None:

@@ -56,12 +56,10 @@ def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
             if run_id in (run_ids or [run_id]):
                 own = rows if suffix == ".csv" else [dict(list(row.items())[1:]) for row in rows]
                 _write(folder / f"{run_id}{suffix}", own, delimiter)
-    if packed.with_name(packed.stem + VERDICT).exists():
-        for run_id, verdict in json.loads(packed.with_name(packed.stem + VERDICT).read_text())[
-            OF_RUNS
-        ].items():
-            if run_id in (run_ids or [run_id]):
-                (folder / f"{run_id}{VERDICT}").write_text(json.dumps(verdict, indent=1))
+    verdicts = _verdict(packed.with_name(packed.stem + VERDICT)) or {OF_RUNS: {}}
+    for run_id, verdict in verdicts[OF_RUNS].items():
+        if run_id in (run_ids or [run_id]):
+            (folder / f"{run_id}{VERDICT}").write_text(json.dumps(verdict, indent=1))
 
 
 def _rows(file: Path, delimiter: str) -> list[Row]:

@@ -166,10 +166,10 @@ def judge(folder: Path) -> Verdict:
 
 def judge_job(job: Job) -> Verdict:
     """The same on samples that were read already."""
-    found = [*_unused(job), *_pauses(job), *_by_record(job), *_crowded(job), *_throttled(job)]
-    found += _full(job)
+    rules = [_unused, _pauses, _by_record, _crowded, _throttled, _full]
     if not any(share.own > 0 for share in job.shares.values()):  # as of a captured step, or a split network
-        found += _starved(job)
+        rules.append(_starved)
+    found = [finding for rule in rules for finding in rule(job)]
     found += _by_power(job, {finding.kind for finding in found})
     one_each: dict[str, Finding] = {}
     for finding in found:
