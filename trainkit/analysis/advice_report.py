@@ -68,9 +68,7 @@ def _blocks_of(words: InWords, options: list[Option], notes: list[str] | None = 
     return made
 
 
-def _write(
-    words: InWords, wishes: Wishes, out: Path, notes: list[str], trainings: int | None
-) -> list[str]:  # fmt: skip
+def _write(words: InWords, wishes: Wishes, out: Path, notes: list[str], trainings: int | None) -> list[str]:
     """Returns the names of the files."""
     numbers = words.numbers().apply(lambda column: column.map(no_formula))
     numbers.to_csv(out / "how_many_gpus.csv", index=False)

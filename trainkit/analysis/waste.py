@@ -406,10 +406,8 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
     seen = job.mean(RANK, ranks, "loaders")
     loaders = max((row["workers_per_loader"] for row in job.steady), default=seen)
     each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
-    told, remedy = (
-        "no loader workers",
-        "take some (--loader workers --num-workers 4, with --cpus-per-task for them)",
-    )
+    told = "no loader workers"
+    remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
     if loaders > 0:
         told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
@@ -418,10 +416,10 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
             remedy = "these wait, too: for files (stage them on the node) or for cores"
-    resident = {row["loader"] for row in job.steady} == {"resident"}
-    remedy += (
-        ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"
-    )
+    if {row["loader"] for row in job.steady} == {"resident"}:
+        remedy += ", or prepare less for each batch"
+    else:
+        remedy += ", or keep the data in memory (--loader resident)"
     where = _where("rank", ranks)
     sentence = (
         f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
