@@ -10,10 +10,9 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, Script, rows_of, run_stage
+from conftest import Script, rows_of, run_stage
 
 from trainkit import machine, records
-from trainkit.analysis import comparison
 from trainkit.analysis.report import report
 from trainkit.own_time import OwnTime
 
@@ -147,46 +146,32 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
     assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
 
 
-def write(folder: Path, own_seconds: dict[int, float], epochs: int = 3) -> Path:
-    """The CSV of a run, and what is beside it."""
-    results = folder / "results"
-    sample = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
-    rows = records.by_run(records.read(sample))["ddp-20261121-041110-f2fc72"]
-    recorder = records.Recorder(results, rows[0])
-    for epoch in range(1, epochs + 1):
-        beside = [
-            {"epoch": epoch, "rank": rank, "host": f"n{rank // 2}", "device": "cuda:0", "device_name": "H200"}
-            | {"own_seconds": seconds if epoch > 1 else 99, "peak_memory_mb": 500 + rank}
-            for rank, seconds in own_seconds.items()
-        ]
-        recorder.add(beside, epoch=epoch, warmup=epoch == 1)
-    return recorder.path
-
-
-SLOW = {
-    "one of four": ({0: 1.0, 1: 1.1, 2: 1.0, 3: 1.6}, "rank 3 on n1 takes 1.6x the median of the others"),
-    "a little": ({0: 1.0, 1: 1.2}, ""),
-    "alone": ({0: 1.0}, ""),
-    "not known": ({0: 1.0, 1: math.nan, 2: 9.0}, ""),
-}
-
-
-@pytest.mark.parametrize(("own_seconds", "found"), SLOW.values(), ids=SLOW)
-def test_who_is_slow(own_seconds: dict, found: str, tmp_path: Path) -> None:
-    """Against the median of the others, without the warm-up, where all took 99 s."""
-    path = write(tmp_path, own_seconds)
-    (told,) = set(comparison.load([path])[0].slow_rank)
-    assert told == (f"{found} for its own part of a step" if found else "")
-
-
-def test_a_slow_rank_is_named_with_the_node_where_it_was_slow() -> None:
-    """A job that was requeued has gone on elsewhere."""
+@pytest.mark.parametrize(
+    ("own_seconds", "found"),
+    [
+        (
+            [(1.0, 1.1, 1.0, 1.6)],
+            "rank 3 on n0 takes 1.6x the median",
+        ),
+        (
+            [(1.0, 4.0), (1.0, 1.0)],
+            "rank 1 on n0 takes 2.5x the median",
+        ),
+        ([(1.0, 1.2)], ""),
+        ([(1.0,)], ""),
+        ([(1.0, math.nan, 9.0)], ""),
+    ],
+    ids=["one of four", "where it was slow", "a little", "alone", "not known"],
+)
+def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
+    """Of the epochs, between which the job has gone on elsewhere, of each rank."""
     rows = [
-        {"rank": rank, "epoch": epoch, "own_seconds": seconds, "host": host}
-        for epoch, host, of_epoch in ((1, "n1", (1.0, 4.0)), (2, "n2", (1.0, 1.0)))
+        {"rank": rank, "own_seconds": seconds, "host": f"n{epoch}"}
+        for epoch, of_epoch in enumerate(own_seconds)
         for rank, seconds in enumerate(of_epoch)
     ]
-    assert records.slow_rank(rows).startswith("rank 1 on n1 takes 2.5x ")
+    told = records.slow_rank(rows)
+    assert told == (f"{found} of the others for its own part of a step" if found else "")
 
 
 def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
