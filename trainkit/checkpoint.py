@@ -117,15 +117,14 @@ class Checkpoints:
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": world.gather(_random_numbers())}
-        own = self._model.parameters()
-        if not (self._sharded.finite() if self._sharded else all(one.isfinite().all() for one in own)):
-            raise not_a_number(f"the weights are no longer numbers after {where}")
         mistake = ""
         if self._sharded:
+            if not self._sharded.finite():  # asked of all ranks
+                raise not_a_number(f"the weights are no longer numbers after {where}")
             # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
             world.on_first(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
             mistake = self._sharded.save(_shards(path))
-        world.on_first(lambda: self._write(path, state, mistake))
+        world.on_first(lambda: self._write(path, where, state, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -200,6 +199,8 @@ class Checkpoints:
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
+            if self._part and len(self._part.losses) != self._part.steps:
+                raise ValueError("its losses do not fit its steps")
             world.on_first(lambda: self._log.go_on(state["run"]))
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
@@ -218,7 +219,9 @@ class Checkpoints:
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
         set_precision(self._model, was["precision"])
 
-    def _write(self, path: Path, state: dict, mistake: str) -> None:
+    def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
+        if not self._sharded and not all(own.isfinite().all() for own in self._model.parameters()):
+            raise not_a_number(f"the weights are no longer numbers after {where}")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model)}

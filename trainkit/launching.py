@@ -1,5 +1,6 @@
 """DDP from a notebook or a REPL: `trainkit.launch(train, workers=2)` calls train in fresh processes."""
 
+import codecs
 import linecache
 import math
 import os
@@ -24,6 +25,7 @@ from trainkit.errors import UserError, first_line
 
 Result = TypeVar("Result")
 PATIENCE_SECONDS = 5  # for ranks to end by themselves
+NO_RESULT = "train's result cannot be sent back ({}): return numbers, or a state_dict() instead of the model."
 
 
 class RankError(UserError):
@@ -80,13 +82,12 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             printing.join(PATIENCE_SECONDS)  # until nobody has the other end of the pipe
         if failed:
             raise RankError(_why(failed, ranks, folder))
+        if not (folder / "result").exists():  # a Run that a signal has stopped tells how it goes on
+            raise RankError((folder / "rank-0.finished").read_text())
         try:
             return pickle.loads((folder / "result").read_bytes())
         except Exception as error:  # a DDP model has no group here
-            raise UserError(
-                f"train's result cannot be sent back ({first_line(error)}): return numbers, or a "
-                "state_dict() instead of the model."
-            ) from None
+            raise UserError(NO_RESULT.format(first_line(error))) from None
 
 
 def _send(train: Callable, arguments: tuple, folder: Path) -> None:
@@ -103,10 +104,11 @@ def _send(train: Callable, arguments: tuple, folder: Path) -> None:
 
 
 def _show(output: int) -> None:
-    """Print what the ranks print, line by line, until the last of them has ended."""
-    with os.fdopen(output, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            print(line, end="", flush=True)
+    """Print what the ranks print until the last of them has ended."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while written := os.read(output, 1 << 16):
+        print(decoder.decode(written), end="", flush=True)
+    os.close(output)
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float = math.inf) -> None:
@@ -153,7 +155,7 @@ def _rank(folder: Path) -> None:
         sys.path[:], sources, call = pickle.loads((folder / "call").read_bytes())
         linecache.cache.update(sources)
         train, arguments = pickle.loads(call)
-        result = cloudpickle.dumps(train(*arguments))
+        result = train(*arguments)
     except Exception as error:
         if not isinstance(error, (UserError, errors.Stopped)):
             lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
@@ -161,7 +163,10 @@ def _rank(folder: Path) -> None:
             sys.excepthook = lambda *_: None  # the caller shows it
         raise
     if os.environ["RANK"] == "0":
-        (folder / "result").write_bytes(result)
+        try:
+            (folder / "result").write_bytes(cloudpickle.dumps(result))
+        except Exception as error:
+            raise UserError(NO_RESULT.format(first_line(error))) from None
 
 
 def _end_with_the_caller() -> None:

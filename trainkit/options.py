@@ -287,6 +287,11 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None
         raise UserError(
             f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
         )
+    if size and options.lr_warmup_images > options.epochs * size and not options.dry_run:
+        raise UserError(
+            f"--lr-warmup-images {options.lr_warmup_images} is more than the {options.epochs * size} images "
+            f"of all epochs: lower it, or raise --epochs {options.epochs}."
+        )
 
 
 def check_divides(batch_size: int, parts: int, what: str) -> None:

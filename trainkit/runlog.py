@@ -73,7 +73,7 @@ class RunLog:
         """Write the row of one epoch, those of its ranks and its metrics, then print its line.
 
         Raises:
-            UserError: if the row cannot be written; the text tells where it is then.
+            UserError: if the row cannot be written.
         """
         images = trained.steps * self._options.batch_size
         images_per_s = images / trained.seconds
@@ -99,7 +99,7 @@ class RunLog:
                 "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
-            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": one.value} for one in metrics]
+            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": float(one.value)} for one in metrics]
             self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:
                 samples.note_run(self._recorder.path)
@@ -123,7 +123,10 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
+            ValueError: if `state` would write to another place.
         """
+        if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
+            raise ValueError("its run_id is no name of a file")
         self._facts |= state["facts"]
         self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
         rows = state["rows"]

@@ -4,7 +4,9 @@ import atexit
 import gc
 import os
 import platform
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +16,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
 
 from trainkit import debugging, machine, startup
-from trainkit.errors import PeerError, UserError, first_line
+from trainkit.errors import PeerError, UserError, fail, first_line
+
+PATIENCE_SECONDS = 20  # beyond twice --timeout, with processes that meet
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,16 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> World:
         debugging.begin(debug_dir, place["rank"], every=timeout / 2)
     device = _device(place, use_cuda)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    what_to_do = (
+        "see that all of them run, every node resolves the address, and nothing else uses the port. "
+        "`python slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
+    )
+    unable = f"the {place['size']} processes could not meet at {where}"
     try:
-        _meet(place, device, timedelta(seconds=timeout))
+        with _at_most(timeout, f"{unable} (something there is silent): {what_to_do}"):
+            _meet(place, device, timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"the {place['size']} processes could not meet at {where} ({first_line(error)}): see that all of "
-            "them run, every node resolves the address, and nothing else uses the port. `python "
-            "slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
-        ) from None
+        raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
     startup.mark("process group")
     return _settled(place, device, debug_dir)
 
@@ -99,6 +105,22 @@ def _settled(place: dict, device: torch.device, debug_dir: Path | None) -> World
     if debug_dir:
         debugging.introduce(debug_dir, place["rank"], device, gather)
     return World(**place, device=device)
+
+
+@contextmanager
+def _at_most(timeout: int, error: str) -> Iterator[None]:
+    """End this process with `error` if what is done within lasts much longer than the timeout.
+
+    PyTorch asks something that says nothing again and again, each time for the whole timeout.
+    """
+    # Ranks may come a whole timeout apart, and to connect then takes a while.
+    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [error])
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def _meet(place: dict, device: torch.device, timeout: timedelta) -> None:
@@ -274,6 +296,10 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
 def _device(place: dict, use_cuda: bool) -> torch.device:
     """The GPU of this process, tried; the CPU with --no-cuda, or where there is no GPU."""
     if use_cuda:
+        # Of several slices of cards (MIG) CUDA shows a process the first one only: name this rank's own.
+        slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if slices[0].startswith("MIG-") and len(slices) > place["local_rank"]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = slices[place["local_rank"]]
         machine.check_usable()
     if not use_cuda or not torch.cuda.is_available():
         machine.keep_freed_memory()

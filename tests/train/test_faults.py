@@ -1,8 +1,10 @@
 """The worst day of a run: folders that vanish, disks that fill, numbers that are none. Nothing is lost."""
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +220,27 @@ def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+# --- meeting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:
+    with contextlib.closing(socket.create_server(("localhost", 0))) as silent:
+        port = str(silent.getsockname()[1])
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "1"}
+        command = stage_command("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path)
+        done = subprocess.run(
+            command,
+            env=ENVIRONMENT | meeting | {"LOCAL_RANK": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"the 2 processes could not meet at localhost:{port} (something there is silent)" in done.stderr
 
 
 # --- what PyTorch says of GPUs and NCCL -------------------------------------------------------------
