@@ -166,7 +166,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     matrix.add_argument(
         "--num-workers",
-        type=list_of(at_least(0)),
+        type=list_of(at_least(0, 256)),
         metavar="LIST",
         help="loader processes of each process, for --loader workers (default: 0)",
     )

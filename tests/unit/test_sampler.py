@@ -269,6 +269,7 @@ class Machine:
         monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(folder / "proc"))
         monkeypatch.setattr(processes, "SYS", folder / "sys")
+        monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _: [0, 1])
         self.write({"proc/meminfo": "MemTotal: 8000000 kB\nMemFree: 8000000 kB\n", "proc/stat": "btime 0\n"})
         self.write({"proc/1/environ": "", "proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0"})
 
@@ -283,7 +284,8 @@ class Machine:
         files = {"environ": "JOB=1\0", "stat": f"7 (a) b) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
-        files |= {"status": "Name: a\nState:\tR (running)\nCpus_allowed_list:\t0-1\n"}
+        counters = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
+        files |= {"io": "".join(f"{name}: {1_000_000 * cpu_ticks}\n" for name in counters)}
         files |= {"smaps_rollup": "Rss: 1000000 kB\nPss: 1000000 kB\n"}
         files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
         self.write({f"proc/7/{name}": text for name, text in files.items()})
@@ -311,6 +313,7 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     machine.process(53 * second, one="1007000 1007000 2", two="2000000 0 1")
     node, rank = job.sample()
     assert node["cores"] == rank["cores"] == 1.5
+    assert node["disk_mb_s"] == 2 * 3 * second / 2
     assert rank["waiting"] == 0.25
     shutil.rmtree(machine.folder / "proc/7/task")
     machine.wait(1)

@@ -99,9 +99,12 @@ class Handle:
 
     def _last_words(self) -> str | None:
         """What the logs end with, when nobody could tell why."""
-        logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
-        lines = [line for log in logs for line in _lines(log)]
+        lines = self._all_lines()
         return next((line for words in LAST_WORDS for line in lines if re.match(words, line)), None)
+
+    def _all_lines(self) -> list[str]:
+        logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
+        return [line for log in logs for line in _lines(log)]
 
 
 @dataclass
@@ -119,6 +122,9 @@ class SlurmHandle(Handle):
                 raise UserError(f"Slurm does not answer ({printable(reason)}): {later}")
             return State("unknown", reason)
         self.answered_at = time.monotonic()
+        if reason == "launch_failed_requeued_held":
+            told = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
+            return State("failed", told)
         if state in QUEUED:
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))
@@ -169,7 +175,7 @@ class LocalHandle(Handle):
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
         if len(self._notes("finished")) == self.tasks:
             return State("done", self._results())
-        why = self._told_by_a_rank() or self._silent() or self._last_words()
+        why = self._told_by_a_rank() or self._told_by_nccl() or self._silent() or self._last_words()
         return State("failed", why or f"see {self.log.parent}")
 
     def _end_peers(self) -> None:
@@ -189,6 +195,16 @@ class LocalHandle(Handle):
         """The words of the rank that failed first; on a full disk there are none."""
         notes = (self.folder / "first-failed", *self._notes("failed"))
         return next((line for note in notes for line in _lines(note)), None)
+
+    def _told_by_nccl(self) -> str | None:
+        """NCCL aborts ranks that have waited for --timeout; the one they waited for has nothing to say."""
+        gave_up = r"\[Rank (\d+)\] Watchdog caught collective operation timeout"
+        waited = {int(rank) for line in self._all_lines() for rank in re.findall(gave_up, line)}
+        if not waited:
+            return None
+        missing = ",".join(str(rank) for rank in range(self.tasks) if rank not in waited)
+        peers = f"rank {missing}, which hung or was lost" if missing else "each other"
+        return f"NCCL gave up after --timeout: rank {','.join(map(str, sorted(waited)))} waited for {peers}"
 
     def _notes(self, state: str) -> list[Path]:
         return sorted(self.folder.glob(f"rank-*.{state}"))

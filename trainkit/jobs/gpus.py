@@ -72,20 +72,24 @@ def _handles(nvml: ModuleType) -> dict[int, Any]:
 
     Slices of a card (MIG), whose words begin with MIG-, are numbered by their place.
     """
-    all_of_them = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    seen: dict[int, Any] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):  # a card that is lost, or that this user may not see
+            seen[index] = nvml.nvmlDeviceGetHandleByIndex(index)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return dict(enumerate(all_of_them))
+        return seen
     found: dict[int, Any] = {}
     for place, word in enumerate(visible.split(",")):
         if word.startswith("MIG-"):
-            found[place] = nvml.nvmlDeviceGetHandleByUUID(word)
+            with suppress(nvml.NVMLError):
+                found[place] = nvml.nvmlDeviceGetHandleByUUID(word)
             continue
-        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in all_of_them]
-        named = [index for index, uuid in enumerate(uuids) if word in (str(index), uuid[: len(word)])]
+        uuids = {index: nvml.nvmlDeviceGetUUID(gpu) for index, gpu in seen.items()}
+        named = [index for index, uuid in uuids.items() if word in (str(index), uuid[: len(word)])]
         if not word or not named:
             break
-        found[named[0]] = all_of_them[named[0]]
+        found[named[0]] = seen[named[0]]
     return found
 
 

@@ -19,8 +19,9 @@ from trainkit.jobs import slurm
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
 MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
 SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
-# What is in them: notes of ranks, samples, what submitit keeps.
-MARKS = re.compile(r"rank-\d+\.\w+|monitor|.*\.pkl|.*_log\.out|\.submission_file_.*")
+# What is in them: notes of ranks and samples, or what submitit keeps.
+OF_A_JOB = re.compile(r"rank-\d+\.(started|finished|failed|lost)|monitor")
+OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
 UNKNOWN = "unknown"
 ENDED = ("COMPLETED", "ended", *slurm.FAILED)
 
@@ -72,9 +73,10 @@ def remove(folder: JobFolder) -> str | None:
 def size(folder: Path) -> int:
     """Bytes in it; of a link, its own."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # of a job that runs
-            total += path.lstat().st_size
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # of a job that runs
+                total += Path(place, name).lstat().st_size
     return total
 
 
@@ -93,12 +95,16 @@ def state_of(job: Path) -> str:
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
     """By name, owner and content: a folder called 2024 may also be the user's photographs."""
-    for place, names in ((jobs_dir, (NUMBERED, MONITORED)), (jobs_dir / "submitit", (SUBMITTED,))):
+    kinds = ((jobs_dir, NUMBERED, OF_A_JOB), (jobs_dir, MONITORED, OF_A_JOB))
+    for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
+        if place.is_symlink() and place != jobs_dir:
+            continue
         for path in place.iterdir() if place.is_dir() else ():
-            named = any(name.fullmatch(path.name) for name in names)
-            if named and path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+            if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                continue
+            if path.stat().st_uid == os.getuid():
                 inside = [entry.name for entry in path.iterdir()]
-                if not inside or any(map(MARKS.fullmatch, inside)):
+                if not inside or any(map(marks.fullmatch, inside)):
                     yield path
 
 

@@ -55,6 +55,10 @@ def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
     if status.st_mode & stat.S_IWOTH:
         message = f"everybody can write to {path}, and so change {what}"
         return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}")]
+    # Many systems give every user a group of their own, with the user's number.
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getuid(), 0):
+        message = f"group {status.st_gid} can write to {path}, and so change {what}"
+        return [Finding(check, WARNING, message, f"chmod g-w {shlex.quote(str(path))}, or trust all of them")]
     return []
 
 

@@ -158,6 +158,7 @@ def _run(command: list[str]) -> int:
         sampler.sample(folder, mine, ended)
     finally:  # whatever becomes of the samples
         ended(None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _tell(folder, "the command", job)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
@@ -229,6 +230,9 @@ def _attach(job: int) -> None:
         with suppress(subprocess.TimeoutExpired):
             step.wait(VERDICT_SECONDS)
         step.terminate()
+    if not any(folder.glob("*.csv")):
+        last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+        raise UserError(f"job {job} could not be sampled: {printable(last) or 'the step failed'}")
     _tell(folder, f"job {job}", job)
 
 

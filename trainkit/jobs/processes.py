@@ -4,6 +4,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainkit import samples
 
 SYS = Path("/sys")
 WALK_EVERY = 10  # samples; and when a process is new
+STRANGE = 10  # samples in which a process was not of the job: it may begin as Slurm's, and become a task
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 
 
@@ -32,6 +34,8 @@ class Process:
     shared: int = 0  # bytes of these that count as other processes': each has an equal share
     cpu_seconds: float = 0
     cores: float = 0
+    disk_bytes: int = 0  # in all
+    disk_bytes_s: float = 0
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
@@ -46,10 +50,13 @@ class Process:
         with process.oneshot():
             self.parent, self.started = process.ppid(), process.create_time()
             cpu = process.cpu_times()
+        self.core_list = _ranges({*process.cpu_affinity()})
         self.resident = process.memory_info().rss
-        lines = (_proc(self.pid) / "status").read_text().splitlines()
-        told = dict(line.partition(":\t")[::2] for line in lines)
-        self.state, self.core_list = told.get("State", "?")[0].upper(), told.get("Cpus_allowed_list", "")
+        self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
+        with suppress(psutil.AccessDenied):
+            disk, before = process.io_counters(), self.disk_bytes
+            self.disk_bytes = disk.read_bytes + disk.write_bytes
+            self.disk_bytes_s = (self.disk_bytes - before) / seconds
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
@@ -90,6 +97,7 @@ class Processes:
     def __init__(self, mine: dict[str, str]) -> None:
         self._marks = [f"\0{name}={value}\0".encode() for name, value in mine.items()]
         self._processes: dict[int, Process] = {}
+        self._strangers: Counter[int] = Counter()  # process -> samples in which it was not of the job
         self._torchruns: set[int] = set()
         self._moment = math.nan  # of the last sample
         self._samples = 0
@@ -100,8 +108,9 @@ class Processes:
         """A row of the node, and one of each rank; what was used since the last is NaN at first."""
         now = time.monotonic()
         seconds, self._moment = now - self._moment, now
-        before = self._processes
-        found = [self._of_the_job(pid, seconds) for pid in psutil.pids()]
+        before, pids = self._processes, psutil.pids()
+        self._strangers = Counter({pid: self._strangers[pid] for pid in pids if pid in self._strangers})
+        found = [self._of_the_job(pid, seconds) for pid in pids if self._strangers[pid] < STRANGE]
         self._processes = {process.pid: process for process in found if process}
         if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
             for process in self._processes.values():
@@ -112,10 +121,8 @@ class Processes:
         return [self._node_row(seconds), *(_rank_row(*family) for family in families)]
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
-        """What it is now; None if it is not of the job, another user's, or has ended.
-
-        The environment is read each time: a process of Slurm prepares a task, and then becomes it.
-        """
+        """What it is now; None if it is not of the job, another user's, or has ended."""
+        self._strangers[pid] += 1
         try:
             environment = b"\0" + (_proc(pid) / "environ").read_bytes()
             if pid == os.getpid() or not all(mark in environment for mark in self._marks):
@@ -125,6 +132,7 @@ class Processes:
             process.look(seconds)
         except (OSError, psutil.Error):
             return None
+        self._strangers[pid] = 0
         return process
 
     def _families(self) -> list[list[Process]]:
@@ -148,6 +156,7 @@ class Processes:
             "cores": sum(one.cores for one in processes),
             "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
+            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
         }
 
 
@@ -163,6 +172,13 @@ def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
         "loaders": len(workers),
         "loader_cores": sum(one.cores for one in workers),
     }
+
+
+def _ranges(numbers: set[int]) -> str:
+    """0, 1, 2 and 5 as 0-2,5."""
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    ends = sorted(n for n in numbers if n + 1 not in numbers)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _proc(pid: int | str) -> Path:

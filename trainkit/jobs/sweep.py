@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from trainkit import records
 from trainkit.errors import UserError, printable
-from trainkit.files import check_writable
+from trainkit.files import check_writable, replacing
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
@@ -179,17 +179,21 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        if not known.exists() and {path.name for path in self.folder.iterdir()} - {".lock"}:
+        if not known.exists() and {path.name for path in self.folder.iterdir()} - {
+            ".lock",
+            "options.txt.tmp",
+        }:
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
-        except Timeout:
+        except (Timeout, OSError):
             raise UserError(
                 f"another sweep.py is at work in {self.folder}: wait, or stop that one."
             ) from None
         if not known.exists():
-            known.write_text(mine)
+            with replacing(known) as file:
+                file.write(mine)
         elif (was := known.read_text(errors="replace")) != mine:
             raise UserError(
                 f"{self.folder} is of a sweep with the options {printable(was[:1000])}, not {mine}: "
@@ -360,6 +364,7 @@ class _Queue:
 
     def __init__(self, sweep: Sweep, cells: list[Cell], limit: int) -> None:
         self._sweep, self._number, self._limit = sweep, len(cells), limit
+        self._refused_at = math.inf
         self._shown: dict[Cell, State] = {}
         self.waiting: list[Cell] = []
         self.active: dict[Cell, Handle] = {}  # at most `limit`
@@ -397,7 +402,9 @@ class _Queue:
     def _submit(self) -> None:
         """Submit what there is room for; one run alone while it is to choose the precision."""
         precision = self._sweep.precision()
-        while self.waiting and len(self.active) < (1 if precision == "auto" else self._limit):
+        while self.waiting and len(self.active) < min(
+            self._refused_at, 1 if precision == "auto" else self._limit
+        ):
             cell = self.waiting[0]
             try:
                 self.active[cell] = self._sweep.submit(cell, precision)
@@ -405,9 +412,10 @@ class _Queue:
                 if not self.active:
                     raise
                 # As where a user may have only so many jobs: there is room when one has ended.
-                self._limit = len(self.active)
+                self._refused_at = len(self.active)
                 print(f"{cell.name} waits for the end of another job: {error}", flush=True)
                 return
+            self._refused_at = math.inf
             self.waiting.pop(0)
 
     def _tell_end(self, cell: Cell, handle: Handle, state: State) -> None:
