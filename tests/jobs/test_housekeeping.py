@@ -52,6 +52,7 @@ def test_the_jobs_of_a_cluster(tmp_path: Path, cluster: RunningCluster) -> None:
     mine = ("2024", "7-holidays", "submitit/photos", "thesis")
     for name in mine:
         make(jobs / name, "image.jpg")
+    make(jobs / "2024", "model.pkl")  # as submitit's files are called, too
     (jobs / "7777").symlink_to(jobs / "9998")
 
     found = listed(checkout)

@@ -368,6 +368,7 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
         (_show("PENDING Reason=Priority"), None, "", "queued: Priority"),
         (_show("PENDING Reason=None"), None, "", "queued: no reason yet"),
         (_show("PENDING Reason=BeginTime Restarts=2"), None, "", "queued: BeginTime, restart 2"),
+        (_show("PENDING Reason=launch_failed_requeued_held"), None, "", "failed: a node could not start it"),
         (_show("RUNNING"), None, "", "running: epoch 2/3: so far"),
         (_show("COMPLETING"), None, "", "running: epoch 2/3: so far"),
         (_show("COMPLETED"), None, "", "done: results: somewhere"),
