@@ -336,6 +336,9 @@ def test_attach(on_cluster: Checkout) -> None:
     assert done.stdout.startswith(f"sampling job {job} on 1 node(s) into "), done.stdout + done.stderr
     assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
     assert on_cluster.cluster.job(job)["JobState"] == "RUNNING"
+    # The first sampler may take a moment to end.
+    gone = f"while squeue --steps --jobs={job} --noheader --format=%j | grep -q monitor; do sleep 0.1; done"
+    assert on_cluster.run("bash", "-c", gone).returncode == 0
     before = (monitor_of(on_cluster, job) / "n1.csv").stat().st_size
     ends = f"touch {shlex.quote(str(end))}; wait"
     done = on_cluster.run("bash", "-c", f"{attach} & {grows.format(before)}; {attach}; {ends}")
