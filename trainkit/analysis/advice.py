@@ -125,10 +125,11 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
     """What the doctor measured on the devices of `rows`, and a sentence for every file that cannot be read.
 
-    It is in folders `all_reduce`: beneath the paths of the runs, or in a folder that they are in. Of each
-    number of devices and nodes the newest file counts: a network may have been mended.
+    It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
+    they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
     """
-    above = [folder for path in paths for folder in path.resolve().parents]
+    parents = [[*path.resolve().parents] for path in paths]
+    above = [one for first, *more in parents for one in [first, *(p for p in more if p.name == "results")]]
     files = {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
     files |= {file for folder in above for file in folder.glob("all_reduce/*.tsv")}
     newest, skipped = {}, []

@@ -429,7 +429,7 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
 
 def _exchange(job: Job, share: float) -> Finding:
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
-    nodes = job.there_at_last(NODE)
+    nodes = job.at_once(NODE)
     network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
         remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
@@ -477,7 +477,7 @@ def _power(job: Job, gpus: list[Place]) -> str:
 
 
 def _devices(job: Job) -> str:
-    gpus, ranks, nodes = (job.there_at_last(what) for what in (GPU, RANK, NODE))
+    gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
     names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
     if len(names) == 1 and names != {""}:

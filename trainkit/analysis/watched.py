@@ -98,11 +98,16 @@ class Job:
                 return max(places, key=lambda place: series[place][-1]["time"])
         return "?", rank
 
-    def there_at_last(self, what: str) -> list[Place]:
-        """Those that were there in the end: before a requeue the job may have had others."""
-        series = self.rows[what]
-        newest = max((rows[-1]["time"] for rows in series.values()), default=0)
-        return sorted(place for place, rows in series.items() if rows[-1]["time"] > newest - GAP)
+    def at_once(self, what: str) -> list[Place]:
+        """The most at one moment, on the nodes that were there in the end: before a requeue it had others."""
+        nodes = {place: rows[-1]["time"] for place, rows in self.rows[NODE].items()}
+        there = [node for (node, _), last in nodes.items() if last > max(nodes.values()) - GAP]
+        moments: dict[tuple[str, float], list[Place]] = defaultdict(list)
+        for place, rows in self.rows[what].items():
+            for row in rows:
+                moments[place[0], row["time"]].append(place)
+        of_nodes = [[places for (name, _), places in moments.items() if name == node] for node in there]
+        return sorted(place for places in of_nodes for place in max(places, key=len, default=[]))
 
     def busy(self, gpu: Place) -> float:
         """The mean power of a GPU while it is judged, 0 when idle and 1 at its limit; NaN if it is not known.
