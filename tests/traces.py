@@ -1,30 +1,23 @@
 """Sampled jobs to judge: real ones of CPUs, and written ones of what no machine of ours could show.
 
-    python tests/traces.py                          make those in results/sample/traces again
-    python tests/traces.py gpu_no_rank cpu_healthy  make these
+    python tests/traces.py    write those in results/sample/traces again
 
-The real ones take about ten minutes, on a machine with two cores and nothing else to do; those of one GPU are
-recordings, in results/sample/h100/traces. The written ones are not measured: what an imaginary GPU of 400 W
-would tell, by what NVIDIA says of NVML (nvmlDeviceGetPowerUsage, ...GetUtilizationRates: "percent of time
-over the past sample period during which one or more kernels was executing", ...GetCurrentClocksEventReasons)
+The README there tells how the real ones were recorded; those of one GPU are in results/sample/h100/traces.
+The written ones are not measured: what an imaginary GPU of 400 W would tell, by what NVIDIA says of NVML
+(nvmlDeviceGetPowerUsage, ...GetUtilizationRates: "percent of time over the past sample period during which
+one or more kernels was executing", ...GetCurrentClocksEventReasons)
 and by what is written of such jobs. Of these only the ones that a page or an exercise shows are committed.
 """
 
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
-import psutil
-from cluster import running_cluster
-from conftest import ENVIRONMENT, REPOSITORY, stage_command
+from conftest import REPOSITORY
 
 from trainkit import records, samples
 
@@ -229,90 +222,6 @@ def _moment(time: float) -> str:
     return f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
 
 
-def _watched(
-    name: str, command: Sequence[object], env: dict[str, str] | None = None, during: Callable | None = None
-) -> None:
-    """The trace of a command on this machine; `during` is called with the folder of its results."""
-    with tempfile.TemporaryDirectory() as place:
-        results = Path(place, "results")
-        monitor = REPOSITORY / "slurm" / "monitor.py"
-        running = subprocess.Popen(
-            [sys.executable, monitor, "--", *map(str, command), "--results-dir", results],
-            env=ENVIRONMENT | {"SITE_SCRATCH_DIR": place, "SITE_MONITOR": "on"} | (env or {}),
-        )
-        if during:
-            during(results)
-        assert running.wait() == 0
-        _take(name, next(Path(place).glob("**/monitor")))
-
-
-def _take(name: str, monitored: Path) -> None:
-    """Copy what was sampled, and the records, in place of what there was."""
-    folder = TRACES / name
-    shutil.rmtree(folder, ignore_errors=True)
-    runs = folder / "training"
-    runs.mkdir(parents=True)
-    for path in (*monitored.glob("*.csv"), *monitored.glob(samples.NOTES)):
-        shutil.copy(path, folder)
-    for path in samples.runs(monitored):
-        shutil.copy(path, runs)
-        shutil.copy(records.beside(path), runs)
-
-
-def _stop_one(results: Path) -> None:
-    """In the second epoch one rank is stopped, for 45 seconds."""
-    while not list(results.glob("runs/*.csv")):
-        time.sleep(0.5)
-    marks = {"SITE_SCRATCH_DIR": str(results.parent), "RANK": "1"}
-    every = psutil.process_iter(["environ"])
-    process = next(one for one in every if marks.items() <= (one.info["environ"] or {}).items())
-    process.suspend()
-    time.sleep(45)
-    process.resume()
-
-
-def _network_bound(name: str) -> None:
-    """Two nodes of the practice cluster, with 100 Mbit/s between them."""
-    with running_cluster("--bandwidth", "100mbit", gpus=1) as cluster, tempfile.TemporaryDirectory() as place:
-        where = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={place}/log")
-        sizes = ("--epochs", 3, "--batch-size", 128, "--train-size", 4096)
-        job = cluster.submit(
-            *(*where, "slurm_submit.sh", *OPTIONS, *sizes),
-            cwd=REPOSITORY / "03_multigpu_ddp",
-            env={"SITE_SCRATCH_DIR": place, "SITE_RESULTS_DIR": f"{place}/results", "SITE_MONITOR": "on"},
-        )
-        assert cluster.wait(job, timeout=600)["JobState"] == "COMPLETED"
-        _take(name, Path(place, str(job), samples.FOLDER))
-
-
-OPTIONS = (
-    "--no-cuda",
-    "--precision",
-    "fp32",
-    "--batch-size",
-    512,
-    "--train-size",
-    24_000,
-    "--test-size",
-    2_000,
-)
-TWO_RANKS = stage_command("ddp", *OPTIONS, "--epochs", 3, processes=2)
-# A network so narrow that a loader worker cannot keep up.
-NARROW = ("--epochs", 4, "--train-size", 60_000, "--width", 1, "--loader", "workers", "--num-workers", 1)
-REAL = {
-    "cpu_healthy": partial(_watched, command=TWO_RANKS),
-    "cpu_waiting_for_loader": partial(_watched, command=stage_command("single", *OPTIONS, *NARROW)),
-    "cpu_shared_cores": partial(_watched, command=["taskset", "--cpu-list", 0, *TWO_RANKS]),
-    # With less memory than two ranks have at ease; nobody enforces it here.
-    "cpu_host_memory": partial(_watched, command=TWO_RANKS, env={"SLURM_MEM_PER_NODE": "2600"}),
-    "cpu_stalled_rank": partial(_watched, command=TWO_RANKS, during=_stop_one),
-    "cpu_network_bound": _network_bound,
-}
-
-
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*REAL, *COMMITTED]:
-        if name in REAL:
-            REAL[name](name)
-        else:
-            write(TRACES / name, WRITTEN[name])
+    for name in COMMITTED:
+        write(TRACES / name, WRITTEN[name])

@@ -100,12 +100,6 @@ def test_gpus_that_are_hidden_are_not_missed(
     assert world.alone(use_cuda=True).device.type == "cpu"
 
 
-def test_the_driver_is_read_from_the_kernel_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: told)
-    assert machine.driver() == "driver 580.65.06"
-
-
 def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernels for it, held by somebody, full or broken: CUDA tells which."""
 
@@ -170,37 +164,6 @@ def test_two_ranks_on_one_card_are_refused_before_nccl_is(second_rank: dist.Stor
         UserError, match=r"rank 1 has the GPU of rank 0.*2 visible GPU.*without --gpu-bind=closest"
     ):
         world.join(use_cuda=True, timeout=1)
-
-
-NCCL = """NCCL error in: ProcessGroupNCCL.cpp:328, unhandled system error (run with NCCL_DEBUG=INFO)
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-socketStartConnect: Connect to 10.0.0.2<48741> failed : Software caused connection abort"""
-
-
-@pytest.mark.parametrize(
-    ("fails", "error", "why"),
-    [
-        ("rendezvous", dist.DistNetworkError("Timed out"), "Timed out"),
-        (
-            "init_process_group",
-            dist.DistBackendError(NCCL),
-            "socketStartConnect: Connect to 10.0.0.2<48741> failed",
-        ),
-        ("init_process_group", torch.cuda.OutOfMemoryError("out of memory"), "out of memory"),
-    ],
-)
-def test_the_store_nccl_and_cuda_fail_in_their_own_words(
-    fails: str, error: Exception, why: str, second_rank: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(dist, fails, fail)
-    with pytest.raises(UserError) as refused:
-        world.join(use_cuda=True, timeout=1)
-    assert str(refused.value).startswith(f"the 2 processes could not meet at n1:1 ({why}")
-    assert "\n" not in str(refused.value)
 
 
 def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(

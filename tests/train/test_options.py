@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from cluster import RunningCluster
 from conftest import STAGES, Script, rows_of, weights_of
 
 from trainkit.options import parse
@@ -109,22 +108,6 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
         assert done.returncode == 0, done.stderr
         assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
         assert folder.exists() == kept
-
-
-def test_a_sweep_of_runs_that_end_early_is_finished(tmp_path: Path, cluster: RunningCluster) -> None:
-    checkout = Checkout(tmp_path / "a checkout", cluster)
-    lists = ("--stages", "ddp", "--gpus", 2, "--batch-size", 80, "--out", tmp_path / "sweep")
-    training = (*SMALL, "--stop-at", 1, "--epochs", 9, "--checkpoint-minutes", 1)
-    done = checkout.python("slurm/sweep.py", *lists, *training)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (csv,) = (tmp_path / "sweep").glob("*/runs/*.csv")
-    (row,) = rows_of(csv.parents[1])
-    assert (row["launcher"], row["world_size"], row["ended"]) == ("submitit", 2, "accuracy 1.0 reached")
-    (log,) = (tmp_path / "sweep").glob("*/job/*_0_log.out")
-    assert "nodes 1 · ranks 2 (submitit, gloo) · batch 40 per device · learning rate 1\n" in log.read_text()
-    assert not list(checkout.folder.glob("results/jobs/*/checkpoints"))
-    again = checkout.python("slurm/sweep.py", *lists, *training, "--dry-run")
-    assert "1 runs, 1 of them finished" in again.stdout
 
 
 # --- the width, and the batch of a device -----------------------------------------------------------

@@ -140,54 +140,33 @@ def test_image_files_are_classified_as_the_test_images_that_they_show(
     assert "warning: 3 of 3 images are mostly bright, and MNIST is not: add --invert" in done.stdout
 
 
-def damaged(weights: Path, folder: Path) -> Path:
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("none.pt",), "none.pt cannot be read (there is no such file)"),
+        (("text",), "text cannot be read (File is not a zip file)"),
+        (("bit.pt",), "bit.pt cannot be read (wrong checksum of"),
+        (
+            ("other.pt",),
+            "conv1.weight, conv1.bias, conv2.weight and 5 more missing or of another shape, more",
+        ),
+        (("good.pt", "text"), "give PNG or JPEG files"),
+        (("good.pt", "--epochs", 3), "unrecognized arguments: --epochs"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    given: tuple, sentence: str, weights: Path, tmp_path: Path, script: Script
+) -> None:
     content = bytearray(weights.read_bytes())
+    (tmp_path / "good.pt").write_bytes(content)
     content[len(content) // 2] ^= 1  # within a weight: the file still opens
-    (folder / "bit.pt").write_bytes(content)
-    return folder / "bit.pt"
-
-
-def holding(thing: object, folder: Path) -> Path:
-    torch.save(thing, folder / "thing.pt")
-    return folder / "thing.pt"
-
-
-def text(folder: Path) -> Path:
-    (folder / "text").write_text("neither weights nor an image")
-    return folder / "text"
-
-
-# What makes the words of the command line, of the weights and a folder; and the beginning of its sentence.
-MISTAKES = {
-    "no file": (
-        lambda weights, folder: [folder / "none.pt"],
-        "none.pt cannot be read (there is no such file)",
-    ),
-    "text": (lambda weights, folder: [text(folder)], "text cannot be read (File is not a zip file)"),
-    "bit": (lambda weights, folder: [damaged(weights, folder)], "bit.pt cannot be read (wrong checksum of"),
-    "other": (
-        lambda weights, folder: [holding({"conv1.weight": torch.zeros(4, 3, 3, 3), "more": 1}, folder)],
-        "conv1.weight, conv1.bias, conv2.weight and 5 more missing or of another shape, more not known",
-    ),
-    "checkpoint": (
-        lambda weights, folder: [weights.parents[1] / "checkpoints" / "epoch-2-step-0.pt"],
-        "epoch-2-step-0.pt is a checkpoint: end its run with --resume auto --save-model",
-    ),
-    "no PNG": (lambda weights, folder: [weights, text(folder)], "give PNG or JPEG files"),
-    "out": (
-        lambda weights, folder: [weights, "--out", "/proc/no.csv"],
-        "cannot be written to /proc/no.csv (",
-    ),
-    "option": (lambda weights, folder: [weights, "--epochs", 3], "unrecognized arguments: --epochs"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence(mistake: str, weights: Path, tmp_path: Path, script: Script) -> None:
-    make, sentence = MISTAKES[mistake]
+    (tmp_path / "bit.pt").write_bytes(content)
+    (tmp_path / "text").write_text("neither weights nor an image")
+    torch.save({"conv1.weight": torch.zeros(4, 3, 3, 3), "more": 1}, tmp_path / "other.pt")
     out = tmp_path / "out.csv"
     out.write_text("precious")
-    done = script(PREDICT, "--out", out, *make(weights, tmp_path))
+    files = {path.name: path for path in (*tmp_path.iterdir(), tmp_path / "none.pt")}
+    done = script(PREDICT, "--out", out, *(files.get(word, word) for word in given))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr

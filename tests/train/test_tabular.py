@@ -1,11 +1,8 @@
 """The classifier on a table: its class weights and its metrics are those of one process, over any ranks."""
 
-import json
-import shlex
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, rows_of, weights_of
@@ -13,7 +10,7 @@ from forking import Forking
 from sklearn import calibration
 from sklearn import metrics as judges
 
-from trainkit import options, records
+from trainkit import records
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 SCRIPT = BEYOND / "tabular.py"
@@ -146,31 +143,6 @@ def test_a_run_that_goes_on_keeps_the_metrics_of_before(
     assert "resumed from" in resumed.told
     assert furthest(resumed.weights, trained["exact on 2"].weights) < ROUNDING
     assert resumed.metrics == trained["exact on 2"].metrics
-
-
-def test_they_are_compared_each_by_its_name(
-    trained: dict[str, Trained], folder: Path, forking: Forking, tmp_path: Path
-) -> None:
-    """The metrics beside the CSVs are not taken for runs."""
-    script = REPOSITORY / "results" / "plot_results.py"
-    done = forking.run(script, folder, "--out", tmp_path, env=ENVIRONMENT)
-    assert done.returncode == 0 and "not read" not in done.stdout + done.stderr, done.stderr
-    table = pd.read_csv(tmp_path / "comparison.csv")
-    found = set(zip(table.stage, table.dataset, table.model, table.accumulate, table.devices, strict=True))
-    assert found == {
-        (f"tabular-{name.split()[0]}", "machines", "TableNet", 5 if "cut" in name else 1, ranks)
-        for name, (ranks, *_) in TRAININGS.items()
-    }
-
-
-def test_the_run_that_would_help_is_one_that_it_takes(trained: dict[str, Trained], forking: Forking) -> None:
-    """What how_many_gpus.py proposes where one process is all that was measured."""
-    script = REPOSITORY / "results" / "how_many_gpus.py"
-    done = forking.run(script, trained["exact"].folder, "--json", env=ENVIRONMENT)
-    command = shlex.split(json.loads(done.stdout)["probes"][0]["command"])
-    words = command[command.index("--script") + 2 :]
-    assert words[:2] == ["--gpus", "2"]
-    assert options.parse("", words[2:]).batch_size == 30
 
 
 @pytest.mark.parametrize(

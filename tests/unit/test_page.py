@@ -12,8 +12,7 @@ from conftest import REPOSITORY
 from playwright.sync_api import Browser, Page
 from test_hostile_records import MATHS, TAG, made
 
-from trainkit.analysis import page
-from trainkit.analysis.report import report, report_each
+from trainkit.analysis.report import report
 
 SAMPLES = REPOSITORY / "results" / "sample"
 RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
@@ -87,26 +86,6 @@ def test_without_a_script(written: Path) -> None:
     assert len(cells) > 30 and all(f">{cell}<" in text for cell in cells)
     for run_id in set(pd.read_csv(RUNS).run_id):
         assert f"<td>{run_id}</td>" in text and f"<td>{RUNS}</td>" in text
-
-
-def test_a_page_of_anything(tmp_path: Path, browser: Page) -> None:
-    """Every kind of block shows its text, and a row without runs opens to nothing."""
-    texts = ["a heading", "a paragraph", "a note", "another", "make compare ARGS='--epochs 3'", "1.5", "-"]
-    blocks = [page.Heading(texts[0]), page.Text(texts[1]), page.Notes(texts[2:4]), page.Command(texts[4])]
-    blocks.append(page.Table(pd.DataFrame({"speed": texts[5:]})))
-    page.write(tmp_path / "page.html", "A title", blocks)
-    browser.goto((tmp_path / "page.html").as_uri())
-    shown = browser.evaluate("document.body.innerText")
-    assert all(text in shown for text in ["A title", *texts])
-    assert browser.evaluate("document.querySelectorAll('details').length") == 0
-    assert browser.title() == "A title"
-
-
-def test_each_folder_has_a_page(tmp_path: Path, browser: Page) -> None:
-    report_each([SAMPLES / "cpu-xeon-2-cores" / "lessons.csv", RUNS], tmp_path)
-    browser.goto((tmp_path / "each.html").as_uri())
-    rows = browser.evaluate("document.querySelectorAll('.sortable > tbody').length")
-    assert rows == len(pd.read_csv(tmp_path / "each.csv"))
 
 
 def test_a_browser_shows_it(written: Path, browser: Page) -> None:

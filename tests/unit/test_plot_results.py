@@ -218,17 +218,6 @@ def test_what_goes_without_saying_is_not_said(tmp_path: Path, compared: Compared
     assert sorted(table.runs) == [1, 1, 1, 2]
 
 
-def test_records_that_lack_the_learning_rate(tmp_path: Path, compared: Compared) -> None:
-    """They pool as before, among each other."""
-    for i in range(2):
-        write_run(tmp_path, f"old-{i}", [10, 1000, 1000], lr=float("nan"), gamma=float("nan"))
-    write_run(tmp_path, "old-two", [10, 1600, 1600], **ddp(2, lr=float("nan"), gamma=float("nan")))
-    write_run(tmp_path, "new", [10, 1000, 1000])
-    text, table, _ = compared()
-    assert list(table.runs) == [1, 2, 1] and table.speedup[2] == 1.6
-    assert "unknown" not in text and "lr 1, gamma 0.7" in text
-
-
 def timed(folder: Path, devices: int, images: int, epoch: float, run: float, **facts: object) -> None:
     """A run of so many images and devices whose epochs, and which as a whole, took so many seconds."""
     facts |= {"images": images, "train_seconds": epoch, "elapsed_s": run}
@@ -312,21 +301,6 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
         "on exclusive nodes" in verdict and f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
     )
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
-
-
-def test_tables_fit_a_terminal(tmp_path: Path) -> None:
-    """With every column and many settings: the least needed ones are in comparison.md only."""
-    settings = {"loader": "workers", "workers_per_loader": 4, "width": 64, "lr_scale": "linear", "lr": 2.0}
-    write_run(tmp_path, "one", [10, 1000], global_batch=128)
-    write_run(tmp_path, "large", [10, 1000, 1000])
-    write_run(tmp_path, "two", [10, 21000, 22000], **ddp(2, nodes=2))
-    write_run(tmp_path, "other", [10, 21000, 22000], **ddp(2, nodes=2, **settings))
-    text = plot(tmp_path, "--out", tmp_path / "out", "--target", 98.25).stdout
-    table = text.split("\n\n")[1].splitlines()
-    assert max(map(len, table)) <= 120 and {"variant", "doubt", "note"} <= set(table[0].split())
-    assert [line.strip() for line in table[-2:]] == ["linear lr scale,", "width 64"]  # below 4 loader workers
-    assert "In comparison.md only: eval s, train s to it, mem. MB, " in text
-    assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
@@ -506,48 +480,6 @@ def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path, compare
     assert "SYNTHETIC" not in compared(tmp_path / "one.only").text
 
 
-def test_damaged_files_are_named_and_the_rest_is_reported(tmp_path: Path, compared: Compared) -> None:
-    good = write_run(tmp_path, "good", [10, 1000]).read_text()
-    header, first, second = good.splitlines()
-    assert good.endswith(",1\n")  # schema_version is the last column
-    damaged = {
-        "empty.csv": b"",
-        "binary.csv": bytes(range(256)) * 8,
-        "header-only.csv": f"{header}\n".encode(),
-        "cut.csv": f"{header}\n{first}\n{second[: len(second) // 2]}".encode(),
-        "older.csv": f"{header}\n{first[:-1]}0\n".encode(),
-        "newer.csv": f"{header}\n{first[:-1]}99\n".encode(),
-        "no-version.csv": f"{header.replace(',schema_version', ',x')}\n{first}\n".encode(),
-        "no-column.csv": f"{header.replace('images_per_s', 'speed')}\n{first}\n".encode(),
-        "no-number.csv": f"{header}\n{first.replace('59904', 'many')}\n".encode(),
-    }
-    for name, content in damaged.items():
-        (tmp_path / name).write_bytes(content)
-    text, table, _ = compared()
-    assert list(table.images_per_s) == [1000]
-    skipped = re.findall(r"Skipped: \S*/(\S+): not read, \S+", text)
-    assert sorted(skipped) == sorted(damaged)
-    assert "good.csv" not in text
-
-
-def test_unreadable_folder_is_named(
-    tmp_path: Path, compared: Compared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path, "good", [10, 1000])
-    (tmp_path / "locked").mkdir()
-    scandir = os.scandir
-
-    def refuse(path: str) -> object:
-        if Path(path).name == "locked":
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    text = compared().text
-    assert re.search(r"Skipped: \S*/locked: not read, Permission denied", text)
-    assert cells(text, "single", 1)[1] == "1000"
-
-
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -650,16 +582,6 @@ def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -
     assert "there is no" not in text
 
 
-def test_names_that_matplotlib_would_read_as_its_own(tmp_path: Path, compared: Compared) -> None:
-    """An underscore hides a line from a legend, and dollars are mathematics that may not parse."""
-    write_run(tmp_path, "one", [10, 50], **own(1, stage="_mine", dataset="$\\x$"))
-    write_run(tmp_path, "two", [10, 90], **own(2, stage="_mine", dataset="$\\x$"))
-    seen = compared()
-    assert seen.legend("accuracy.png") == ["mine x1, batch 256", "mine x2, batch 256"]
-    for figure in seen.figures.values():
-        figure.draw_without_rendering()
-
-
 def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
     """A regression has none: a dash in the table, and no figure. Nothing is said of the tutorial's stages."""
     write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
@@ -667,23 +589,6 @@ def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
     assert seen.text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
     assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
-
-
-def test_accuracy_of_some_runs(tmp_path: Path, compared: Compared) -> None:
-    """Where there is nothing to draw there is no figure."""
-    path = write_run(tmp_path, "two", [10, 1600], **ddp(2))
-    write_run(tmp_path, "single", [10, 1000])
-    assert [*compared().figures] == [*FIGURES]
-    path.unlink()
-    (tmp_path / "runs" / "single.csv").unlink()
-    write_run(tmp_path, "own", [50], **own(1, test_accuracy=float("nan")))
-    seen = compared()
-    assert not seen.figures  # nor one of the runs before
-    assert f"Written to {tmp_path / 'out'}: report.html, comparison.md, comparison.csv\n" in seen.text
-    write_run(tmp_path, "one", [10, 1000])
-    seen = compared()
-    assert seen.titles("accuracy.png") == [f"{GPU} mnist"]
-    assert seen.legend("accuracy.png") == ["single, batch 256"]
 
 
 def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:

@@ -15,7 +15,7 @@ from trainkit.analysis import timeline, waste
 from trainkit.errors import UserError
 
 HEALTHY = traces.H100 / "healthy_4096_bf16_short"
-EVERY = [*map(traces.folder_of, [*traces.REAL, *traces.WRITTEN]), *sorted(traces.H100.iterdir())]
+EVERY = [*map(traces.folder_of, traces.WRITTEN), *traces.TRACES.glob("cpu_*"), *traces.H100.iterdir()]
 BEGAN = 1_795_000_000.0
 
 
@@ -25,30 +25,17 @@ def _closed() -> Iterator[None]:
     plt.close("all")
 
 
-def sampled(
-    folder: Path, seconds: int = 60, period: int = 1, nodes: tuple[str, ...] = ("n1",), gpus: int = 2,
-    gap: range = range(0), cut: str = "", **gpu: object,
-) -> Path:  # fmt: skip
-    """Samples of ranks that work, but for the last GPU, that has none, and for a `gap` in it (s)."""
-    for place, node in enumerate(nodes):
-        writer, rows = samples.Writer(folder, node), []
-        for second in range(0, seconds, period):
-            if second in gap:
-                continue
-            moment = {"time": BEGAN + second}
-            rows.append(moment | {"what": samples.NODE, "memory_mb": 900, "memory_limit_mb": 9000})
-            for number in range(gpus):
-                works = (place, number) != (len(nodes) - 1, gpus - 1)
-                row = {"what": samples.GPU, "number": number, "ranks": number if works else "-"}
-                row |= {"power_w": 600 + number if works else 70, "power_limit_w": 700, "utilisation": 98}
-                row |= {"memory_mb": 4000, "memory_limit_mb": 8000, "throttled": "-"}
-                rows.append(moment | row | gpu)
-            for rank in range(max(gpus, 1)):
-                number = place * gpus + rank
-                rows.append(moment | {"what": samples.RANK, "number": number, "name": "R", "cores": 1.0})
-        writer.add(rows)
-    with (folder / f"{nodes[0]}.csv").open("a") as file:
-        file.write(cut)
+def sampled(folder: Path, seconds: int, period: int, gap: range) -> Path:
+    """Samples of two GPUs, of which a rank uses the first, but for a `gap` in it (s)."""
+    rows = []
+    for second in range(0, seconds, period):
+        if second in gap:
+            continue
+        rows.append({"time": BEGAN + second, "what": samples.NODE, "memory_mb": 900, "memory_limit_mb": 9000})
+        for number, (rank, power) in enumerate((("0", 600), ("-", 70))):
+            row = {"time": BEGAN + second, "what": samples.GPU, "number": number, "ranks": rank}
+            rows.append(row | {"power_w": power, "power_limit_w": 700, "utilisation": 98, "throttled": "-"})
+    samples.Writer(folder, "n1").add(rows)
     return folder
 
 
@@ -115,16 +102,6 @@ def test_nothing_stands_out_of_what_is_well(tmp_path: Path) -> None:
     assert width == 1500 and 700 < height < 2000
 
 
-def test_many_gpus_are_all_shown(tmp_path: Path) -> None:
-    """Names of nodes that are long stay apart, in their order."""
-    nodes = tuple(f"gpu-a100-in-rack-12-node-{i}.cluster.example.org" for i in (9, 10, 11, 12))
-    figure = timeline.figure(sampled(tmp_path, 15, nodes=nodes, gpus=8))
-    power, memory = panel(figure, "power"), panel(figure, "memory")
-    assert len(labels(power)) == 32 and len(labels(memory)) == 36
-    assert labels(power)[0] == "gpu-a1..12-node-9 GPU 0" and labels(power)[-1].endswith("node-12 GPU 7")
-    assert beside(power)["70 of 700 W, no rank"]
-
-
 def test_a_gap_stays_empty(tmp_path: Path) -> None:
     """The job went back to the queue; and a day has its time in hours."""
     figure = timeline.figure(sampled(tmp_path, 24 * 3600, period=120, gap=range(30_000, 42_000)))
@@ -133,24 +110,6 @@ def test_a_gap_stays_empty(tmp_path: Path) -> None:
     assert [path.get_extents().x1 - BEGAN for path in power.collections[0].get_paths()] == [29_880, 86_280]
     assert figure.axes[-1].get_xlabel().startswith("hours since 2026-11-18 11:06:40 UTC\njob test_a_gap")
     assert [label.get_text() for label in figure.axes[-1].get_xticklabels()][:3] == ["0", "3", "6"]
-
-
-def test_what_cannot_be_read_and_who_is_hostile(tmp_path: Path) -> None:
-    """Two GPUs that tell nothing, with the names of their nodes; cut lines, too."""
-    nodes = ("n$^$" + "x" * 90, "\u202eevil\n\U0001f600")  # the first is no mathematics
-    unknown = dict.fromkeys(("power_w", "power_limit_w", "utilisation", "memory_mb", "memory_limit_mb"), "")
-    folder = sampled(tmp_path / "monitor", 1, nodes=nodes, gpus=1, cut="1795000001,gpu,0,imag", **unknown)
-    (folder / samples.RUNS).write_text("gone.csv\n")
-    assert timeline.draw(folder, tmp_path / "out.png").stat().st_size > 0
-    power = panel(timeline.figure(folder), "power")
-    assert labels(power) == ["n$^$xx..xxxxxxxxx GPU 0", "\\u202eevil\\n\U0001f600 GPU 0"]
-    assert sorted(beside(power)) == ["? of ? W", "? of ? W, no rank", "median"]
-
-
-def test_without_gpus_the_cores_are_rows(tmp_path: Path) -> None:
-    figure = timeline.figure(sampled(tmp_path, 20, gpus=0))
-    assert [axes.get_title("left").split(",")[0] for axes in figure.axes] == ["cores of each rank", "memory"]
-    assert labels(figure.axes[0]) == ["rank 0"] and "1.0 cores" in beside(figure.axes[0])
 
 
 def test_what_cannot_be_drawn_is_told_in_one_sentence(tmp_path: Path) -> None:

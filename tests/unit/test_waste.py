@@ -4,15 +4,12 @@ import csv
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import traces
-from conftest import REPOSITORY
 from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
 
 from trainkit import records, samples
@@ -111,8 +108,8 @@ def test_the_verdict_on_a_real_gpu(name: str) -> None:
 
 def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
     there = {folder.name: folder for folder in TRACES.iterdir() if folder.is_dir()}
-    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | traces.REAL.keys()
-    assert there.keys() == {*traces.COMMITTED} | traces.REAL.keys()
+    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | there.keys()
+    assert {*traces.COMMITTED} == traces.WRITTEN.keys() & there.keys()
     told = (TRACES / "README.md").read_text()
     for name, folder in there.items():
         assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 60_000
@@ -298,16 +295,7 @@ def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
     before = waste.judge(folder)
     with (folder / "n1.csv").open("a") as file:
         blank = "," * (len(samples.COLUMNS) - 2)
-        for words in (
-            "",
-            "cut,sh",
-            "nan,gpu",
-            "inf,rank",
-            ",node",
-            f"{traces.BEGAN},pet",
-            "1e999,gpu",
-            "x,gpu",
-        ):
+        for words in ("", "cut,sh", "nan,gpu", "inf,rank", ",node", f"{traces.BEGAN},pet"):
             file.write(f"{words}{blank}\n")
         file.write(f"{traces.BEGAN + 30},gpu,3.5{blank[1:]}\n{traces.BEGAN + 30},rank,-1{blank[1:]}\n")
     assert waste.judge(folder).facts() == before.facts()
@@ -324,28 +312,6 @@ def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp
     assert len(verdict.notes) == 4 and "(3 more such)" in verdict.lines("job 12")[1]
     waste.keep(folder, verdict)
     assert not list(tmp_path.glob("*.monitor.json"))
-
-
-def test_numbers_that_are_too_large(made: Callable[..., Path], tmp_path: Path) -> None:
-    """Python refuses to read a number of 5,000 digits, and to round an infinite one."""
-    folder = made([Gpu(power=120, waiting=0.4)] * 2)
-    (run,) = samples.runs(folder)
-    long_name = shutil.copy(run, run.with_name("x" * 250 + ".csv"))  # too long for a file beside it
-    with (folder / samples.RUNS).open("a") as file:
-        file.write(f"{Path(long_name).absolute()}\n")
-    change(folder, lambda row: row | {"loaders": "inf", "memory_mb": "1e308"})
-    for what in (samples.GPU, samples.RANK):
-        change(folder, lambda row, what=what: row | {"ranks": "9" * 5_000} if row["what"] == what else row)
-    assert kinds(folder)[:1] == ["shared_cores"] and len(waste.judge(folder).notes) == 1
-    change(folder, lambda row: row | {"number": "9" * 5_000 if row["number"] == "1" else row["number"]})
-    assert list(watched.Job(folder).rows[samples.GPU]) == [("n1", 0)]
-
-
-def test_names_do_no_harm(made: Callable[..., Path]) -> None:
-    folder = made([UNUSED, FULL], ranks=1)
-    (folder / "n1.csv").rename(folder / "n1\x1b[2J\nn2.csv")
-    assert r"GPU 0 on n1\x1b[2J\nn2: ask" in waste.judge(folder).lines("job\t12")[0]
-    assert waste.judge(folder).lines("job\t12")[-1].startswith(r"job\t12 was watched")
 
 
 def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
@@ -368,35 +334,6 @@ def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
     (folder / "n1.csv").write_text(left)
     with pytest.raises(UserError):
         waste.judge(folder)
-
-
-def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:
-    """It had one node at a time, and is judged where it was trained past the warm-up."""
-
-    def moved(*gpus: Gpu, after: float = 17, **how: object) -> waste.Verdict:
-        folder = made(list(gpus), **how)
-        shutil.copy(folder / "n1.csv", folder.parent / "n2.csv")
-        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN + after - 1 else None)
-        shutil.move(folder / "n1.csv", folder.parent / "n1.csv")
-        shutil.move(folder.parent / "n2.csv", folder)
-        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN + after + 1 else None)
-        shutil.move(folder.parent / "n1.csv", folder)
-        return waste.judge(folder)
-
-    first, last = moved(STARVED, facts=FROM_LOADERS).lines("job 12")
-    assert "of rank 0 on n2 (2 loader workers, at 99 % of a core)" in first
-    assert f"s: 1 x {traces.NAME}, " in last
-    for after, node in ((30, "n2"), (45, "n1")):  # both are judged; the last one only evaluated
-        assert moved(STARVED, after=after, facts=FROM_LOADERS).findings[0].where == f"rank 0 on {node}"
-    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network=231).findings
-    assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
-
-
-def test_gpus_of_several_names_have_none(made: Callable[..., Path]) -> None:
-    folder = made([FULL] * 2, nodes=2)
-    assert waste.judge(folder).devices == f"4 x {traces.NAME} on 2 nodes"
-    change(folder, lambda row: row | {"name": row["name"] + row["number"]})
-    assert waste.judge(folder).devices == "4 GPUs on 2 nodes"
 
 
 def test_the_energy_of_trainings_at_one_time_counts_once(made: Callable[..., Path]) -> None:
@@ -469,13 +406,6 @@ def test_what_is_kept(made: Callable[..., Path]) -> None:
     assert json.loads(waste.beside(run).read_text()) == kept
     rows, skipped = comparison.load([folder.parent / "monitor" / "training"])
     assert not skipped and set(rows.joules_per_1000_images) == {verdict.joules_per_1000_images}
-
-
-def test_the_verdict_needs_no_packages() -> None:
-    """It is made at the end of a job, in a process that is to be small and quick."""
-    program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import trainkit.analysis.waste"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_slow_rank_is_as_in_the_record() -> None:
