@@ -10,9 +10,11 @@ from pathlib import Path
 from trainkit import network
 
 PROGRAM = """
-import atexit, json, os, runpy, signal, sys, threading
+import atexit, gc, json, os, runpy, signal, sys, threading
 import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
 import filelock, pandas, tqdm  # and an exercise
+
+gc.freeze()  # or a collection in a child would copy all of these pages
 
 def run(arguments):
     sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
