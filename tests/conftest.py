@@ -64,8 +64,8 @@ LONG = {"cluster", "browser"}
 LONG_FILES = {
     f"test_{name}"
     for name in (
-        *("beyond", "captured", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts"),
-        *("bench", "breakdown", "endings", "fast_devices", "faults", "launch", "launching"),
+        *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts"),
+        *("breakdown", "fast_devices", "faults", "launch", "launching"),
     )
 }
 CLUSTERS = 2

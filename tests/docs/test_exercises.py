@@ -278,3 +278,13 @@ def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path)
     assert added == "[3, 3, 3]", done.stderr
     assert told[:2] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 10: no"]
     assert told[2].startswith("The ranks wait for each other in vain: rank ")
+
+
+def test_the_five_tables_are_those_of_the_runs() -> None:
+    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "09_tables"
+    made = runpy.run_path(str(folder / "check.py"))["made"]()
+    assert (folder / "starter" / "epochs.csv").read_text() == made.pop("epochs.csv")
+    shown = (folder / "starter" / "tables.md").read_text().split("\n## ")[1:]
+    assert [table[0] for table in shown] == sorted(made)
+    for table in shown:
+        assert table.strip().endswith(made[table[0]].strip()), table[0]

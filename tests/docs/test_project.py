@@ -1,16 +1,24 @@
 """The project as a whole: style, dependencies, and documents that tell what is true."""
 
+import argparse
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import lessons
+import pandas as pd
+import pictures
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
 from forking import Forking
+
+from trainkit import staging
 
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
@@ -189,3 +197,81 @@ def test_every_do_and_dont_names_what_holds_it() -> None:
         assert held_by, line
         for name, file in held_by:
             assert f"\ndef {name}(" in (page.parent / file).read_text(), name
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_up_to_date_and_has_a_title_and_nothing_outside(name: str) -> None:
+    assert (REPOSITORY / name).read_text() == pictures.PICTURES[name](), "run `make lessons`"
+    root = ElementTree.fromstring((REPOSITORY / name).read_text())
+    height = int(root.get("height"))
+    assert root.find("{*}title").text
+    for rect in root.findall("{*}rect"):
+        x, y, wide, high = (float(rect.get(side, 0)) for side in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + wide <= pictures.WIDTH and 0 <= y <= y + high <= height
+    for words in root.findall("{*}text"):
+        # 0.55 of its size: more than a letter takes in DejaVu Sans, the widest of the fonts.
+        x, y, size = (float(words.get(name)) for name in ("x", "y", "font-size"))
+        long = 0.55 * size * len(words.text)
+        left = x if words.get("text-anchor") == "start" else x - long / 2
+        assert left >= 0 and left + long <= pictures.WIDTH and size <= y <= height - 4, words.text
+
+
+def test_the_ring_adds_up() -> None:
+    *_, scattered, _, gathered = pictures.ring_steps([[1, 2, 3], [10, 20, 30], [100, 200, 300]])
+    assert gathered == 3 * [[111, 222, 333]]
+    assert [held.count(total) for held, total in zip(scattered, (222, 333, 111), strict=True)] == [1, 1, 1]
+
+
+# --- the page on models that do not fit, and how DDP packs its gradients: measured here ---------------
+
+DOES_NOT_FIT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "DOES_NOT_FIT.md"
+WEIGHTS = 4 * 1_199_882  # bytes
+
+
+@pytest.mark.full
+def test_the_program_of_the_page_prints_what_it_says() -> None:
+    program, printed = re.search(
+        r"```python\n(.*?)```\n\n```\n(.*?)```", DOES_NOT_FIT.read_text(), re.DOTALL
+    ).groups()
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.stdout == printed, done.stderr
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = re.findall(r"\[(test_\w+)\]\((\S+?)\)", DOES_NOT_FIT.read_text())
+    assert len(named) >= 5
+    for name, file in named:
+        assert f"\ndef {name}(" in (DOES_NOT_FIT.parent / file).read_text(), name
+
+
+def test_ddp_holds_all_on_every_rank_and_sharding_a_part(forking: Forking) -> None:
+    done = forking.run(REPOSITORY / "tests" / "held_by_ranks.py", env=ENVIRONMENT)
+    of_ddp, of_sharding = json.loads(done.stdout or done.stderr)
+    assert of_ddp == 2 * [[WEIGHTS, "4724264, 75264"]]
+    if not of_sharding:
+        pytest.skip("PyTorch before 2.6 has no fully_shard")
+    assert of_sharding == 2 * [[WEIGHTS / 2, WEIGHTS / 2, WEIGHTS]]
+
+
+@pytest.mark.full
+def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the rows of the benchmark, beside what runs on the GPU, which is pretended here."""
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
+    import bench
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def part(args: argparse.Namespace) -> bench.Rows:
+        small = ("--epochs=1", "--train-size=128", "--test-size=100", "--precision=fp32", "--no-cuda")
+        yield from bench._stage(args, "ddp", 0, "ddp", *small, threads=1)
+        yield {"case": "ladder"}
+
+    path = tmp_path / "part.csv"
+    bench._measure(part, argparse.Namespace(data_dir=staging.DEFAULT_DIR), path)
+    on_cpu, on_gpu = pd.read_csv(path).device_name
+    assert on_cpu.startswith("CPU: ") and on_gpu == "a GPU"

@@ -1,11 +1,19 @@
-"""What a GPU's speed asks for: epochs of many passes, and larger evaluation batches."""
+"""What a GPU's speed asks for: epochs of many passes, larger evaluation batches, no waiting, captured steps.
+
+As far as a machine without a GPU shows it; test_gpu.py has the rest.
+"""
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPOSITORY, STAGES, Script, rows_of
+from torch import nn
 
-from trainkit import batches, data, options
+from trainkit import batches, capture, data, options
+from trainkit.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -46,3 +54,66 @@ def test_evaluation_batches_fit_the_device(
     split = data.Split("numbers", torch.zeros(5000, 1), torch.zeros(5000))
     order = batches.testing(split, opts, torch.device(device))
     assert max(map(len, order)) == size
+
+
+# --- no step makes the CPU wait; the clock, meetings and the end of an epoch are meant to -------------
+
+Waits = Callable[[Path, str, int], str]
+PROGRAM = REPOSITORY / "tests" / "count_waits.py"
+CHOSEN = ("--width", 4, "--batch-size", 8, "--test-batch-size", 10, "--epochs", 1, "--precision", "fp32")
+
+
+@pytest.fixture
+def waits(script: Script, tmp_path: Path) -> Waits:
+    """What a run tells of its waits."""
+
+    def count(stage: Path, recipe: str, steps: int) -> str:
+        sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)
+        done = script(PROGRAM, stage, *CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path)
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("waits: ["))
+        return line
+
+    return count
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_more_steps_wait_no_more_often(recipe: str, waits: Waits) -> None:
+    few, many = (waits(STAGES["single"], recipe, steps) for steps in (5, 25))
+    assert few == many != "waits: []"
+
+
+# --- a step captured in a CUDA graph -----------------------------------------------------------------
+
+CAPTURED = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
+SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--epochs", 2, "--precision", "fp32")
+
+
+@pytest.mark.parametrize("how", ["captured", "graphed"])
+def test_without_a_gpu_it_is_one_sentence(how: str, script: Script, tmp_path: Path) -> None:
+    done = script(CAPTURED, "--how", how, *SMALL, "--results-dir", tmp_path)
+    assert done.returncode == 1
+    assert "a CUDA graph needs a GPU" in done.stderr and "--how eager" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_eager_it_is_stage_03(ranks: int | None, script: Script, tmp_path: Path) -> None:
+    rows = []
+    for stage in ("ddp", CAPTURED):
+        how = ("--how", "eager") if stage == CAPTURED else ()
+        folder = tmp_path / Path(stage).stem
+        done = script(stage, *how, *SMALL, "--results-dir", folder, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        rows.append(rows_of(folder))
+    plain, captured = rows
+    for loss in ("train_loss", "test_loss"):
+        assert [row[loss] for row in plain] == [row[loss] for row in captured]
+    assert {row["stage"] for row in captured} == {"ddp-eager"}
+
+
+def test_data_parallel_cannot_be_captured() -> None:
+    with pytest.raises(UserError, match="DataParallel copies the network"):
+        capture.check(nn.DataParallel(nn.Linear(1, 1)))

@@ -101,28 +101,6 @@ def test_a_mistake_is_one_sentence(
     assert "Traceback" not in done.stderr
 
 
-def test_checkpoints_of_another_model_are_refused(script: Script, tmp_path: Path) -> None:
-    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    small = (
-        *SMALL[2:],
-        "--precision",
-        "fp32",
-        "--epochs",
-        1,
-        "--train-size",
-        500,
-        "--test-size",
-        100,
-        *places,
-    )
-    assert script("single", *small).returncode == 0
-    own = tmp_path / "tables.py"
-    own.write_text(own_training(CLASSIFY))
-    done = script(own, *small)
-    assert done.returncode == 1
-    assert "was made with the dataset mnist, the model Net" in done.stderr
-
-
 def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
     script, out = checkout.folder / "03_multigpu_ddp" / "tables.py", checkout.folder / "a sweep"
     arguments = ("--script", script, "--gpus", "1,2", "--batch-size", 50, "--epochs", 2)

@@ -134,7 +134,7 @@ def claims() -> dict[str, tuple[float, float]]:
 
 
 def made() -> dict[str, str]:
-    """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/docs/test_tables.py)."""
+    """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/docs/test_exercises.py)."""
     lines = ["run,devices,global_batch,loader_workers,epoch,images,train_seconds,images_per_s"]
     for name in RUNS:
         for row in epochs(name):
