@@ -214,19 +214,11 @@ def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -
     assert difference(REPOSITORY / name, drawn) < 0.01, "run `make lessons`"
 
 
-needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
-
-
-def _alone() -> FileLock:
-    """As test_gpu.py has it."""
-    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 def test_a_kernel_that_does_nothing_looks_as_busy_as_work() -> None:
-    """What the page expects."""
-    with _alone():
+    """What the page expects. The lock is that of test_gpu.py."""
+    with FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock")):
         output = experiment("--seconds", 5, env=ENVIRONMENT | WITH_GPUS)
     ways = measured(output)
     watts = {way: float(power) for way, power in re.findall(r"^(\w+): .*? (\d+) W", output, re.MULTILINE)}

@@ -131,12 +131,8 @@ def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"\xff\xfe", b"\0", b"{", b"3", b"[]", b"{}", b"[" * 100_000, b" " * 2**21 + b"{}"),
-        *(
-            f'{{"joules_per_1000_images": {value}}}'.encode()
-            for value in ("-1", "NaN", "Infinity", "1e999", '"4"', "[]")
-        ),
-        b'{"joules_per_1000_images": %s}' % (b"9" * 5000),
+        *(b"", b"\xff\xfe", b"{", b"3", b"[]", b"{}", b"[" * 100_000),
+        *(b'{"joules_per_1000_images": %s}' % value for value in (b"-1", b"NaN", b'"4"', b"9" * 5000)),
     ],
     ids=lambda content: repr(content[:40]),
 )

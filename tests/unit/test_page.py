@@ -17,7 +17,6 @@ from trainkit.analysis.report import report
 SAMPLES = REPOSITORY / "results" / "sample"
 RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
 HOSTILE = f'"{TAG}" onload=alert(1) {{{{ 1 + 1 }}}} {MATHS}'
-PHONE, PAPER = 390, 1047  # CSS pixels: a phone's width, and that of A4 between its margins
 # The tables of runs; others say what to ask for.
 TABLES = "[...document.querySelectorAll('.sortable')].filter(table => table.querySelector('details'))"
 ROWS = f"[...{TABLES}[0].tBodies]"
@@ -119,18 +118,3 @@ def test_a_row_opens_to_its_runs(written: Path, browser: Page) -> None:
     browser.click("summary")
     opened = browser.evaluate(told)
     assert "runs.csv" in opened and "runs.csv" not in closed
-
-
-@pytest.mark.parametrize(("width", "print_as"), [(PHONE, False), (PAPER, True)], ids=["phone", "paper"])
-def test_it_fits(written: Path, browser: Page, width: int, print_as: bool) -> None:
-    """On a phone a table scrolls within its box, never the page; on paper all of it is there."""
-    browser.set_viewport_size({"width": width, "height": 800})
-    browser.emulate_media(media="print" if print_as else "screen")
-    browser.goto(written.as_uri())
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = browser.evaluate(
-        "[...document.querySelectorAll('.box')].map(box => [box.scrollWidth, box.clientWidth])"
-    )
-    assert any(all_of_it > shown for all_of_it, shown in boxes) == (width == PHONE)
-    if print_as:
-        assert browser.pdf(prefer_css_page_size=True).startswith(b"%PDF")

@@ -301,19 +301,6 @@ def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
     assert waste.judge(folder).facts() == before.facts()
 
 
-def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp_path: Path) -> None:
-    folder = made([FULL] * 2)
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "a folder").mkdir()
-    paths = [tmp_path / "gone.csv", tmp_path / "other.csv", tmp_path / "a folder", "\x1b[31m\0.csv"]
-    (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
-    verdict = waste.judge(folder)
-    assert verdict.lines("job 12")[:1] == ["no waste found"]
-    assert len(verdict.notes) == 4 and "(3 more such)" in verdict.lines("job 12")[1]
-    waste.keep(folder, verdict)
-    assert not list(tmp_path.glob("*.monitor.json"))
-
-
 def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
     assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
