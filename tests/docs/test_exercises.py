@@ -288,3 +288,17 @@ def test_the_five_tables_are_those_of_the_runs() -> None:
     assert [table[0] for table in shown] == sorted(made)
     for table in shown:
         assert table.strip().endswith(made[table[0]].strip()), table[0]
+
+
+def test_all_open_answers_are_named(learner: Callable[[Path], Learner]) -> None:
+    said = learner(CLOCK.parent / "02_loader").check()[1]
+    assert "`prediction`, `resident_images_per_s`, " in said and "`workers_seconds` are still open" in said
+
+
+def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Learner]) -> None:
+    mine = learner(CLOCK.parent / "02_loader")
+    (mine.mine / "runs").mkdir(parents=True)
+    (mine.mine / "runs" / "own.csv").write_text("broken off")
+    assert f"Your own runs are kept in {mine.mine}/own-runs-1." in mine.do("recorded", "loader").stdout
+    assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
+    assert len(list((mine.mine / "runs").glob("*.csv"))) == 2

@@ -4,6 +4,7 @@ Its commands for Slurm are run by test_slurm_documents.py, the others by test_pr
 held to what one printed, or else to tests/layouts/tools.txt, and run where there is one.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -105,6 +106,13 @@ def test_the_columns_of_dmon_are_explained(command: str) -> None:
     assert told == (usual if command == "nvidia-smi dmon" else {*columns(command)} - usual)
 
 
+def test_the_columns_of_pmon_are_explained() -> None:
+    section = PAGE.partition("### nvidia-smi pmon")[2].partition("\n### ")[0]
+    of_its_own = {*columns("nvidia-smi pmon -s um")} - explained("$ nvidia-smi dmon\n")
+    assert of_its_own == {"pid", "type", "fb", "ccpm", "command"}
+    assert all(f"`{name}`" in section for name in of_its_own)
+
+
 def test_the_fields_of_a_query_are_explained() -> None:
     printed = [name.partition(" [")[0] for name in SESSIONS[QUERY][0].split(", ")]
     asked = re.search(r"--query-gpu=(\S+)", QUERY)[1].replace("clocks.sm", "clocks.current.sm")
@@ -123,6 +131,23 @@ def test_the_reasons_of_a_low_clock_are_those_of_nvml() -> None:
     }
     assert {int(text, 16): text for text in bits} == {value: text for text, value in bits.items()}
     assert {*re.findall(r"`(0x\d+)`", PAGE)} == {*bits}
+
+
+def test_the_words_of_topo_are_explained() -> None:
+    lines = SESSIONS["nvidia-smi topo -m"]
+    legend = {match[1] for line in lines if (match := re.match(r"  (\S+)\s+= ", line))}
+    assert explained("### nvidia-smi topo") == (legend - {"NV#"}) | {"NV12"}
+    assert "`NV#`" in PAGE
+    for heading in lines[0].split("\t")[2:]:
+        assert f"`{heading}`" in PAGE.replace("\n", " "), heading
+    known = legend | {"NV12"}
+    rows = [line.split("\t") for line in DRAWN["nvidia-smi topo -m"][1:]]
+    assert all(cell.strip() in known for row in rows for cell in row[1:6])
+
+
+def test_the_lines_of_seff_are_explained() -> None:
+    printed = {line.partition(":")[0] for line in SESSIONS["seff <job>"]}
+    assert explained("None of these sees") <= printed
 
 
 def test_the_columns_of_slurm_are_explained() -> None:
@@ -203,6 +228,14 @@ def difference(*paths: Path) -> float:
     return float(np.abs(coarse[0] - coarse[1]).mean())
 
 
+def test_every_timeline_is_on_the_page_and_they_differ() -> None:
+    """So that the test below sees it when one is another."""
+    shown = re.findall(r"!\[[^]]+\]\((\S+)\)", PAGE)
+    assert [f"slurm/{name}" for name in shown] == list(pictures.timelines())
+    drawn = [REPOSITORY / name for name in pictures.timelines()]
+    assert min(difference(*two) for two in itertools.combinations(drawn, 2)) > 0.02
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", pictures.timelines())
 def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -> None:
@@ -214,11 +247,48 @@ def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -
     assert difference(REPOSITORY / name, drawn) < 0.01, "run `make lessons`"
 
 
+needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
+
+
+def _alone() -> FileLock:
+    """As test_gpu.py has it."""
+    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=needs_a_gpu) for name in sorted(COMMANDS) if name.startswith("nvidia-smi")],
+)
+def test_a_gpu_prints_the_layout(command: str) -> None:
+    """Only the headings. Drivers before 535 have fewer, and GPUs before Hopper no --gpm-metrics."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    driver, generation = subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0].split(",")
+    if int(driver.partition(".")[0]) < 535 or ("gpm" in command and float(generation) < 9):
+        pytest.skip(f"driver {driver}, compute capability {generation}")
+    monitor = re.search(r" ([dp]mon) ", command)
+    words = shlex.split(command) + (["-c", "1"] if monitor else [])
+    with _alone():
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed, layout = plain(done.stdout).splitlines(), SESSIONS[command]
+    if monitor or command == QUERY:
+        assert printed[0].split() == layout[0].split()
+    elif "topo" in command:
+        assert printed[0].split("\t")[-3:] == layout[0].split("\t")[-3:]
+    else:
+        marks = ("Active", "Persistence-M", "Pwr:")
+        headings = [
+            {line.partition(" :")[0].strip() for line in lines if any(mark in line for mark in marks)}
+            for lines in (layout, printed)
+        ]
+        assert headings[0] <= headings[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 def test_a_kernel_that_does_nothing_looks_as_busy_as_work() -> None:
-    """What the page expects. The lock is that of test_gpu.py."""
-    with FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock")):
+    """What the page expects."""
+    with _alone():
         output = experiment("--seconds", 5, env=ENVIRONMENT | WITH_GPUS)
     ways = measured(output)
     watts = {way: float(power) for way, power in re.findall(r"^(\w+): .*? (\d+) W", output, re.MULTILINE)}

@@ -1,5 +1,6 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, STAGES, Script, stage_command
 from forking import free_port
+
+from trainkit import staging
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
@@ -209,3 +212,15 @@ def _is_one_sentence(done: object, sentence: str) -> None:
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script) -> None:
+    """A pipe, which would be waited for."""
+    raw, name = staging.raw_dir(tmp_path / "data"), "t10k-labels-idx1-ubyte"
+    raw.mkdir(parents=True)
+    for other in staging.FILES.keys() - {name}:
+        (raw / other).symlink_to(staging.raw_dir(mnist_dir) / other)
+    os.mkfifo(raw / name)
+    done = script("single", "--results-dir", tmp_path, "--data-dir", tmp_path / "data")
+    fault = f"{name} is cut short, or too long (0 of 10008 bytes)"
+    _is_one_sentence(done, f"no usable MNIST in {tmp_path / 'data'} ({fault}): get it once")

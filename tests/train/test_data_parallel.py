@@ -144,3 +144,21 @@ def test_each_gpu_draws_its_own_random_numbers_after_a_stop_too(script: Callable
         assert done.returncode == 0, done.stdout + done.stderr
         told.append([line for line in done.stdout.splitlines() if line.startswith(("seeded", "restored"))])
     assert told == [["seeded 7"], ["seeded 7", "restored [0, 1]"], ["seeded 7", "seeded 3007"]]
+
+
+def test_a_checkpoint_of_another_stage_keeps_the_kernels_of_this_one(
+    script: Callable, tmp_path: Path
+) -> None:
+    """Adam's state would bring fused kernels along, which DataParallel does without."""
+    checkout = Checkout(tmp_path / "a checkout")
+    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    small = ("--train-size", 64, "--test-size", 50, "--precision", "fp32", "--recipe", "fast", "--epochs", 2)
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
+    checkout.insert("single", f"if epoch == 1: {stops}", before="model.train()")
+    assert "stopped after" in script(checkout.script("single"), *small, *places).stdout
+    checkout.insert("dp", "optimizer.param_groups[0].update(foreach=True, fused=False)", before="run = Run(")
+    told = "[optimizer.param_groups[0][kind] for kind in ('foreach', 'fused')]"
+    checkout.insert("dp", f"print({told})", before="run.finish()")
+    done = script(checkout.script("dp"), *small, *places)
+    assert done.returncode == 0, done.stderr
+    assert "\n[True, False]\n" in done.stdout

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -321,3 +322,15 @@ def test_the_threads_of_the_group_end_before_python_does(how: tuple, ending: tup
     command = [sys.executable, script, *how]
     done = subprocess.run(command, env=ENVIRONMENT | RANK, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == ending
+
+
+def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
+    """A module of that name, in which it comes."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        stage_command("single"),
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

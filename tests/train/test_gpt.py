@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of, weights_of
@@ -255,3 +256,17 @@ def test_a_mistake_is_one_sentence(
     done = script(SCRIPT, *SMALL, "--data-dir", texts, "--results-dir", tmp_path, *arguments)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_the_ladder_goes_on_after_a_section_that_fails(tmp_path: Path) -> None:
+    """tf32 needs a GPU; the CPU does bf16 at a tiny size."""
+    command = [sys.executable, REPOSITORY / "tools" / "bench" / "gpt_ladder.py", "--smoke", "tf32", "bf16"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "ladder.csv"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (tmp_path / "ladder.md").read_text()
+    of_tf32, of_bf16 = pd.read_csv(tmp_path / "ladder.csv").to_dict("records")
+    assert "--precision tf32 needs an NVIDIA GPU" in of_tf32["error"]
+    assert of_bf16["tokens_per_s"] > 0 and of_bf16["peak_memory_mb"] > 0

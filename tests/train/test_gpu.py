@@ -208,6 +208,34 @@ def test_a_gpt_in_bf16_and_compiled_trains_as_in_fp32(how: str, tmp_path: Path) 
     assert fast["test_loss"] == pytest.approx(plain["test_loss"], rel=0.02)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["classic", "fast"])
+def test_data_parallel_on_one_gpu_twice(recipe: str, precision: str, tmp_path: Path) -> None:
+    """Each of two replicas computes in the precision asked for, drops neurons of its own, and both learn."""
+    wrap = (
+        "model = nn.DataParallel(model, device_ids=[0, 0]); kinds = set(); model.module.dropout1."
+        "register_forward_hook(lambda _, inputs, __: kinds.add(str(inputs[0].dtype)))"
+    )
+    twice = "model.train(); halves = model(torch.cat([images, images])).chunk(2)"
+    tell = f"{twice}; print('seen', *kinds, torch.equal(*halves))"
+    stage = REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py"
+    script = planted(tmp_path / "a checkout", stage, (wrap, "choose_precision("), (tell, "run.finish()"))
+    done = run(script, *SHORT, "--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert rows_of(tmp_path)[-1]["test_accuracy"] > 85
+    kind = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    assert f"seen torch.{kind} False" in done.stdout
+
+
+def test_memory_that_is_full_is_one_sentence(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.insert("single", "torch.cuda.set_per_process_memory_fraction(1e-3)", before="run = Run(")
+    done = run(
+        checkout.script("single"), "--batch-size", 20_000, "--precision", "fp32", "--results-dir", tmp_path
+    )
+    assert "the memory of this process's GPU is full: lower --batch-size" in refused(done)
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(GPUS, marks=several)])
 def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     row = train("ddp", tmp_path, *SHORT, processes=processes)[-1]
@@ -239,6 +267,12 @@ def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
         assert not joules >= 2 * gpu.power_w.max() * seconds, number
     assert rows.number.nunique() == GPUS
     assert NOBODY == "?" or {*rows.ranks} >= {str(rank) for rank in range(GPUS)}
+
+
+def test_debug_has_nccl_write_what_it_does(tmp_path: Path) -> None:
+    train("ddp", tmp_path, *SHORT, "--debug", processes=1)
+    (by_nccl,) = (tmp_path / "debug").glob("debug-rank-0-nccl-*.txt")
+    assert "NCCL INFO" in by_nccl.read_text()
 
 
 def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:

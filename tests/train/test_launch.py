@@ -126,6 +126,19 @@ def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
     assert len([line for line in frames if "File" in line]) == 1
 
 
+def test_a_line_that_is_in_no_file_is_shown(tmp_path: Path) -> None:
+    """As a cell's: IPython, and the REPL from Python 3.13 on, keep the source for tracebacks in this way."""
+    program = """
+import linecache, trainkit
+source = "def train():\\n    return 1 / 0  # here\\n"
+linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(True), "<cell 1>")
+exec(compile(source, "<cell 1>", "exec"))
+trainkit.launch(train)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert '  File "<cell 1>", line 2, in train\n    return 1 / 0  # here\n' in done.stderr
+
+
 ENDED = "rank 1 ended with exit code {} before train returned: see what it printed (-9: somebody killed it, "
 ENDED += "perhaps for want of memory)."
 

@@ -2,9 +2,12 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from checkout import Checkout
+from conftest import rows_of
 from torch import nn
 
 from trainkit import clock, data, precision, world
@@ -155,3 +158,24 @@ def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: py
         model, Options(batch_size=24, lr=1.0), data.Split("noise", torch.randn(10, 4), torch.zeros(10))
     )
     assert {inputs for _, inputs, *_ in inner.seen} == {8}
+
+
+def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    plain = checkout.script("single").read_text()
+    checkout.plant("single", "from trainkit import precision; precision.has_tf32 = lambda device: True")
+    switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
+    checkout.insert("single", f"print(({switches}))", before="run.finish()")
+    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
+    small = (*places, "--train-size", 128, "--test-size", 50)
+    for arguments in (("--epochs", 1, "--precision", "tf32"), ("--epochs", 2)):
+        done = script(checkout.script("single"), *small, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert "\n(True, True)\n" in done.stdout
+    assert [row["precision"] for row in rows_of(tmp_path)] == ["tf32", "tf32"]
+
+    checkout.script("single").write_text(plain)
+    done = script(checkout.script("single"), *small, "--epochs", 3)
+    assert done.returncode == 1
+    assert "error: --precision tf32 needs an NVIDIA GPU" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
+from cluster import RunningCluster
 from conftest import Script, rows_of, run_stage
 
-from trainkit import records
+from trainkit import machine, records
 from trainkit.analysis.report import report
 from trainkit.own_time import OwnTime
 
@@ -63,6 +64,12 @@ def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script) -
         assert 0.4 <= seconds < row["train_seconds"]
 
 
+def test_the_moment_of_a_row_is_told(slow: tuple[Path, str]) -> None:
+    first, second = (pd.Timestamp(row["recorded_at"]) for row in rows_of(slow[0]))
+    row = rows_of(slow[0])[1]
+    assert (second - first).total_seconds() > row["train_seconds"] + row["eval_seconds"] - 0.01
+
+
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
     results, told = slow
     least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])
@@ -84,6 +91,13 @@ def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script) -> None:
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
     assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
+
+
+def test_the_gpus_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: [0, 5, 7, 0][gpu.index])
+    assert machine.devices_in_use(torch.device("cuda", 1)) == [torch.device("cuda", i) for i in (1, 2)]
+    assert machine.devices_in_use(torch.device("cpu")) == [torch.device("cpu")]
 
 
 class Moment:
@@ -135,8 +149,14 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
 @pytest.mark.parametrize(
     ("own_seconds", "found"),
     [
-        ([(1.0, 1.1, 1.0, 1.6)], "rank 3 on n0 takes 1.6x the median"),
-        ([(1.0, 4.0), (1.0, 1.0)], "rank 1 on n0 takes 2.5x the median"),
+        (
+            [(1.0, 1.1, 1.0, 1.6)],
+            "rank 3 on n0 takes 1.6x the median",
+        ),
+        (
+            [(1.0, 4.0), (1.0, 1.0)],
+            "rank 1 on n0 takes 2.5x the median",
+        ),
         ([(1.0, 1.2)], ""),
         ([(1.0,)], ""),
         ([(1.0, math.nan, 9.0)], ""),
@@ -152,6 +172,17 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
     ]
     told = records.slow_rank(rows)
     assert told == (f"{found} of the others for its own part of a step" if found else "")
+
+
+def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
+    folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
+    for epochs in (1, 2):
+        done = script("single", *SMALL, *folders, "--epochs", epochs)
+        assert done.returncode == 0, done.stderr
+    table = of_ranks(tmp_path)
+    assert list(table.epoch) == [1, 2]
+    for row, own_seconds in zip(rows_of(tmp_path), table.own_seconds, strict=True):
+        assert 0 < own_seconds <= row["train_seconds"]
 
 
 # --- --debug ----------------------------------------------------------------------------------------
@@ -178,8 +209,24 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
 
 
-def test_debug_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
-    (tmp_path / "debug").touch()
+def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_path: Path) -> None:
+    place = Checkout(tmp_path / "a checkout", cluster)
+    (_, row) = place.train("srun", *SMALL, "--debug", sbatch=("--nodes=2", "--ntasks-per-node=1"))
+    log = place.log(row["job_id"])
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, interface ", log, re.M), log
+    jobs = place.folder / "results" / "jobs"
+    found = sorted(path.relative_to(jobs) for path in place.folder.rglob("debug-*"))
+    assert "SLURM_LOCALID=0" in (jobs / found[1]).read_text()
+    assert found == [Path(row["job_id"], f"debug-rank-{rank}.txt") for rank in (0, 1)]
+
+
+def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
     done = script("single", *SMALL, "--debug", "--results-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, interface unknown$", done.stdout, re.M)
+    (tmp_path / "file" / "debug").parent.mkdir()
+    (tmp_path / "file" / "debug").touch()
+    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path / "file")
     assert done.returncode == 1
     assert done.stderr.startswith("error: --debug cannot write to ") and done.stderr.count("\n") == 1

@@ -89,3 +89,11 @@ def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_p
     one.rename(folder / "other.csv")
     assert "other.csv: not packed, its name is not that of its run" in pack(folder).stderr
     assert not folder.with_suffix(".csv").exists()
+
+
+def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(folder: Path) -> None:
+    pack(folder)
+    ranks = folder.with_suffix(".ranks.tsv")
+    ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
+    rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
+    assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")

@@ -12,11 +12,13 @@ from conftest import REPOSITORY
 from playwright.sync_api import Browser, Page
 from test_hostile_records import MATHS, TAG, made
 
-from trainkit.analysis.report import report
+from trainkit.analysis import page
+from trainkit.analysis.report import report, report_each
 
 SAMPLES = REPOSITORY / "results" / "sample"
 RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
 HOSTILE = f'"{TAG}" onload=alert(1) {{{{ 1 + 1 }}}} {MATHS}'
+PHONE, PAPER = 390, 1047  # CSS pixels: a phone's width, and that of A4 between its margins
 # The tables of runs; others say what to ask for.
 TABLES = "[...document.querySelectorAll('.sortable')].filter(table => table.querySelector('details'))"
 ROWS = f"[...{TABLES}[0].tBodies]"
@@ -87,6 +89,26 @@ def test_without_a_script(written: Path) -> None:
         assert f"<td>{run_id}</td>" in text and f"<td>{RUNS}</td>" in text
 
 
+def test_a_page_of_anything(tmp_path: Path, browser: Page) -> None:
+    """Every kind of block shows its text, and a row without runs opens to nothing."""
+    texts = ["a heading", "a paragraph", "a note", "another", "make compare ARGS='--epochs 3'", "1.5", "-"]
+    blocks = [page.Heading(texts[0]), page.Text(texts[1]), page.Notes(texts[2:4]), page.Command(texts[4])]
+    blocks.append(page.Table(pd.DataFrame({"speed": texts[5:]})))
+    page.write(tmp_path / "page.html", "A title", blocks)
+    browser.goto((tmp_path / "page.html").as_uri())
+    shown = browser.evaluate("document.body.innerText")
+    assert all(text in shown for text in ["A title", *texts])
+    assert browser.evaluate("document.querySelectorAll('details').length") == 0
+    assert browser.title() == "A title"
+
+
+def test_each_folder_has_a_page(tmp_path: Path, browser: Page) -> None:
+    report_each([SAMPLES / "cpu-xeon-2-cores" / "lessons.csv", RUNS], tmp_path)
+    browser.goto((tmp_path / "each.html").as_uri())
+    rows = browser.evaluate("document.querySelectorAll('.sortable > tbody').length")
+    assert rows == len(pd.read_csv(tmp_path / "each.csv"))
+
+
 def test_a_browser_shows_it(written: Path, browser: Page) -> None:
     """Tables and figures are there, and names are texts."""
     browser.goto(written.as_uri())
@@ -118,3 +140,18 @@ def test_a_row_opens_to_its_runs(written: Path, browser: Page) -> None:
     browser.click("summary")
     opened = browser.evaluate(told)
     assert "runs.csv" in opened and "runs.csv" not in closed
+
+
+@pytest.mark.parametrize(("width", "print_as"), [(PHONE, False), (PAPER, True)], ids=["phone", "paper"])
+def test_it_fits(written: Path, browser: Page, width: int, print_as: bool) -> None:
+    """On a phone a table scrolls within its box, never the page; on paper all of it is there."""
+    browser.set_viewport_size({"width": width, "height": 800})
+    browser.emulate_media(media="print" if print_as else "screen")
+    browser.goto(written.as_uri())
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('.box')].map(box => [box.scrollWidth, box.clientWidth])"
+    )
+    assert any(all_of_it > shown for all_of_it, shown in boxes) == (width == PHONE)
+    if print_as:
+        assert browser.pdf(prefer_css_page_size=True).startswith(b"%PDF")

@@ -634,3 +634,36 @@ def test_the_share_of_what_the_datasheet_promises(
     assert [None if pd.isna(share) else pytest.approx(share, rel=1e-2) for share in of_gpus] == shares
     shown = (tmp_path / "out" / "comparison.md").read_text()
     assert "| TFLOP/s |" in shown and ("| MFU % |" in shown) == ("MFU %: the" in seen.text) == bool(mfu)
+
+
+def test_unreadable_folder_is_named(
+    tmp_path: Path, compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "good", [10, 1000])
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    text = compared().text
+    assert re.search(r"Skipped: \S*/locked: not read, Permission denied", text)
+    assert cells(text, "single", 1)[1] == "1000"
+
+
+def test_tables_fit_a_terminal(tmp_path: Path) -> None:
+    """With every column and many settings: the least needed ones are in comparison.md only."""
+    settings = {"loader": "workers", "workers_per_loader": 4, "width": 64, "lr_scale": "linear", "lr": 2.0}
+    write_run(tmp_path, "one", [10, 1000], global_batch=128)
+    write_run(tmp_path, "large", [10, 1000, 1000])
+    write_run(tmp_path, "two", [10, 21000, 22000], **ddp(2, nodes=2))
+    write_run(tmp_path, "other", [10, 21000, 22000], **ddp(2, nodes=2, **settings))
+    text = plot(tmp_path, "--out", tmp_path / "out", "--target", 98.25).stdout
+    table = text.split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 120 and {"variant", "doubt", "note"} <= set(table[0].split())
+    assert [line.strip() for line in table[-2:]] == ["linear lr scale,", "width 64"]  # below 4 loader workers
+    assert "In comparison.md only: eval s, train s to it, mem. MB, " in text
+    assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()

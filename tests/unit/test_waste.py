@@ -399,3 +399,38 @@ def test_a_slow_rank_is_as_in_the_record() -> None:
     """The same threshold as what a run says of itself."""
     (run,) = samples.runs(TRACES / "gpu_slow_rank")
     assert records.slow_rank(records.read_ranks(run)).startswith("rank 2 on n1 takes 2.8x")
+
+
+def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:
+    """It had one node at a time, and is judged where it was trained past the warm-up."""
+
+    def moved(*gpus: Gpu, after: float = 17, **how: object) -> waste.Verdict:
+        folder = made(list(gpus), **how)
+        shutil.copy(folder / "n1.csv", folder.parent / "n2.csv")
+        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN + after - 1 else None)
+        shutil.move(folder / "n1.csv", folder.parent / "n1.csv")
+        shutil.move(folder.parent / "n2.csv", folder)
+        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN + after + 1 else None)
+        shutil.move(folder.parent / "n1.csv", folder)
+        return waste.judge(folder)
+
+    first, last = moved(STARVED, facts=FROM_LOADERS).lines("job 12")
+    assert "of rank 0 on n2 (2 loader workers, at 99 % of a core)" in first
+    assert f"s: 1 x {traces.NAME}, " in last
+    for after, node in ((30, "n2"), (45, "n1")):  # both are judged; the last one only evaluated
+        assert moved(STARVED, after=after, facts=FROM_LOADERS).findings[0].where == f"rank 0 on {node}"
+    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network=231).findings
+    assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
+
+
+def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made([FULL] * 2)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "a folder").mkdir()
+    paths = [tmp_path / "gone.csv", tmp_path / "other.csv", tmp_path / "a folder", "\x1b[31m\0.csv"]
+    (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
+    verdict = waste.judge(folder)
+    assert verdict.lines("job 12")[:1] == ["no waste found"]
+    assert len(verdict.notes) == 4 and "(3 more such)" in verdict.lines("job 12")[1]
+    waste.keep(folder, verdict)
+    assert not list(tmp_path.glob("*.monitor.json"))
