@@ -275,35 +275,3 @@ def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
     bench._measure(part, argparse.Namespace(data_dir=staging.DEFAULT_DIR), path)
     on_cpu, on_gpu = pd.read_csv(path).device_name
     assert on_cpu.startswith("CPU: ") and on_gpu == "a GPU"
-
-
-PLANTED = {
-    "planted.py": "from trainkit.jobs import local\nlocal.GPU_DEVICES = ('null',)\n",
-    "torch.py": """
-import os
-class cuda:
-    is_available = lambda: True
-    device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) - 1
-""",
-    "test_gpus.py": """
-import os
-import conftest
-def test_gpus():
-    assert (conftest.GPUS, conftest.WITH_GPUS["CUDA_VISIBLE_DEVICES"]) == (2, "5,7")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == conftest.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] == "-1"
-""",
-}
-
-
-@pytest.mark.full
-def test_only_tests_of_gpus_see_them(tmp_path: Path) -> None:
-    """On a machine with a device file and a PyTorch that takes it for two GPUs; in pytest-xdist's worker."""
-    for name, text in PLANTED.items():
-        (tmp_path / name).write_text(text)
-    environment = {name: value for name, value in os.environ.items() if name != "GPUS_OF_THE_TESTS"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "5,7,none", "HIP_VISIBLE_DEVICES": ""}
-    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY / 'tests'}"}
-    options = ["-c", REPOSITORY / "pyproject.toml", "--rootdir", tmp_path, "-p", "planted", "-p", "conftest"]
-    command = [sys.executable, "-m", "pytest", *options, "--numprocesses=1", "test_gpus.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
