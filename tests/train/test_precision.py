@@ -160,6 +160,7 @@ def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: py
     assert {inputs for _, inputs, *_ in inner.seen} == {8}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
     plain = checkout.script("single").read_text()

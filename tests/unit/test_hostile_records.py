@@ -169,6 +169,7 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
             Recorder(tmp_path, facts | {column: name})
 
 
+@pytest.mark.full
 def test_a_damaged_file_never_raises_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
