@@ -163,3 +163,19 @@ def test_srun_of_a_gpu_that_failed(checkout: Checkout) -> None:
     plant(checkout, say(BROKEN) + "os.abort()", WAIT)
     log = checkout.fail("srun", "fates.py")
     assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"], log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "waited_for"),
+    [("0", "0 waited for rank 1, which hung or was lost"), ("01", "0,1 waited for each other")],
+)
+def test_nccl_gave_up_in_local_processes(ranks: str, waited_for: str, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "a checkout")
+    ready = f"(folder / f'ready-{{rank}}').touch(); wait_for(*{[f'ready-{rank}' for rank in ranks]}); "
+    together = f"wait_for(*{[f'said-{rank}' for rank in ranks]}); os.abort()"
+    gave_up = ready + say(GAVE_UP["2.15"]) + together
+    plant(checkout, *(gave_up if rank in ranks else WAIT for rank in "01"))
+    done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
+    told = f" failed: NCCL gave up after --timeout: rank {waited_for}\n"
+    assert done.stderr.endswith(told), done.stderr

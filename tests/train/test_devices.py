@@ -212,3 +212,17 @@ def test_one_process_with_more_threads_than_cores(tmp_path: Path) -> None:
     done = subprocess.run(command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "3"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row["threads_per_worker"] for row in rows_of(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_every_rank_takes_its_own_slice_of_a_card(
+    launcher: str, gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm lists the slices of all ranks, and CUDA would show the first one to each."""
+    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
+    monkeypatch.setattr(world, "_place", lambda: place)
+    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    gpus(1)
+    assert world.own_device(use_cuda=True) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

@@ -178,3 +178,11 @@ def test_the_other_recipes_learn(recipe: str, goal: float, trained) -> None:
     (row,) = trained("single", "--recipe", recipe, *sizes, "--precision", "fp32")
     assert row["recipe"] == recipe
     assert row["test_accuracy"] > goal
+
+
+@pytest.mark.full
+def test_the_fast_recipe_learns(trained) -> None:
+    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
+    (row,) = trained("single", "--recipe", "fast", *sizes, "--precision", "fp32")
+    assert row["recipe"] == "fast"
+    assert row["test_accuracy"] > 90
