@@ -37,6 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 # --- never silently on the CPU ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path) -> None:
     """Before it has done anything; unless it is told to use the CPU."""
     checkout = Checkout(tmp_path / "a checkout")
