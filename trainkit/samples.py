@@ -43,7 +43,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "temperature_c": (GPU,),
     "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: of older samples, empty in new ones
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
-    "disk_mb_s": (NODE,),  # read and written, by the job's processes: of older samples, empty in new ones
+    "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import weights_of
+from conftest import REPOSITORY, weights_of
 from torch import nn
 
 from trainkit import data, operations
@@ -16,26 +15,6 @@ from trainkit.data import Split
 from trainkit.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
-
-
-class Classic(nn.Module):
-    """The network of the PyTorch example (pytorch/examples, mnist/main.py), in the words of that file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
-        x = self.dropout1(F.max_pool2d(x, 2))
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +29,12 @@ def outputs(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def test_saved_weights_mean_the_same_in_the_classic_network(
-    images: torch.Tensor, script: Callable, tmp_path: Path
+    images: torch.Tensor, script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That of pytorch/examples, mnist/main.py, as the benchmark's baseline has it."""
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
+    from classic_mnist import Net as Classic
+
     done = script("single", *SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     weights = weights_of(tmp_path)

@@ -179,10 +179,8 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        if not known.exists() and {path.name for path in self.folder.iterdir()} - {
-            ".lock",
-            "options.txt.tmp",
-        }:
+        others = {path.name for path in self.folder.iterdir()} - {".lock", "options.txt.tmp"}
+        if others and not known.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         lock = FileLock(self.folder / ".lock")
         try:
