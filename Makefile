@@ -51,7 +51,7 @@ test-lowest test-middle:
 	@$(VENV)-$@/bin/python -m pytest $(ARGS)
 
 data: $(VENV)/ready
-	@$(RUN) -m trainkit.data $(ARGS)
+	@$(RUN) -m trainkit.rank.data $(ARGS)
 
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)

@@ -3,12 +3,8 @@
 Try: python mnist_singlegpu.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +12,7 @@ import torch.nn.functional as F
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda, opts.debug_dir)
+    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
     opts = opts.for_devices(1)
     torch.manual_seed(opts.seed)
 

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from trainkit import batches, data, errors, machine, options, world
-from trainkit.command_line import at_least
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, machine, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.runtime.command_line import at_least
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +21,7 @@ import torch.nn.functional as F
 def main() -> None:
     replicas = options.own(2, at_least(1, 64), "N", "replicas on the CPU; otherwise there is one on each GPU")
     opts = options.parse(__doc__, replicas=replicas)
-    here = world.alone(not opts.no_cuda, opts.debug_dir)
+    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     devices = [torch.device("cuda", index) for index in range(gpus)] or [here.device] * opts.replicas
     count = len(devices)

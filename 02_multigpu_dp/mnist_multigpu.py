@@ -3,12 +3,8 @@
 Try: python mnist_multigpu.py --epochs 2
 """
 
-from trainkit import batches, data, errors, machine, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, machine, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +13,7 @@ from torch import nn
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.alone(not opts.no_cuda, opts.debug_dir)
+    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     opts = opts.for_devices(gpus, "GPUs")
     torch.manual_seed(opts.seed)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
-from trainkit import batches, breakdown, data, errors, files, options, world
-from trainkit.command_line import at_least
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, choose_precision, optimizer_and_schedule
+from trainkit.rank import step_phases
+from trainkit.runtime import files
+from trainkit.runtime.command_line import at_least
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,12 @@ def main() -> None:
     repeats = options.own(10, at_least(1, 10_000), "N", f"times {STEPS} steps of each kind, in turns")
     trace = options.own(False, None, None, f"also write down {TRACED} steps with torch.profiler")
     opts = options.parse(__doc__, repeats=repeats, trace=trace)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)
     folder = opts.results_dir / "breakdown"
     fix = "free the space, mend the permissions, or give another --results-dir."
-    world.on_first(lambda: opts.dry_run or files.check_writable(folder, "the breakdown", fix))
+    process_group.on_rank_0(lambda: opts.dry_run or files.check_writable(folder, "the breakdown", fix))
 
     # From here to `schedule` as in mnist_ddp.py. A schedule has to know of all steps.
     train_set, _ = data.load(opts.dataset, opts.data_dir)
@@ -61,37 +61,37 @@ def main() -> None:
     phases, measured = training(), []
     # In turns, so that a busy moment of the machine does not hit one kind of step only.
     for _ in range(1 + opts.repeats):
-        whole = breakdown.laps(phases, here.device, STEPS, every=STEPS * len(breakdown.TIMED))
-        together = alone = breakdown.laps(phases, here.device, STEPS)
+        whole = step_phases.laps(phases, here.device, STEPS, every=STEPS * len(step_phases.TIMED))
+        together = alone = step_phases.laps(phases, here.device, STEPS)
         if here.size > 1:
             with model.no_sync():  # each rank goes its own way: what comes of it is no training
-                alone = breakdown.laps(phases, here.device, STEPS)
+                alone = step_phases.laps(phases, here.device, STEPS)
         measured.append((whole.mean() / STEPS, together.view(STEPS, -1), alone.view(STEPS, -1)))
     measured = [torch.stack(kind) for kind in zip(*measured[1:], strict=True)]  # the first is a warm-up
-    step, together, alone = map(torch.stack, zip(*world.gather(measured), strict=True))
-    seconds = breakdown.split(together, alone)
+    step, together, alone = map(torch.stack, zip(*process_group.gather(measured), strict=True))
+    seconds = step_phases.split(together, alone)
 
-    facts = breakdown.facts(opts, here, train_set.name, model)
-    hosts = world.gather(platform.node())
-    world.on_first(lambda: errors.tell(breakdown.as_text(facts, seconds, step)))
+    facts = step_phases.facts(opts, here, train_set.name, model)
+    hosts = process_group.gather(platform.node())
+    process_group.on_rank_0(lambda: errors.tell(step_phases.as_text(facts, seconds, step)))
     if opts.dry_run:
-        world.on_first(lambda: errors.tell("dry run: nothing was written."))
+        process_group.on_rank_0(lambda: errors.tell("dry run: nothing was written."))
     else:
         file = folder / f"{facts['run_id']}.tsv"
-        world.on_first(lambda: breakdown.write(file, facts, hosts, seconds | {"step": step}))
+        process_group.on_rank_0(lambda: step_phases.write(file, facts, hosts, seconds | {"step": step}))
         if opts.trace:
             write_trace(phases, file.with_suffix(""), here.rank)
-        world.on_first(lambda: draw(folder))
-    world.leave()
+        process_group.on_rank_0(lambda: draw(folder))
+    process_group.leave()
 
 
 def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
     """Write what this rank does in some steps, as a timeline for a browser."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # where there is no GPU, the profiler calls that an error
     with profile() as profiler:
-        list(islice(phases, TRACED * len(breakdown.TIMED)))
+        list(islice(phases, TRACED * len(step_phases.TIMED)))
     profiler.export_chrome_trace(f"{path}.rank-{rank}.json")
-    world.on_first(
+    process_group.on_rank_0(
         lambda: errors.tell(
             f"traces: {path}.rank-*.json, one of each rank. Open one at https://ui.perfetto.dev (it stays in "
             "your browser), or in Chrome at chrome://tracing."
@@ -101,7 +101,7 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
 
 def draw(folder: Path) -> None:
     """Draw all measurements of the folder."""
-    from trainkit.analysis import breakdown_figure  # takes seconds, and only rank 0 needs it
+    from trainkit.compare import breakdown_figure  # takes seconds, and only rank 0 needs it
 
     breakdown_figure.draw(sorted(folder.glob("*.tsv")), folder)
     errors.tell(f"figure of all measurements in this folder: {folder / 'breakdown.png'}")

@@ -12,12 +12,14 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import errors, options, records, staging
-from trainkit.command_line import Parser, at_least
-from trainkit.errors import UserError
 from trainkit.jobs import local, plan, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
+from trainkit.rank import options, staging
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.errors import UserError
+from trainkit.schema import records
 
 PROBES = Path(__file__).with_name("probes.py")
 BATCH_SIZE = 256
@@ -65,7 +67,7 @@ def main() -> int:
     with compared.claim():
         if on_gpus:
             return _on_gpus(compared, workers, batches, own)
-        matrix = sweep.Lists(
+        matrix = sweep.Grid(
             tuple(STAGES.values()),
             tuple({1, workers}),
             tuple(batches),
@@ -113,7 +115,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
         arguments=(*compared.arguments, "--smaller", *map(str, smaller)),
     )
     stage = STAGES["single"].with_script(str(PROBES))
-    lists = sweep.Lists((stage,), (1,), (largest,), train_sizes=(train_size,))
+    lists = sweep.Grid((stage,), (1,), (largest,), train_sizes=(train_size,))
     (cell,) = alone.cells(lists)[0]
     measured, failed = f"{cell.name}/**", []
     # Once something is compared the sizes are chosen, also where a larger batch has failed.

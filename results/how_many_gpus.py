@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import advice, comparison
-from trainkit.analysis.answer import InWords, checked
-from trainkit.command_line import Parser, above_0, at_least, duration, list_of
-from trainkit.errors import UserError, run, tell
+from trainkit.advice import advice
+from trainkit.advice.answer import AnswerText, checked
+from trainkit.compare import comparison
+from trainkit.runtime.command_line import Parser, above_0, at_least, duration, list_of
+from trainkit.runtime.errors import UserError, run, tell
 
 RESULTS = Path(__file__).resolve().parent
 MOST_SETS = 20  # that are listed
@@ -24,15 +25,15 @@ def main() -> int:
     rows = _set(rows, own.set)
     all_reduces, not_read = advice.all_reduces(own.paths, rows)
     skipped += not_read
-    wishes = advice.Wishes(
+    wishes = advice.Constraints(
         own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
         own.gpus_per_node,
     )  # fmt: skip
-    words = InWords(checked(advice.advise(rows, wishes, all_reduces)), rows)
+    words = AnswerText(checked(advice.advise(rows, wishes, all_reduces)), rows)
     if own.json:
         tell(json.dumps(words.as_json() | {"skipped": skipped}, indent=1))
     else:
-        from trainkit.analysis.advice_report import report  # loads matplotlib, which takes a second
+        from trainkit.advice.report import report  # loads matplotlib, which takes a second
 
         report(words, wishes, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
     return 0 if words.answer.best else 1

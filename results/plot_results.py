@@ -5,9 +5,10 @@ Try: python results/plot_results.py results/runs
 
 from pathlib import Path
 
-from trainkit.analysis.report import report, report_each
-from trainkit.command_line import Parser, above_0
-from trainkit.errors import run, tell
+from trainkit.advice import report as advice
+from trainkit.compare.report import report, report_each
+from trainkit.runtime.command_line import Parser, above_0
+from trainkit.runtime.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
 
@@ -28,7 +29,10 @@ def main() -> None:
         help="compare the runs of each folder apart, in one table: yours and ours, or those of a room",
     )  # fmt: skip
     args = parser.parse_args()
-    tell((report_each if args.each else report)(args.paths, args.out, args.target))
+    if args.each:
+        tell(report_each(args.paths, args.out, args.target))
+    else:
+        tell(report(args.paths, args.out, args.target, advice.blocks))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from trainkit import errors
-from trainkit.command_line import Parser, at_least
 from trainkit.jobs.stages import STAGES
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, at_least
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Look whether jobs can work here, before one fails: python slurm/doctor.py --help
 
 Any Python from 3.10 on will do, without packages: the job's own environment is among the things
-looked at. So trainkit/jobs/doctor.py is started from here, in whose folder trainkit is found.
+looked at. So trainkit/doctor/cli.py is started from here, in whose folder trainkit is found.
 """
 
 import os
@@ -13,4 +13,4 @@ if __name__ == "__main__":
         version = sys.version.split()[0]
         sys.exit(f"error: the doctor needs Python 3.10 or newer, and {sys.executable} is {version}.")
     os.chdir(Path(__file__).resolve().parents[1])  # `-m` looks there first, before any other trainkit
-    os.execv(sys.executable, [sys.executable, "-m", "trainkit.jobs.doctor", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "trainkit.doctor.cli", *sys.argv[1:]])

@@ -33,7 +33,7 @@ for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
     if [[ -f $log ]]; then log_begin[$log]=$(stat -c %s "$log"); fi
 done
 
-# USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can (trainkit/checkpoint.py),
+# USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can (trainkit/rank/checkpoint.py),
 # instead of killing Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
 "${hold_signals[@]}" true 2>/dev/null || hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash) # before coreutils 8.31
@@ -100,7 +100,7 @@ wait() {
 }
 
 # --- how it ends ------------------------------------------------------------------------------------
-# Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/errors.py).
+# Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/runtime/errors.py).
 noted() { (cd "$TRAINKIT_JOB_DIR" && compgen -G "rank-$1" >/dev/null); }
 silent() { grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started 2>/dev/null | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /'; }
 

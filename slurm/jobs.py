@@ -7,11 +7,11 @@
 What runs or waits stays, and so does everything whose state is not known. CSVs are elsewhere, and stay.
 """
 
-from trainkit import errors
-from trainkit.command_line import Parser
-from trainkit.errors import UserError
 from trainkit.jobs import housekeeping, slurm
 from trainkit.jobs.site import read_site
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import UserError
 
 
 def main() -> int:

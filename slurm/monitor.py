@@ -3,9 +3,9 @@
 import os
 from functools import partial
 
-from trainkit import errors
-from trainkit.jobs import monitor
+from trainkit.monitor import cli
+from trainkit.runtime import errors
 
 if __name__ == "__main__":
     own_job = os.environ.pop("TRAINKIT_JOB_DIR", None)  # where `run` would leave the notes of a rank
-    errors.run(partial(monitor.main, own_job))
+    errors.run(partial(cli.main, own_job))

@@ -8,16 +8,17 @@ import math
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import errors, staging
-from trainkit.command_line import Parser, above_0, at_least, list_of, one_of, time_limit
-from trainkit.errors import UserError
 from trainkit.jobs import local, slurm, submission, sweep, until_known
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
-from trainkit.options import MOST_IMAGES
+from trainkit.rank import staging
+from trainkit.rank.options import MOST_IMAGES
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, above_0, at_least, list_of, one_of, time_limit
+from trainkit.runtime.errors import UserError
 
 NOTES = """\
-Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
+Grid are separated by commas. All other options go to every run unchanged, such as --recipe fast;
 `python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
 
 To go on after a break, give the same command with the --out that the sweep has printed. Finished runs
@@ -64,7 +65,7 @@ def main() -> int:
         own.partition,
     )
     cells, left_out = asked.cells(
-        sweep.Lists(
+        sweep.Grid(
             stages,
             own.gpus,
             own.batch_size,

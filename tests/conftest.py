@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from trainkit import records, staging
 from trainkit.jobs import local, stages
+from trainkit.rank import staging
+from trainkit.schema import records
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.meeting import Meeting
+from trainkit.rank.agreement import Agreement
 
 # .item(), nonzero(), selections by a mask: the CPU needs to know numbers, or how many there are.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}
@@ -34,7 +34,7 @@ class Waits(TorchDispatchMode):
 
 
 if __name__ == "__main__":
-    Meeting.due = lambda self: False  # as often as the clock wants
+    Agreement.due = lambda self: False  # as often as the clock wants
     sys.argv = sys.argv[1:]
     main = runpy.run_path(sys.argv[0])["main"]
     with Waits() as waits:

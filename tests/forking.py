@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainkit import network
+from trainkit.runtime import network
 
 PROGRAM = """
 import atexit, gc, json, os, runpy, signal, sys, threading

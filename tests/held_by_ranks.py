@@ -6,7 +6,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainkit.model import Net
+from trainkit.rank.model import Net
 from trainkit.workshop.ranks import in_ranks
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.analysis import comparison, report, waste
-from trainkit.jobs import monitor
+from trainkit.compare import comparison, report
+from trainkit.monitor import cli, waste
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -125,7 +125,7 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
 
 def _verdict(folder: Path, name: str) -> str:
     """As the log of a job tells it."""
-    return "\n".join(["```", *monitor.in_log(waste.judge(folder / name), "job 12", 12), "```"])
+    return "\n".join(["```", *cli.in_log(waste.judge(folder / name), "job 12", 12), "```"])
 
 
 def _bench(folder: Path, tool: str, name: str) -> str:

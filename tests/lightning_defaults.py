@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from mnist_lightning import Ranks
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import world
+from trainkit.runtime import process_group
 
 TRAIN, TEST, BATCH = torch.arange(640), torch.arange(1001), 32  # each image is its own number
 STEPS = len(TRAIN) // BATCH // 2  # of an epoch, as each of two ranks takes BATCH images
@@ -50,9 +50,9 @@ def batches(images: torch.Tensor) -> DataLoader:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    here = world.join(use_cuda=False, timeout=60)
+    here = process_group.join(use_cuda=False, timeout=60)
     seed_everything(1)
-    masks = world.gather((F.dropout(torch.ones(1000)) > 0).tolist())
+    masks = process_group.gather((F.dropout(torch.ones(1000)) > 0).tolist())
 
     def trainer(**told: object) -> Trainer:
         ddp = DDPStrategy(parallel_devices=[here.device] * here.size, cluster_environment=Ranks(here))
@@ -63,10 +63,12 @@ def main() -> None:
     with_defaults.fit(network, batches(TRAIN), batches(TEST))
     shares = trainer(use_distributed_sampler=False)
     shares.validate(Watched(), batches(TEST.tensor_split([RIGHT])[here.rank]), verbose=False)
-    metrics = world.gather({name: round(value.item(), 2) for name, value in shares.callback_metrics.items()})
+    metrics = process_group.gather(
+        {name: round(value.item(), 2) for name, value in shares.callback_metrics.items()}
+    )
     found = {
-        "images_of_a_step": sum(world.gather(len(network.trained_on[0]))),
-        "tested": sum(world.gather(sum(map(len, network.tested_on)))),
+        "images_of_a_step": sum(process_group.gather(len(network.trained_on[0]))),
+        "tested": sum(process_group.gather(sum(map(len, network.tested_on)))),
         "by_rank": [of_rank["by_rank"] for of_rank in metrics],
         "by_mean": metrics[0]["by_mean"],
         "by_sum": metrics[0]["by_sum"],
@@ -75,7 +77,7 @@ def main() -> None:
     }
     if here.rank == 0:
         print(json.dumps(found))
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
-from trainkit import records, samples
+from trainkit.schema import records, samples
 
 TRACES = REPOSITORY / "results" / "sample" / "traces"
 H100 = REPOSITORY / "results" / "sample" / "h100" / "traces"

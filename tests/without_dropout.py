@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainkit import model
+from trainkit.rank import model
 
 if __name__ == "__main__":
     model.Dropout = lambda _: nn.Identity()

@@ -5,9 +5,9 @@ Try: python tools/pack_runs.py results/comparisons/NAME/probes/runs
 
 from pathlib import Path
 
-from trainkit.analysis.packed import pack
-from trainkit.command_line import Parser
-from trainkit.errors import run
+from trainkit.compare.packed import pack
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import run
 
 
 def main() -> None:

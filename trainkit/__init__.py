@@ -1,12 +1,26 @@
-"""What is the same in every stage: who am I, options, data, model, engine, records."""
+"""What is the same in every stage. What a stage takes of it is here by name; README.md tells the rooms."""
 
-from trainkit import errors  # noqa: F401  before PyTorch, whose loading Ctrl-C may interrupt
+from importlib import import_module
+
+from trainkit.runtime import errors  # noqa: F401  before PyTorch, whose loading Ctrl-C may interrupt
+
+# Loaded by whoever names one: a login node takes none of them, and has no time for PyTorch.
+_ROOMS = {"batches": "rank", "data": "rank", "options": "rank"}
+_ROOMS |= {"machine": "runtime", "process_group": "runtime"}
+_MODULES = {
+    "Net": "rank.model",
+    "Run": "rank.run",
+    "UserError": "runtime.errors",
+    "choose_precision": "rank.precision",
+    "evaluate": "rank.evaluation",
+    "launch": "runtime.launching",
+    "optimizer_and_schedule": "rank.recipes",
+}
 
 
 def __getattr__(name: str) -> object:
-    """`trainkit.launch`, loaded by whoever names it."""
-    if name == "launch":
-        from trainkit.launching import launch
-
-        return launch
+    if name in _ROOMS:
+        return import_module(f"trainkit.{_ROOMS[name]}.{name}")
+    if name in _MODULES:
+        return getattr(import_module(f"trainkit.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,13 +5,9 @@ Try: torchrun --standalone --nproc-per-node=2 accumulate.py --accumulate 4 --epo
 
 from contextlib import nullcontext
 
-from trainkit import batches, data, errors, options, world
-from trainkit.command_line import at_least
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.runtime.command_line import at_least
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +17,7 @@ from torch import nn
 def main() -> None:
     accumulate = options.own(4, at_least(1), "K", "micro-batches of a batch, one after the other")
     opts = options.parse(__doc__, accumulate=accumulate)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     what = f"micro-batches ({here.size} processes x --accumulate {opts.accumulate})"
     options.check_divides(opts.batch_size, here.size * opts.accumulate, what)
@@ -59,7 +55,7 @@ def main() -> None:
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,8 @@
 Try: torchrun --standalone --nproc-per-node=2 by_hand.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 
 import torch
 import torch.distributed as dist
@@ -19,7 +15,7 @@ def main() -> None:
     flat = options.own(False, None, None, "average all gradients in one call, not one by one")
     forget = options.own(False, None, None, "do not average: the ranks drift apart", shapes_training=True)
     opts = options.parse(__doc__, flat=flat, forget=forget)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
 
@@ -50,11 +46,11 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
-        sums = world.gather(sum(weights.double().sum().item() for weights in model.parameters()))
+        sums = process_group.gather(sum(weights.double().sum().item() for weights in model.parameters()))
         if here.rank == 0:
             errors.tell(f"sum of the weights of each rank: {sums}")
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 def average(tensors: list[torch.Tensor]) -> None:

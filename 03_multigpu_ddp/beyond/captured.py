@@ -3,12 +3,9 @@
 Try: torchrun --standalone --nproc-per-node=1 captured.py --epochs 3 --batch-size 128
 """
 
-from trainkit import batches, capture, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank import capture
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +19,7 @@ def main() -> None:
     opts = options.parse(__doc__, how=how, compile=compiled)
     if opts.how == "graphed" and opts.precision == "auto" and opts.resume == "auto":
         raise errors.UserError("--how graphed keeps the precision of its graphs: with --resume, say which.")
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
@@ -67,7 +64,7 @@ def main() -> None:
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

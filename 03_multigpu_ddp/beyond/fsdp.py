@@ -5,13 +5,9 @@ Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 
 from collections.abc import Iterable
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
-from trainkit.sharded import Sharded, check_pytorch, local
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank.sharded import Sharded, check_pytorch, local
 
 import torch
 import torch.distributed as dist
@@ -25,7 +21,7 @@ def main() -> None:
     check_pytorch()
     how = options.own("shard", ("shard", "ddp"), None, "a share of the network on each rank, or all of it")
     opts = options.parse(__doc__, how=how)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
 
@@ -33,7 +29,7 @@ def main() -> None:
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
-    if len(set(world.gather(len(test_batches)))) > 1:  # each forward pass is a meeting
+    if len(set(process_group.gather(len(test_batches)))) > 1:  # each forward pass is a meeting
         raise errors.UserError(
             "the ranks have unequal numbers of test steps: raise --test-batch-size or --test-size."
         )
@@ -62,10 +58,10 @@ def main() -> None:
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
     tell_memory(model, optimizer)
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
-def split(model: nn.Module, here: world.World) -> None:
+def split(model: nn.Module, here: process_group.World) -> None:
     """Leave each rank its share of every weight. A layer is put together for its own turn only."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
@@ -80,8 +76,8 @@ def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     weights = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
     gradients = [one.grad for one in weights if one.grad is not None]  # none if nothing was left to do
-    held = world.gather([megabytes(weights), megabytes(gradients), megabytes(state)])
-    if world.is_first():
+    held = process_group.gather([megabytes(weights), megabytes(gradients), megabytes(state)])
+    if process_group.is_rank_0():
         each = ", ".join("{:.2f} + {:.2f} + {:.2f}".format(*of_rank) for of_rank in held)
         errors.tell(f"MB of weights + gradients + optimizer on each rank: {each}")
 

@@ -6,13 +6,12 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 import math
 from pathlib import Path
 
-from trainkit import errors, files, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import bare
-from trainkit.options import Options
-from trainkit.precision import choose_precision
-from trainkit.run import Run
-from trainkit.sharded import Sharded, check_pytorch
+from trainkit import errors, options, process_group
+from trainkit import Run, choose_precision, evaluate
+from trainkit.rank.model import bare
+from trainkit.rank.options import Options
+from trainkit.rank.sharded import Sharded, check_pytorch
+from trainkit.runtime import files
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +84,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
-def split(model: GPT, here: world.World) -> None:
+def split(model: GPT, here: process_group.World) -> None:
     """Leave each rank its share of every weight. A block is put together for its own turn only."""
     how = {"mesh": init_device_mesh(here.device.type, (here.size,))}
     if model.precision == "bf16":  # weights travel in bf16, gradients are added up in float32
@@ -132,7 +131,7 @@ class Best:
         if self.folder and loss < self.loss:
             self.loss = loss
             weights = sharded.weights() if sharded else bare(model).state_dict()
-            world.on_first(lambda: self._write(weights))
+            process_group.on_rank_0(lambda: self._write(weights))
 
     def _write(self, weights: dict[str, torch.Tensor]) -> None:
         path = self.folder / "best.pt"
@@ -150,11 +149,13 @@ def main() -> None:
     opts = options.parse(__doc__, **gpt_options.OPTIONS)
     if opts.width % opts.heads:
         raise errors.UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed)  # the same weights on every rank
 
-    paths = world.from_first(world.on_first(lambda: gpt_data.write(opts.data_dir, opts.shards)))
+    paths = process_group.broadcast(
+        process_group.on_rank_0(lambda: gpt_data.write(opts.data_dir, opts.shards))
+    )
     train_text, text = gpt_data.Text(paths[1:], opts.context), gpt_data.Text(paths[:1], opts.context)
     train_batches = gpt_data.training(train_text, opts, here)
     test_batches = gpt_data.validating(text, opts, here)
@@ -194,7 +195,7 @@ def main() -> None:
         if here.rank == 0:
             errors.tell(gpt_metrics.in_one_line(metrics))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from trainkit import batches, errors, files, options, startup
-from trainkit.options import Options
-from trainkit.world import World
+from trainkit import batches, errors, options
+from trainkit.runtime import files, startup
+from trainkit.rank.options import Options
+from trainkit.runtime.process_group import World
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ class Text:
 class TextBatches(batches.Batches):
     """Windows without their last token, int64 (n, context), and what follows each, int64 (n * context,)."""
 
-    def __init__(self, text: Text, order: batches.RankOrder, device: torch.device) -> None:
+    def __init__(self, text: Text, order: batches.RankSampler, device: torch.device) -> None:
         super().__init__(text, order, device, shift=False)
 
     def __iter__(self) -> Iterator[batches.Batch]:
@@ -145,11 +146,13 @@ class TextBatches(batches.Batches):
 
 
 def training(text: Text, opts: Options, here: World) -> TextBatches:
-    """This rank's share of the batches, in a new order every epoch, as `trainkit.batches.training`."""
+    """This rank's share of the batches, in a new order every epoch, as `trainkit.rank.batches.training`."""
     options.check_sizes(opts, len(text), here.size)
     size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
     of_ranks = opts.batch_size, opts.seed, here.rank, here.size
-    return TextBatches(text, batches.GlobalOrder(min(size, len(text)), *of_ranks, size), here.device)
+    return TextBatches(
+        text, batches.DistributedBatchSampler(min(size, len(text)), *of_ranks, size), here.device
+    )
 
 
 def validating(text: Text, opts: Options, here: World) -> TextBatches:
@@ -165,4 +168,4 @@ def validating(text: Text, opts: Options, here: World) -> TextBatches:
             f"{len(text)} (all there are): change --test-size or --context."
         )
     step_size = max(2, opts.test_batch_size or opts.batch_size // here.size)
-    return TextBatches(text, batches.TestOrder(size, step_size, here.rank, here.size), here.device)
+    return TextBatches(text, batches.UnpaddedTestSampler(size, step_size, here.rank, here.size), here.device)

@@ -2,11 +2,11 @@
 
 import math
 
-from trainkit.peaks import peak
-from trainkit.epoch import Metric, Trained
-from trainkit.machine import device_name
-from trainkit.options import Options
-from trainkit.world import World
+from trainkit.compare.peaks import peak
+from trainkit.rank.epoch import Metric, Trained
+from trainkit.runtime.machine import device_name
+from trainkit.rank.options import Options
+from trainkit.runtime.process_group import World
 
 from torch import nn
 

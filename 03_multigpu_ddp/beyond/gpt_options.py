@@ -1,8 +1,8 @@
 """The options of gpt.py; those that other scripts have, too, fit this training here."""
 
 from trainkit import options
-from trainkit.command_line import above_0, at_least
-from trainkit.options import MOST_IMAGES
+from trainkit.runtime.command_line import above_0, at_least
+from trainkit.rank.options import MOST_IMAGES
 
 import gpt_data
 

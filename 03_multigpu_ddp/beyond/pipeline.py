@@ -3,13 +3,10 @@
 Try: torchrun --standalone --nproc-per-node=2 pipeline.py --micro-batches 8 --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
-from trainkit.command_line import at_least
-from trainkit.evaluation import evaluate
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
-from trainkit.sharded import Sharded, check_pytorch
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank.sharded import Sharded, check_pytorch
+from trainkit.runtime.command_line import at_least
 
 import torch
 import torch.distributed as dist
@@ -56,7 +53,7 @@ class Deep(nn.Module):
 class InTurn(nn.Module):
     """All stages, one after the other; each rank gets what the last one returns. For evaluation."""
 
-    def __init__(self, stage: nn.Module, here: world.World) -> None:
+    def __init__(self, stage: nn.Module, here: process_group.World) -> None:
         super().__init__()
         self.stage, self.rank, self.last = stage, here.rank, here.size - 1
 
@@ -76,7 +73,7 @@ def main() -> None:
     check_pytorch()
     parts = options.own(4, at_least(1), "M", "micro-batches of a batch, in the pipeline behind each other")
     opts = options.parse(__doc__, micro_batches=parts)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(1)  # every image goes through all ranks
     options.check_divides(opts.batch_size, opts.micro_batches, "micro-batches")
     if BLOCKS % here.size:
@@ -116,7 +113,7 @@ def main() -> None:
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            inputs, losses = [images] if stage.is_first else [], []
+            inputs, losses = [images] if stage.is_rank_0 else [], []
             # Forward for all parts, then backward for all, each as soon as the neighbour has handed it on.
             pipe.step(*inputs, target=labels, losses=losses)
             optimizer.step()
@@ -126,7 +123,7 @@ def main() -> None:
         tested = evaluate(InTurn(model, here), test_batches, F.nll_loss)  # each rank counts every image
         run.end_of_epoch(epoch, tested._replace(samples=tested.samples // here.size))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

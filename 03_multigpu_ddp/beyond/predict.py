@@ -7,15 +7,15 @@ import argparse
 import csv
 from pathlib import Path
 
-from trainkit import data, errors, records, world
-from trainkit.batches import TEST_BATCH
-from trainkit.checkpoint import read_whole
-from trainkit.command_line import Parser, at_least
-from trainkit.errors import UserError
-from trainkit.files import check_regular, replacing
-from trainkit.model import Net
-from trainkit.precision import has_tf32, set_precision
-from trainkit.staging import DEFAULT_DIR
+from trainkit import data, errors, process_group
+from trainkit import Net, UserError
+from trainkit.rank.batches import TEST_BATCH
+from trainkit.rank.checkpoint import read_whole
+from trainkit.rank.precision import has_tf32, set_precision
+from trainkit.rank.staging import DEFAULT_DIR
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.files import check_regular, replacing
+from trainkit.schema import records
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ BRIGHT = 127  # the mean of an image's bytes; MNIST's have 33
 def main() -> None:
     args = parse()
     network, run = network_of(args.model), run_of(args.model)
-    device = world.alone(not args.no_cuda).device
+    device = process_group.alone(not args.no_cuda).device
     network = network.to(device, memory_format=torch.channels_last).eval()  # eval: no dropout
     precision = args.precision or (run["precision"] if run else "fp32")
     if not args.precision and precision == "tf32" and not has_tf32(device):

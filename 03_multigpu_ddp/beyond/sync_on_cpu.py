@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainkit import world
+from trainkit import process_group
 
 
 class SyncOnCPU(nn.BatchNorm2d):
@@ -13,11 +13,11 @@ class SyncOnCPU(nn.BatchNorm2d):
         if not self.training:
             return super().forward(x)
         # The ranks have equally many images: so the mean over all is the mean of the ranks' means.
-        mean = SumOverRanks.apply(x.float().mean((0, 2, 3))) / world.count()
+        mean = SumOverRanks.apply(x.float().mean((0, 2, 3))) / process_group.count()
         centred = x - mean[:, None, None]
-        variance = SumOverRanks.apply(centred.square().mean((0, 2, 3))) / world.count()
+        variance = SumOverRanks.apply(centred.square().mean((0, 2, 3))) / process_group.count()
         with torch.no_grad():  # for evaluation
-            count = world.count() * x.numel() / x.size(1)
+            count = process_group.count() * x.numel() / x.size(1)
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
@@ -30,8 +30,8 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(_: object, values: torch.Tensor) -> torch.Tensor:
-        return world.sum_in_place(values.clone())
+        return process_group.sum_in_place(values.clone())
 
     @staticmethod
     def backward(_: object, gradients: torch.Tensor) -> torch.Tensor:
-        return world.sum_in_place(gradients.clone())
+        return process_group.sum_in_place(gradients.clone())

@@ -5,12 +5,9 @@ Try: torchrun --standalone --nproc-per-node=2 tabular.py --epochs 3
 
 from contextlib import nullcontext
 
-from trainkit import batches, errors, options, world
-from trainkit.command_line import at_least
-from trainkit.evaluation import evaluate
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, errors, options, process_group
+from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.runtime.command_line import at_least
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +48,7 @@ def main() -> None:
     )  # fmt: skip
     accumulate = options.own(1, at_least(1), "K", "micro-batches of a batch, one after the other")
     opts = options.parse(__doc__, weights=weights, accumulate=accumulate)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     what = f"micro-batches ({here.size} processes x --accumulate {opts.accumulate})"
     options.check_divides(opts.batch_size, here.size * opts.accumulate, what)
@@ -77,7 +74,7 @@ def main() -> None:
         for rows, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             # A weighted mean divides by the sum of the weights: that of the whole batch, on all ranks.
-            whole = world.sum_in_place(class_weights[labels].sum())
+            whole = process_group.sum_in_place(class_weights[labels].sum())
             loss = 0
             micro_batches = zip(rows.chunk(parts), labels.chunk(parts), strict=True)
             for part, (inputs, targets) in enumerate(micro_batches, start=1):
@@ -102,7 +99,7 @@ def main() -> None:
         if here.rank == 0:
             errors.tell(in_one_line(metrics))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Metrics of a classifier over all ranks: made of counts, which can be summed up, as means cannot."""
 
-from trainkit import world
-from trainkit.epoch import Metric
+from trainkit import process_group
+from trainkit.rank.epoch import Metric
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,9 @@ class Counts:
         no rows is NaN, such as the precision of a class that was never chosen.
         """
         # The only step that knows of ranks: sums of counts first, quotients afterwards.
-        confusion = world.sum_in_place(self.confusion).cpu()
-        rows, confidence, right = world.sum_in_place(self.bins).cpu().unbind(1)
-        probabilities = world.sum_in_place(self.probabilities).cpu()
+        confusion = process_group.sum_in_place(self.confusion).cpu()
+        rows, confidence, right = process_group.sum_in_place(self.bins).cpu().unbind(1)
+        probabilities = process_group.sum_in_place(self.probabilities).cpu()
         hits, chosen, there = confusion.diag(), confusion.sum(0), confusion.sum(1)
         per_class = {
             "precision": hits / chosen,

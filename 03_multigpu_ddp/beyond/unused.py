@@ -3,12 +3,8 @@
 Try: torchrun --standalone --nproc-per-node=2 unused.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +27,7 @@ class BranchedNet(Net):
 def main() -> None:
     graph = options.own("find", ("find", "plain", "static"), None, "what is done about unused parameters")
     opts = options.parse(__doc__, graph=graph)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
@@ -63,7 +59,7 @@ def main() -> None:
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma
 
 from typing import NamedTuple
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.options import Options
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
-from trainkit.world import World
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank.options import Options
+from trainkit.runtime.process_group import World
 
 import numpy as np
 import torch
@@ -116,7 +113,7 @@ def noise_of(step: int, opts: Options, here: World) -> torch.Tensor:
 def main() -> None:
     graph = options.own("find", ("find", "plain"), None, "plain: without find_unused_parameters, which fails")
     opts = options.parse(__doc__, graph=graph)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed)
 
@@ -152,7 +149,7 @@ def main() -> None:
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, negative_elbo))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

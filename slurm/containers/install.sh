@@ -15,5 +15,5 @@ python -m pip install --no-cache-dir .
 
 # An image that cannot train shall not come into being. From elsewhere, so that it is the installed trainkit.
 cd /
-python -c 'import torch, torchvision, trainkit.jobs, trainkit.analysis; print("PyTorch", torch.__version__)'
+python -c 'import torch, torchvision, trainkit.jobs, trainkit.compare; print("PyTorch", torch.__version__)'
 git --version

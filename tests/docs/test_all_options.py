@@ -69,17 +69,17 @@ OTHERS = {
     "tools/bench/sampler.py": "--data-dir --out",
     "tools/bench/until_known.py": "--out",
     "tools/pack_runs.py": "",
-    "trainkit/data.py": "--data-dir",
-    "trainkit/jobs/checkup.py": "--data-dir --num-workers --results-dir",
-    "trainkit/jobs/doctor.py": "--gpus --job --json --nodes --num-workers --time --wait",
+    "trainkit/rank/data.py": "--data-dir",
+    "trainkit/doctor/checkup.py": "--data-dir --num-workers --results-dir",
+    "trainkit/doctor/cli.py": "--gpus --job --json --nodes --num-workers --time --wait",
 }
 EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
 WITHOUT = {
-    "slurm/doctor.py",  # starts trainkit/jobs/doctor.py
+    "slurm/doctor.py",  # starts trainkit/doctor/cli.py
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
-    "trainkit/launching.py",
-    "trainkit/torchrun.py",  # torchrun's own
+    "trainkit/runtime/launching.py",
+    "trainkit/runtime/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
 }
 

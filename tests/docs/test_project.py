@@ -18,7 +18,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
 from forking import Forking
 
-from trainkit import staging
+from trainkit.rank import staging
 
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {

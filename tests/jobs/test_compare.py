@@ -13,9 +13,10 @@ import pytest
 from checkout import copy_project
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
 
-from trainkit import options, records
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
+from trainkit.rank import options
+from trainkit.schema import records
 
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 

@@ -16,11 +16,13 @@ from checkout import copy_project
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY
 
-from trainkit import machine, world
-from trainkit.errors import UserError
-from trainkit.jobs import checkup, checkup_torch, doctor, login_node, processes, site, slurm
-from trainkit.jobs.finding import FAULT, OK, WARNING, Finding, findings, read_lines
-from trainkit.records import read_all_reduce
+from trainkit.doctor import checkup, checkup_torch, cli, login_node
+from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings, read_lines
+from trainkit.jobs import site, slurm
+from trainkit.monitor import processes
+from trainkit.runtime import machine, process_group
+from trainkit.runtime.errors import UserError
+from trainkit.schema.records import read_all_reduce
 
 # For what does not come to the job's Python: it takes seconds to import torch.
 NO_PYTHON = "activate_environment() { false; }\n"
@@ -206,7 +208,7 @@ def test_missing_data_and_unwritable_results(checkout: Path, without_slurm: dict
     told = diagnose(here(command(checkout, "--json"), without_slurm))
     data = found(told, "data", FAULT)
     assert "no usable MNIST in /nowhere" in data
-    assert "-> get it once, on a machine with internet, with: python -m trainkit.data" in data
+    assert "-> get it once, on a machine with internet, with: python -m trainkit.rank.data" in data
     folders = found(told, "folders", FAULT)
     assert "results cannot be written to /etc/passwd/results (Not a directory) -> set SITE_RES" in folders
     assert "checkpoints cannot be written to /etc/passwd/results/jobs (Not a directory)" in folders
@@ -261,7 +263,7 @@ def test_bad_options_get_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
     with pytest.raises(UserError, match=sentence):
-        doctor.main()
+        cli.main()
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +434,8 @@ def test_that_all_is_well_is_told_once_on_a_node(in_a_job: Callable, capfd: pyte
 
 def test_sums_that_are_wrong(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(world, "sum_in_place", lambda values: values.index_fill(0, torch.arange(7), -1))
+    wrong = torch.arange(7)
+    monkeypatch.setattr(process_group, "sum_in_place", lambda values: values.index_fill(0, wrong, -1))
     assert told_by(checkup_torch.all_reduce, 1).startswith(
         "fault: 7 of the sums over all ranks are wrong, at 1 KB -> do not train there"
     )
@@ -471,7 +474,7 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
     lines = [{"rank": 0, "size": 3}, {"rank": 1, "begun": "shm"}, software(1, "2.5.0"), software(0, "2.4.0")]
     log = "some program's words\n" + "".join(f"1: checkup {json.dumps(line)}\n" for line in lines)
     log += 'checkup {"rank": 0, "ended": true}\ncheckup {"rank": 1, "end'
-    judged = doctor.judge(list(read_lines(log)), Path("x.log"))
+    judged = cli.judge(list(read_lines(log)), Path("x.log"))
     assert found(judged, "ranks", FAULT).splitlines() == [
         "rank 1 ended without a word in its check of shm: killed, or crashed -> see x.log; "
         "more memory: sbatch --mem=32G",
@@ -484,14 +487,14 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
 def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end() -> None:
     """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
     assert checkup.LIMIT > 60
-    (wait,) = re.findall(r"^srun .* --wait=(\d+)", doctor.job_script(0), re.MULTILINE)
+    (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.job_script(0), re.MULTILINE)
     told = here([sys.executable, str(site.REPOSITORY / "slurm" / "doctor.py"), "--help"]).stdout
     (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
     assert 2 * checkup.LIMIT <= int(wait) < int(minutes) * 60
 
 
 def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
-    program = "from trainkit.jobs import checkup; import time; checkup.LIMIT = 0.1; "
+    program = "from trainkit.doctor import checkup; import time; checkup.LIMIT = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = here([sys.executable, "-c", program], {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     begun, told, ended = read_lines(done.stdout)

@@ -17,7 +17,7 @@ import pytest
 from checkout import Checkout
 from cluster import RunningCluster
 
-from trainkit import samples
+from trainkit.schema import samples
 
 MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
 TRAINING = ("--epochs", 1, "--train-size", 600, "--test-size", 200, "--batch-size", 100)

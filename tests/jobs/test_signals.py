@@ -41,14 +41,14 @@ MOMENTS = {
     # While the group forms: rank 0 comes later.
     "meeting": (
         "ddp",
-        "here = world.join",
+        "here = process_group.join",
         f"threading.Timer(0.3, lambda: {TERM}).start() if {ONE} else time.sleep(1)",
         "stopped after ",
     ),
     # At the first step, and at every step after it.
     "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "evaluating": ("trainkit/evaluation.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
-    "saving": ("trainkit/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
+    "evaluating": ("trainkit/rank/evaluation.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
+    "saving": ("trainkit/rank/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
 }
 JOBS = {"srun": ["importing", "training", "evaluating"], "torchrun": ["meeting"], "submitit": ["saving"]}
 

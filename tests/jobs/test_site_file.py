@@ -7,8 +7,9 @@ import pytest
 from checkout import Checkout
 from cluster import RunningCluster
 
-from trainkit.jobs import login_node, site
-from trainkit.jobs.finding import FAULT
+from trainkit.doctor import login_node
+from trainkit.doctor.finding import FAULT
+from trainkit.jobs import site
 
 FAILS = "slurm/site.sh fails, correct it: "
 ENDS = f"{FAILS}it ends the shell that reads it (exit, exec, or a command that fails), with exit code "

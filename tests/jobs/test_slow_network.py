@@ -8,8 +8,8 @@ import pytest
 from checkout import copy_project
 from cluster import RunningCluster, run_program, running_cluster
 
-from trainkit.jobs.checkup import in_words
-from trainkit.records import ALL_REDUCE_COLUMNS, RecordError, put_all_reduce, read_all_reduce
+from trainkit.doctor.checkup import in_words
+from trainkit.schema.records import ALL_REDUCE_COLUMNS, RecordError, put_all_reduce, read_all_reduce
 
 BYTES_PER_S = 100e6 / 8
 AT_ONCE = 70 * 2**10  # what may pass without waiting after a pause

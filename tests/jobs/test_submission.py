@@ -20,9 +20,9 @@ from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import rows_of
 
-from trainkit.errors import UserError
 from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
+from trainkit.runtime.errors import UserError
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
 SMALL += ("--no-cuda",)
@@ -485,7 +485,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
         ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
-        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.data"),
+        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.rank.data"),
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
         ("ddp", "--script README.md", "--script README.md does not end in .py"),

@@ -17,7 +17,7 @@ import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
 
-from trainkit import records
+from trainkit.schema import records
 
 SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200, "--width", 4)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
@@ -69,7 +69,8 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
 PRETENDED = """
 import os, sys
 from pathlib import Path
-from trainkit import errors, options, records
+from trainkit import errors, options
+from trainkit.schema import records
 
 SPEEDS = {256: 70_000, 1024: 300_000, 2048: 310_000}
 

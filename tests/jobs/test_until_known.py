@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from test_sweep import SweepCheckout, pretend
 
 from trainkit.jobs import until_known
-from trainkit.jobs.stages import STAGES, geometry
-from trainkit.jobs.sweep import Cell
+from trainkit.jobs.stages import STAGES, resources
+from trainkit.jobs.sweep import PlannedRun
 
 REPLAY = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "until_known.py"))
 
@@ -62,7 +62,7 @@ def test_the_choice_is_that_of_all_runs_for_less_device_time() -> None:
     """On a recorded sweep of two numbers of workers, six batches, and two repeats."""
     folder = REPLAY["SAMPLES"] / "scaling" / "w8.csv"
     rows, _ = REPLAY["comparison"].load([folder])
-    found = REPLAY["Replay"](rows, REPLAY["Wishes"](target=94.0)).row({})
+    found = REPLAY["Replay"](rows, REPLAY["Constraints"](target=94.0)).row({})
     assert found["all_sure"] > 0.9
     assert found["dearer"] <= 0.05
     assert found["hours"] < 0.35 * found["all_hours"]
@@ -75,30 +75,30 @@ class MadeUp:
     """A sweep whose runs take an hour. Up to twice the largest count that has run there are predictions."""
 
     def __init__(self, counts: tuple[int, ...], best: int, spend: float = 1000) -> None:
-        self.cells, self._best, self.ran = {}, best, []
+        self.planned, self._best, self.ran = {}, best, []
         for count in counts:
             for batch in (256, 1024):
                 stage = STAGES["single" if count == 1 else "ddp"]
-                cell = Cell(stage, geometry(stage, count), batch, None, None, 1)
-                self.cells[cell.name] = cell
-        until_known.search(list(self.cells.values()), self._ask, self._finish, spend)
+                run = PlannedRun(stage, resources(stage, count), batch, None, None, 1)
+                self.planned[run.name] = run
+        until_known.search(list(self.planned.values()), self._ask, self._finish, spend)
 
-    def _ask(self, _: list[Cell]) -> tuple[set[str], float, dict]:
-        counts = [cell.shape.gpus for cell in self.ran]
+    def _ask(self, _: list[PlannedRun]) -> tuple[set[str], float, dict]:
+        counts = [run.shape.gpus for run in self.ran]
         known = [count for count in (1, 2, 4, 8, 16) if self.ran and count <= 2 * max(counts)]
         alike = {"stage": "ddp", "nodes": 1, "global_batch": 1024, "basis": "measured"}
         options = [alike | {"devices": count, "images_per_s": [0, count, 0]} for count in known]
         best = options[min(len(known), self._best.bit_length()) - 1] if options else None
         answer = {"best": best, "sure": 0.95, "options": options, "probes": [], "sentence": ""}
-        return {cell.name for cell in self.ran}, float(sum(counts)), answer
+        return {run.name for run in self.ran}, float(sum(counts)), answer
 
-    def _finish(self, cell: Cell) -> bool:
-        self.ran.append(cell)
+    def _finish(self, run: PlannedRun) -> bool:
+        self.ran.append(run)
         return True
 
     @property
     def names(self) -> list[str]:
-        return [cell.name for cell in self.ran]
+        return [run.name for run in self.ran]
 
 
 FIRST = ["single-1gpu-batch1024-r1", "single-1gpu-batch256-r1", "ddp-2gpu-batch256-r1"]

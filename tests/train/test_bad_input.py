@@ -13,7 +13,7 @@ import pytest
 from conftest import ENVIRONMENT, STAGES, Script, stage_command
 from forking import free_port
 
-from trainkit import staging
+from trainkit.rank import staging
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),

@@ -14,7 +14,7 @@ from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, furthest, rows_of, weights_of
 from forking import Forking
 
-from trainkit import records
+from trainkit.schema import records
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"

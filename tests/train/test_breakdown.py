@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import REPOSITORY, Script
 
-from trainkit import breakdown
-from trainkit.analysis import breakdown_figure
-from trainkit.errors import UserError
+from trainkit.compare import breakdown_figure
+from trainkit.rank import step_phases
+from trainkit.runtime.errors import UserError
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
 SMALL = ("--train-size", 48, "--batch-size", 16, "--width", 4, "--precision", "fp32", "--repeats", 1)
@@ -61,9 +61,9 @@ FACTS |= {"threads_per_worker": 1, "world_size": 2, "nodes": 2, "global_batch": 
 
 def made_up(file: Path) -> None:
     """A measurement of two ranks on two nodes, whose step takes 13 s."""
-    seconds = breakdown.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
+    seconds = step_phases.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
     step = {"step": torch.full((2, 3), 13.0)}
-    breakdown.write(file, FACTS, ["n1", "n2"], seconds | step)
+    step_phases.write(file, FACTS, ["n1", "n2"], seconds | step)
 
 
 def test_a_line_for_each_phase_rank_and_repeat(slow_rank: tuple) -> None:
@@ -130,15 +130,15 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
 
 def test_waiting_is_told_apart_from_the_exchange() -> None:
     # The second rank computes 3 s longer; the exchange ends 2 s after that, for both.
-    phases = breakdown.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
-    of_ranks = {phase: seconds.mean(1).tolist() for phase, seconds in phases.items()}
+    seconds_of = step_phases.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
+    of_ranks = {phase: seconds.mean(1).tolist() for phase, seconds in seconds_of.items()}
     expected = [[1, 2], [2, 4], [4, 4], [2, 2], [3, 0], [1, 1]]
     assert of_ranks == dict(zip(PHASES, expected, strict=True))
 
 
 @pytest.mark.parametrize(("step", "quiet"), [(1.04, True), (1.06, False)])
 def test_a_sum_that_is_not_the_step_is_told(step: float, quiet: bool) -> None:
-    seconds = breakdown.split(times((0.2, 0.2, 0.4, 0.2)), times((0.2, 0.2, 0.4, 0.2)))
-    told = breakdown.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
+    seconds = step_phases.split(times((0.2, 0.2, 0.4, 0.2)), times((0.2, 0.2, 0.4, 0.2)))
+    told = step_phases.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
     assert f"phases sum to 1000.00 ms, the step takes {1000 * step:.2f} ms" in told
     assert ("the machine was not quiet" in told) == (not quiet)

@@ -12,7 +12,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, stage_command, weights_of
 from forking import Forking, free_port
 
-from trainkit import records
+from trainkit.schema import records
 
 WITHOUT_DROPOUT = (REPOSITORY / "tests" / "without_dropout.py", STAGES["ddp"])
 EPOCHS = 2

@@ -13,11 +13,11 @@ from checkout import Checkout
 from conftest import rows_of
 from torch import nn
 
-from trainkit import batches, data
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.options import Options
-from trainkit.recipes import optimizer_and_schedule
+from trainkit.rank import batches, data
+from trainkit.rank.evaluation import evaluate
+from trainkit.rank.model import Net
+from trainkit.rank.options import Options
+from trainkit.rank.recipes import optimizer_and_schedule
 
 LABELS = torch.arange(12) % 10
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from checkout import Checkout
 from conftest import ENVIRONMENT, rows_of, stage_command
 
-from trainkit import machine, world
-from trainkit.errors import UserError
+from trainkit.runtime import machine, process_group
+from trainkit.runtime.errors import UserError
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."
@@ -73,10 +73,10 @@ def test_a_job_that_asked_for_gpus_and_finds_none(
             UserError,
             match=r"^PyTorch cannot use the 2 GPU\(s\) of .*apptainer exec --nv.* or add --no-cuda\.$",
         ):
-            world.alone(use_cuda=True)
+            process_group.alone(use_cuda=True)
     else:
-        assert world.alone(use_cuda=True).device.type == "cpu"
-    assert world.alone(use_cuda=False).device.type == "cpu"
+        assert process_group.alone(use_cuda=True).device.type == "cpu"
+    assert process_group.alone(use_cuda=False).device.type == "cpu"
 
 
 def test_the_reason_that_pytorch_gives_is_told(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_gpus_that_are_hidden_are_not_missed(
     gpus(2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert world.alone(use_cuda=True).device.type == "cpu"
+    assert process_group.alone(use_cuda=True).device.type == "cpu"
 
 
 def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyP
         r"does not compute \(CUDA error: CUDA-capable device\(s\) is/are busy or unavailable\): nvidia-smi.*$"
     )
     with pytest.raises(UserError, match=rf"^GPU 0 of \S+ {why}"):
-        world.alone(use_cuda=True)
+        process_group.alone(use_cuda=True)
 
 
 # --- which GPU is whose -----------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def test_the_gpu_of_a_rank(
     local_rank: int, tasks: int, visible: int, gpu: int, gpus: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = {"rank": local_rank, "local_rank": local_rank, "size": tasks, "local_size": tasks}
-    monkeypatch.setattr(world, "_place", lambda: place | {"nodes": 1, "launcher": "srun"})
+    monkeypatch.setattr(process_group, "_place", lambda: place | {"nodes": 1, "launcher": "srun"})
     monkeypatch.setattr(machine, "try_gpu", lambda device: None)
     gpus(visible)
-    assert world.own_device(use_cuda=True) == torch.device("cuda", gpu)
+    assert process_group.own_device(use_cuda=True) == torch.device("cuda", gpu)
 
 
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
@@ -167,7 +167,7 @@ def test_two_ranks_on_one_card_are_refused_before_nccl_is(second_rank: dist.Stor
     with pytest.raises(
         UserError, match=r"rank 1 has the GPU of rank 0.*2 visible GPU.*without --gpu-bind=closest"
     ):
-        world.join(use_cuda=True, timeout=1)
+        process_group.join(use_cuda=True, timeout=1)
 
 
 def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
@@ -221,9 +221,9 @@ def test_every_rank_takes_its_own_slice_of_a_card(
 ) -> None:
     """Slurm lists the slices of all ranks, and CUDA would show the first one to each."""
     place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
-    monkeypatch.setattr(world, "_place", lambda: place)
+    monkeypatch.setattr(process_group, "_place", lambda: place)
     monkeypatch.setattr(machine, "try_gpu", lambda device: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     gpus(1)
-    assert world.own_device(use_cuda=True) == torch.device("cuda", 0)
+    assert process_group.own_device(use_cuda=True) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

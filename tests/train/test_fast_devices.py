@@ -12,8 +12,8 @@ import torch
 from conftest import REPOSITORY, STAGES, Script, rows_of
 from torch import nn
 
-from trainkit import batches, capture, data, options
-from trainkit.errors import UserError
+from trainkit.rank import batches, capture, data, options
+from trainkit.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -270,7 +270,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit import errors, world
+from trainkit import errors, process_group
 
 given_back = threading.Event()
 
@@ -297,14 +297,14 @@ def close_when_busy(close=dist.destroy_process_group):
 
 
 def main():
-    world.join(use_cuda=False, timeout=30)
+    process_group.join(use_cuda=False, timeout=30)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.itself = [model]  # a reference cycle: the model outlives main()
     if sys.argv[1:] == ["fails"]:
         be_busy()
         raise errors.UserError("planted")
     dist.destroy_process_group = close_when_busy
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from forking import Forking
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainkit import records, sharded
+from trainkit.rank import sharded
+from trainkit.schema import records
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -213,7 +214,7 @@ def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt
     import gpt_options
 
-    from trainkit import options
+    from trainkit.rank import options
 
     opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt_options.OPTIONS)
     model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)

@@ -24,7 +24,7 @@ from filelock import FileLock
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
 
-from trainkit import samples
+from trainkit.schema import samples
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,8 +17,8 @@ from checkout import wait_until
 from conftest import ENVIRONMENT
 
 import trainkit
-from trainkit.errors import UserError
-from trainkit.launching import RankError
+from trainkit.runtime.errors import UserError
+from trainkit.runtime.launching import RankError
 
 # Functions within a test are sent by value, as those of a cell are.
 SESSION = """
@@ -29,11 +29,11 @@ class Answer:
 
 def mean(start):
     import torch
-    from trainkit import world
-    here = world.join(use_cuda=False, timeout=60)
-    number = world.sum_in_place(torch.tensor([start + here.rank]))
+    from trainkit import process_group
+    here = process_group.join(use_cuda=False, timeout=60)
+    number = process_group.sum_in_place(torch.tensor([start + here.rank]))
     print(f"rank {here.rank} of {here.size}: {number.item()}")
-    world.leave()
+    process_group.leave()
     return Answer(number)
 
 answer = trainkit.launch(mean, 5)
@@ -87,7 +87,7 @@ def test_ranks_meet_and_the_result_is_rank_0s(options: list[str], tmp_path: Path
 def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
-    class Cell(io.StringIO):
+    class PlannedRun(io.StringIO):
         def write(self, text: str) -> int:
             if "begun" in text:
                 seen.touch()
@@ -101,7 +101,7 @@ def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatc
             time.sleep(0.05)
         return "nobody reads this"
 
-    monkeypatch.setattr(sys, "stdout", Cell())
+    monkeypatch.setattr(sys, "stdout", PlannedRun())
     for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     assert trainkit.launch(train, workers=1) == str(len(os.sched_getaffinity(0)))
@@ -110,12 +110,12 @@ def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatc
 
 def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
     def train() -> None:
-        from trainkit import world
+        from trainkit.runtime import process_group
 
-        here = world.join(use_cuda=False, timeout=60)
+        here = process_group.join(use_cuda=False, timeout=60)
         if here.rank == 1:
             raise LookupError("no such class")
-        world.barrier()
+        process_group.barrier()
 
     with pytest.raises(RankError) as caught:
         trainkit.launch(train)

@@ -10,9 +10,9 @@ import torch
 from conftest import REPOSITORY, weights_of
 from torch import nn
 
-from trainkit import data, operations
-from trainkit.data import Split
-from trainkit.model import Net
+from trainkit.rank import data, operations
+from trainkit.rank.data import Split
+from trainkit.rank.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 

@@ -7,8 +7,8 @@ import torch
 from checkout import Checkout
 from conftest import STAGES, Script, rows_of, weights_of
 
-from trainkit.options import parse
-from trainkit.recipes import optimizer_and_schedule
+from trainkit.rank.options import parse
+from trainkit.rank.recipes import optimizer_and_schedule
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first

@@ -8,7 +8,7 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, STAGES, Script, rows_of
 
-from trainkit.analysis import comparison
+from trainkit.compare import comparison
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -33,7 +33,7 @@ SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from trainkit.model import Net\n": "",
+        "import Net, Run": "import Run",
         "\n\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace("TARGETS", targets),
         "data.load(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
         "Net(opts.width).to(here.device, memory_format=torch.channels_last)": "Tables().to(here.device)",

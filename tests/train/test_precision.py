@@ -10,11 +10,12 @@ from checkout import Checkout
 from conftest import rows_of
 from torch import nn
 
-from trainkit import clock, data, precision, world
-from trainkit.errors import UserError
-from trainkit.model import Net
-from trainkit.options import Options
-from trainkit.precision import choose_precision, precision_of
+from trainkit.rank import data, precision
+from trainkit.rank.model import Net
+from trainkit.rank.options import Options
+from trainkit.rank.precision import choose_precision, precision_of
+from trainkit.runtime import clock, process_group
+from trainkit.runtime.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("error")  # of PyTorch's two ways to switch TF32
 GPU = torch.device("cuda", 0)
@@ -150,7 +151,7 @@ def test_auto_times_training_steps_of_this_run(
 def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = inner = Watched()
     if kind == "DDP":
-        monkeypatch.setattr(world, "count", lambda: 3)
+        monkeypatch.setattr(process_group, "count", lambda: 3)
     else:
         model = nn.DataParallel(inner)
         model.device_ids = [0, 1, 2]
@@ -164,7 +165,7 @@ def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: py
 def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
     plain = checkout.script("single").read_text()
-    checkout.plant("single", "from trainkit import precision; precision.has_tf32 = lambda device: True")
+    checkout.plant("single", "from trainkit.rank import precision; precision.has_tf32 = lambda device: True")
     switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
     checkout.insert("single", f"print(({switches}))", before="run.finish()")
     places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")

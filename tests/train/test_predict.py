@@ -12,7 +12,7 @@ from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of
 from forking import Forking
 from PIL import Image
 
-from trainkit import data
+from trainkit.rank import data
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 PREDICT = BEYOND / "predict.py"

@@ -11,9 +11,9 @@ from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, Script, rows_of, weights_of
 
-from trainkit import clock, machine, world
-from trainkit.analysis import comparison
-from trainkit.model import Dropout
+from trainkit.compare import comparison
+from trainkit.rank.model import Dropout
+from trainkit.runtime import clock, machine, process_group
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
@@ -38,7 +38,7 @@ def test_the_list_of_promises_is_up_to_date() -> None:
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from trainkit import clock, machine
+from trainkit.runtime import clock, machine
 
 def measure(rank):
     ticks = itertools.count(0, {SECONDS}[rank])
@@ -73,7 +73,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path) -> Non
     place = Checkout(tmp_path / "a checkout")
     reset = "machine.reset_peak_memory = lambda: peak.append(0)"
     ask = "machine.peak_memory_mb = lambda device: peak[-1]"
-    place.plant("single", f"from trainkit import machine; peak = [900]; {reset}; {ask}")
+    place.plant("single", f"from trainkit.runtime import machine; peak = [900]; {reset}; {ask}")
     hold = "peak[-1] = max(peak[-1], 700 if epoch == 1 else 300)"
     place.insert("single", hold, before="optimizer.zero_grad()")
     results = tmp_path / "results"
@@ -128,7 +128,7 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
         torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 3, 4)])
     )
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
-    here = world.join(use_cuda=True, timeout=30)
+    here = process_group.join(use_cuda=True, timeout=30)
     assert (here.rank, here.local_rank, here.size, here.nodes) == (3, 1, 4, 2)
     assert met == [1, 3]
     assert here.device == torch.device("cuda", 1)

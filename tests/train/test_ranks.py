@@ -12,9 +12,10 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import Script, rows_of, run_stage
 
-from trainkit import machine, records
-from trainkit.analysis.report import report
-from trainkit.own_time import OwnTime
+from trainkit.compare.report import report
+from trainkit.rank.compute_time import ComputeTime
+from trainkit.runtime import machine
+from trainkit.schema import records
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
 SMALL += ("--width", 4)
@@ -122,8 +123,8 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    own_time = OwnTime(model, optimizer, torch.device("cuda", 0))
-    assert math.isnan(own_time.per_step())
+    time = ComputeTime(model, optimizer, torch.device("cuda", 0))
+    assert math.isnan(time.per_step())
     for milliseconds, wait, update in ((100, 1000, True), (300, 2000, False), (200, 50, True)):
         for _ in range(2):
             Moment.reached += milliseconds / 2
@@ -131,8 +132,8 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         Moment.reached += wait
         if update:
             optimizer.step()
-        own_time.end_of_step()
-    assert own_time.per_step() == pytest.approx(0.15)
+        time.end_of_step()
+    assert time.per_step() == pytest.approx(0.15)
 
 
 def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, rows_of, weights_of
 from forking import Forking
 
-from trainkit import batches, sharded
-from trainkit.model import Net
+from trainkit.rank import batches, sharded
+from trainkit.rank.model import Net
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -189,7 +189,7 @@ def test_a_mistake_is_one_sentence(ranks: int, arguments: tuple, sentence: str, 
 def test_all_ranks_have_as_many_steps_of_the_test_set() -> None:
     """As they exchange something in each."""
     for images in (96, 97, 100, 101, 103):
-        shares = [batches.TestOrder(images, 8, rank, 4) for rank in range(4)]
+        shares = [batches.UnpaddedTestSampler(images, 8, rank, 4) for rank in range(4)]
         steps = [[len(indices) for indices in share] for share in shares]
         assert len({len(of_rank) for of_rank in steps}) == 1
         assert [len(share) for share in shares] == [len(of_rank) for of_rank in steps]

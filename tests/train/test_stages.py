@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import REPOSITORY, STAGES, Script, rows_of, run_stage, weights_of
 
-from trainkit import batches, data, options, staging
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
+from trainkit.rank import batches, data, options, staging
+from trainkit.rank.evaluation import evaluate
+from trainkit.rank.model import Net
 
 SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)
 EXACT = (*SMALL, "--lr", 0.1)
@@ -119,7 +119,7 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 
 def test_test_shares_cover_the_test_set_once() -> None:
     for world_size in (1, 2, 3, 7):
-        shares = [batches.TestOrder(100, 8, rank, world_size) for rank in range(world_size)]
+        shares = [batches.UnpaddedTestSampler(100, 8, rank, world_size) for rank in range(world_size)]
         seen = [index for share in shares for indices in share for index in indices]
         assert seen == list(range(100))
         # Numbers, and no tensors: those would be fetched by a loader process, which may be killed meanwhile.
@@ -128,7 +128,7 @@ def test_test_shares_cover_the_test_set_once() -> None:
 
 def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        sampler = batches.GlobalOrder(100, 100, seed)
+        sampler = batches.DistributedBatchSampler(100, 100, seed)
         sampler.epoch = epoch
         return [index for indices in sampler for index in indices]
 

@@ -10,7 +10,7 @@ from forking import Forking
 from sklearn import calibration
 from sklearn import metrics as judges
 
-from trainkit import records
+from trainkit.schema import records
 
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 SCRIPT = BEYOND / "tabular.py"

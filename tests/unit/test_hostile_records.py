@@ -12,10 +12,11 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from matplotlib.figure import Figure
 
-from trainkit.analysis import comparison, waste
-from trainkit.analysis.report import report
-from trainkit.errors import UserError
-from trainkit.records import COLUMNS, Recorder
+from trainkit.compare import comparison
+from trainkit.compare.report import report
+from trainkit.runtime.errors import UserError
+from trainkit.schema import records
+from trainkit.schema.records import COLUMNS, Recorder
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers
@@ -141,7 +142,7 @@ def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
 )
 def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: bytes) -> None:
     """The run counts without it."""
-    beside = waste.beside(made(tmp_path, "one"))
+    beside = records.verdict_file(made(tmp_path, "one"))
     beside.write_bytes(content)
     rows, (sentence,) = comparison.load([tmp_path])
     assert sentence.startswith(f"{beside}: not read, ") and len(sentence) < len(str(beside)) + 100
@@ -198,8 +199,8 @@ def test_a_damaged_file_never_raises_anything_else(
 
 def test_a_verdict_that_is_no_file(tmp_path: Path) -> None:
     """A pipe would be waited for."""
-    os.mkfifo(waste.beside(made(tmp_path, "one")))
-    waste.beside(made(tmp_path, "two")).mkdir()
+    os.mkfifo(records.verdict_file(made(tmp_path, "one")))
+    records.verdict_file(made(tmp_path, "two")).mkdir()
     _, skipped = comparison.load([tmp_path])
     assert all(".monitor.json: not read, it is damaged." in sentence for sentence in skipped)
     assert len(skipped) == 2

@@ -13,7 +13,8 @@ from conftest import ENVIRONMENT, REPOSITORY
 from forking import Forking
 from test_plot_results import ddp, write_run
 
-from trainkit import options, records
+from trainkit.rank import options
+from trainkit.schema import records
 
 SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"

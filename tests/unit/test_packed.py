@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
-from trainkit import records
-from trainkit.analysis import comparison, packed, waste
+from trainkit.compare import comparison, packed
+from trainkit.schema import records
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 JOULES = {"one": 40.0, "two": None}
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
             recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
         if run_id in JOULES:
             verdict = json.dumps({"findings": [], "joules_per_1000_images": JOULES[run_id]}, indent=1)
-            waste.beside(recorder.path).write_text(verdict)
+            records.verdict_file(recorder.path).write_text(verdict)
     return tmp_path / "runs"
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_p
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
         assert str(place) in done.stderr and told in done.stderr
-    for file in (one, records.beside(one), records.beside(one, "metrics"), waste.beside(one)):
+    for file in (one, records.beside(one), records.beside(one, "metrics"), records.verdict_file(one)):
         before = file.read_text()
         file.write_text("{broken off")
         done = pack(folder)

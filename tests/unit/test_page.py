@@ -12,8 +12,9 @@ from conftest import REPOSITORY
 from playwright.sync_api import Browser, Page
 from test_hostile_records import MATHS, TAG, made
 
-from trainkit.analysis import page
-from trainkit.analysis.report import report, report_each
+from trainkit.advice import report as advice
+from trainkit.compare import page
+from trainkit.compare.report import report, report_each
 
 SAMPLES = REPOSITORY / "results" / "sample"
 RUNS = SAMPLES / "cpu-2-cores" / "runs.csv"
@@ -31,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for device in ("CPU: a", "CPU: b"):
         name = f"hostile-{device[-1]}"
         made(folder / "runs", name, stage=HOSTILE, device_name=device, node_list=HOSTILE, torch_version=TAG)
-    report([RUNS, folder / "runs"], folder / "out")
+    report([RUNS, folder / "runs"], folder / "out", advice=advice.blocks)
     return folder / "out" / "report.html"
 
 

@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from trainkit.analysis import waste
-from trainkit.analysis.report import report, report_each
-from trainkit.errors import UserError
-from trainkit.records import ADDED, COLUMNS, Recorder
+from trainkit.compare.report import report, report_each
+from trainkit.runtime.errors import UserError
+from trainkit.schema import records
+from trainkit.schema.records import ADDED, COLUMNS, Recorder
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
@@ -596,7 +596,7 @@ def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:
     paths = [write_run(tmp_path, f"one-{i}", [10, 1000 + i]) for i in range(4)]
     assert "J/1000 img" not in compared().text
     for path, joules in zip(paths, (40.0, 44, None), strict=False):
-        waste.beside(path).write_text(json.dumps({"joules_per_1000_images": joules}))
+        records.verdict_file(path).write_text(json.dumps({"joules_per_1000_images": joules}))
     seen = compared()
     assert seen.table.joules_per_1000_images.tolist() == [42]
     assert "42.0" in cells(seen.text, "single", 1) and "J/1000 img: the energy of all GPUs" in seen.text

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, stage_command
 
-from trainkit import samples
-from trainkit.errors import UserError
-from trainkit.jobs import gpus, processes
+from trainkit.monitor import gpus, processes
+from trainkit.runtime.errors import UserError
+from trainkit.schema import samples
 
 Row = dict[str, object]
 StartRank = Callable[..., subprocess.Popen]
@@ -31,14 +31,14 @@ NODE = "node-1"
 SAMPLER = """
 import itertools, os, resource, select, sys
 from pathlib import Path
-from trainkit.jobs import sampler
+from trainkit.monitor import collector
 folder, period, most, *mine = sys.argv[1:]
 if "FILE_LIMIT" in os.environ:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]), resource.RLIM_INFINITY))
 taken = itertools.count(1)
 def stop(seconds):
     return next(taken) >= float(most) or bool(select.select([sys.stdin], [], [], seconds)[0])
-sampler.sample(Path(folder), dict(word.split("=", 1) for word in mine), stop, float(period))
+collector.sample(Path(folder), dict(word.split("=", 1) for word in mine), stop, float(period))
 print({"torch", "numpy", "pandas", "matplotlib"} & sys.modules.keys() or "light")
 print(*[line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")])
 """

@@ -1,4 +1,4 @@
-"""The timeline of a job as a picture (trainkit/analysis/timeline.py)."""
+"""The timeline of a job as a picture (trainkit/monitor/timeline.py)."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import traces
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit import records, samples
-from trainkit.analysis import timeline, waste
-from trainkit.errors import UserError
+from trainkit.monitor import timeline, waste
+from trainkit.runtime.errors import UserError
+from trainkit.schema import records, samples
 
 HEALTHY = traces.H100 / "healthy_4096_bf16_short"
 EVERY = [*map(traces.folder_of, traces.WRITTEN), *traces.TRACES.glob("cpu_*"), *traces.H100.iterdir()]

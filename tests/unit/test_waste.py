@@ -12,9 +12,10 @@ import pytest
 import traces
 from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
 
-from trainkit import records, samples
-from trainkit.analysis import comparison, waste, watched
-from trainkit.errors import UserError
+from trainkit.compare import comparison
+from trainkit.monitor import sampled_job, waste
+from trainkit.runtime.errors import UserError
+from trainkit.schema import records, samples
 
 FIRST_LINES = {
     "cpu_healthy": (None, "no waste found"),
@@ -370,12 +371,12 @@ def test_a_day_is_judged_by_some_of_its_moments(
 ) -> None:
     folder = made([STARVED] * 2 + [UNUSED], ranks=2, epochs=20, facts=FROM_LOADERS)
     whole = waste.judge(folder)
-    monkeypatch.setattr(watched, "MOST_ROWS", 300)
+    monkeypatch.setattr(sampled_job, "MOST_ROWS", 300)
     some = waste.judge(folder)
     assert [finding.kind for finding in some.findings] == [finding.kind for finding in whole.findings]
     assert some.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert some.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.03)
-    assert len(watched.Job(folder).rows[samples.NODE]["n1", 0]) < 70
+    assert len(sampled_job.Job(folder).rows[samples.NODE]["n1", 0]) < 70
 
 
 def test_what_is_kept(made: Callable[..., Path]) -> None:
@@ -390,7 +391,7 @@ def test_what_is_kept(made: Callable[..., Path]) -> None:
     fields = {"kind", "where", "number", "sentence", "share", "grade", "urgent"}
     assert all(finding.keys() == fields for finding in kept["findings"])
     (run,) = samples.runs(folder)
-    assert json.loads(waste.beside(run).read_text()) == kept
+    assert json.loads(records.verdict_file(run).read_text()) == kept
     rows, skipped = comparison.load([folder.parent / "monitor" / "training"])
     assert not skipped and set(rows.joules_per_1000_images) == {verdict.joules_per_1000_images}
 

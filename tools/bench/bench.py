@@ -19,13 +19,15 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
-from trainkit import errors, records, staging
-from trainkit.command_line import Parser, at_least
-from trainkit.files import check_writable
 from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
-from trainkit.machine import device_name, git_commit
-from trainkit.precision import has_tf32
+from trainkit.rank import staging
+from trainkit.rank.precision import has_tf32
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.files import check_writable
+from trainkit.runtime.machine import device_name, git_commit
+from trainkit.schema import records
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}

@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainkit import errors, files, records
-from trainkit.command_line import Parser, one_of
+from trainkit.runtime import errors, files
+from trainkit.runtime.command_line import Parser, one_of
+from trainkit.schema import records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
 LARGE = "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --batch-size 16 --test-size 32"

@@ -14,9 +14,10 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit import data, machine, staging
-from trainkit.batches import Batch, GlobalOrder, ResidentBatches
-from trainkit.model import Dropout
+from trainkit.rank import data, staging
+from trainkit.rank.batches import Batch, DistributedBatchSampler, ResidentBatches
+from trainkit.rank.model import Dropout
+from trainkit.runtime import machine
 
 RUNGS = (
     "classic script",
@@ -31,7 +32,7 @@ RUNGS = (
 
 
 class LadderNet(ClassicNet):
-    """The classic network with the techniques of trainkit.model switched on one by one."""
+    """The classic network with the techniques of trainkit.rank.model switched on one by one."""
 
     def __init__(self, have: set[str]) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ def main() -> None:
         model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adadelta(model.parameters(), foreach="foreach optimizer" in have)
 
-    order = GlobalOrder(len(train_set), BATCH, seed=1)
+    order = DistributedBatchSampler(len(train_set), BATCH, seed=1)
     if "data set resident as bytes" in have:
         batches = ResidentBatches(train_set, order, device, shift=False)
     else:

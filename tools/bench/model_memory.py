@@ -5,12 +5,13 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from trainkit import batches, data, machine, options, world
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.precision import set_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit.rank import batches, data, options
+from trainkit.rank.evaluation import evaluate
+from trainkit.rank.model import Net
+from trainkit.rank.precision import set_precision
+from trainkit.rank.recipes import optimizer_and_schedule
+from trainkit.rank.run import Run
+from trainkit.runtime import machine, process_group
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     precision = parser.parse_args().precision
     opts = options.parse("", ["--batch-size", "128", "--dry-run"])
-    here = world.alone(use_cuda=True)
+    here = process_group.alone(use_cuda=True)
     images, labels = torch.zeros(250, 1, 28, 28, dtype=torch.uint8), torch.zeros(250, dtype=torch.long)
     one = data.Split("zeros", images, labels, data.normalize)
     train_batches = batches.training(one, opts, here.device)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from trainkit import records
+from trainkit.schema import records
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SINGLE = "01_singlegpu/mnist_singlegpu.py"

@@ -15,24 +15,24 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trainkit import errors
-from trainkit.analysis import comparison
-from trainkit.analysis.advice import (
+from trainkit.advice.advice import (  # fmt: skip
     AS_GOOD,
     INTERVAL,
     Answer,
+    Constraints,
     Option,
     Training,
-    Wishes,
     advise,
     all_reduces,
     interval,
     sets,
-)  # fmt: skip
-from trainkit.analysis.scaling import Shape, fit, left_out
-from trainkit.analysis.text import markdown
-from trainkit.command_line import Parser, at_least
-from trainkit.files import check_writable
+)
+from trainkit.advice.scaling import Shape, fit, left_out
+from trainkit.compare import comparison
+from trainkit.compare.text import markdown
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.files import check_writable
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
@@ -87,7 +87,7 @@ def of_laws(count: int, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
             true_seconds(law, *shape) for shape in zip(runs.devices, runs.global_batch, strict=True)
         )
         deadline = random.choice([None, fastest * random.uniform(1, 2)])
-        answer = advise(runs, Wishes(epochs=EPOCHS, deadline_s=deadline))
+        answer = advise(runs, Constraints(epochs=EPOCHS, deadline_s=deadline))
         for option in answer.options:
             low, _, high = np.percentile(option.images_per_s, INTERVAL)
             true = option.global_batch / law(option.shape.devices, option.global_batch)
@@ -183,12 +183,12 @@ def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
     def cost(option: Option) -> float:
         return seconds(option) * (option.shape.devices if deadline else 1)
 
-    able = [option for option in answer.options if efficiency(option) >= Wishes().min_efficiency]
+    able = [option for option in answer.options if efficiency(option) >= Constraints().min_efficiency]
     able = [option for option in able if not deadline or seconds(option) <= deadline]
     if answer.best is None or not able:
         return answer.best is None and not able
     late = deadline is not None and seconds(answer.best) > (1 + AS_GOOD) * deadline
-    wasteful = efficiency(answer.best) < (1 - AS_GOOD) * Wishes().min_efficiency
+    wasteful = efficiency(answer.best) < (1 - AS_GOOD) * Constraints().min_efficiency
     return not late and not wasteful and cost(answer.best) <= (1 + AS_GOOD) * min(map(cost, able))
 
 
@@ -200,7 +200,7 @@ def of_runs(folder: Path) -> pd.DataFrame:
     rows, _ = comparison.load([folder])
     tables = []
     for what, runs in sets(rows):
-        training = Training(runs, Wishes())
+        training = Training(runs, Constraints())
         for stage in training.stages:
             table = left_out(training.measured(stage))
             tables.append(table.assign(set=what, stage=stage, error=table.predicted / table.seconds - 1))
@@ -223,7 +223,7 @@ def of_nodes(folder: Path) -> pd.DataFrame:
     """A step on two nodes, by the images of each: predicted from one node and the doctor's, and measured."""
     one, two = (comparison.load([folder / name])[0] for name in ("one_node", "two_nodes"))
     doctor, _ = all_reduces([folder / "two_nodes"], two)
-    alone, together = (Training(rows, Wishes()).measured("ddp") for rows in (one, two))
+    alone, together = (Training(rows, Constraints()).measured("ddp") for rows in (one, two))
     gradient_bytes = 4 * one.parameters.max()
     model = fit(alone, doctor, gradient_bytes)
     rows = []

@@ -13,13 +13,15 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from trainkit import errors, records, staging
-from trainkit.analysis import text
-from trainkit.command_line import Parser
-from trainkit.files import check_writable
+from trainkit.compare import text
 from trainkit.jobs import local
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import STAGES
+from trainkit.rank import staging
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.files import check_writable
+from trainkit.schema import records
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trainkit.analysis import comparison
-from trainkit.analysis.advice import AS_GOOD, Answer, Option, Wishes, advise, sets
-from trainkit.analysis.answer import InWords, checked
-from trainkit.analysis.text import markdown
-from trainkit.command_line import Parser
-from trainkit.errors import UserError, run
-from trainkit.files import check_writable
+from trainkit.advice.advice import AS_GOOD, Answer, Constraints, Option, advise, sets
+from trainkit.advice.answer import AnswerText, checked
+from trainkit.compare import comparison
+from trainkit.compare.text import markdown
 from trainkit.jobs import until_known
-from trainkit.jobs.stages import STAGES, geometry
-from trainkit.jobs.sweep import Cell
+from trainkit.jobs.stages import STAGES, resources
+from trainkit.jobs.sweep import PlannedRun
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import UserError, run
+from trainkit.runtime.files import check_writable
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"
@@ -75,25 +75,25 @@ def of_sweep(folder: Path) -> list[dict[str, object]]:
     ]
 
 
-def wishes_for(rows: pd.DataFrame) -> list[Wishes]:
+def wishes_for(rows: pd.DataFrame) -> list[Constraints]:
     """The targets that were reached, each as soon as can be, and each within 1.5 times the shortest time."""
     lists = {"gpus": tuple(sorted(set(rows.devices))), "batches": tuple(sorted(set(rows.global_batch)))}
     found = []
     for target in TARGETS:
         try:
-            fastest = advise(rows, Wishes(target, **lists)).best
+            fastest = advise(rows, Constraints(target, **lists)).best
         except UserError:
             continue
         if fastest:
             deadline = 1.5 * float(np.median(fastest.seconds))
-            found += [Wishes(target, **lists), Wishes(target, deadline_s=deadline, **lists)]
+            found += [Constraints(target, **lists), Constraints(target, deadline_s=deadline, **lists)]
     return found
 
 
 class Replay:
     """A sweep with --until-known over runs that are there: `names` are those of the runs that it chose."""
 
-    def __init__(self, rows: pd.DataFrame, wishes: Wishes) -> None:
+    def __init__(self, rows: pd.DataFrame, wishes: Constraints) -> None:
         self._rows, self._wishes, self._cells = rows, wishes, {}
         last = rows.sort_values("epoch").groupby("run_id").last().sort_values("started_at")
         self._hours = last.devices * last.elapsed_s / 3600
@@ -102,13 +102,13 @@ class Replay:
             key = one.stage, one.devices, one.nodes, one.global_batch
             repeats[key] += 1
             stage = STAGES[one.stage]
-            shape = geometry(stage, one.devices, one.nodes)
-            self._cells[Cell(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
+            shape = resources(stage, one.devices, one.nodes)
+            self._cells[PlannedRun(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
         self.names: list[str] = []
         self.told = StringIO()
-        cells = sorted(self._cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
+        planned = sorted(self._cells, key=lambda run: (run.repeat, run.shape.gpus))
         with redirect_stdout(self.told):
-            until_known.search(until_known.of_use(cells), self._ask, self._finish)
+            until_known.search(until_known.of_use(planned), self._ask, self._finish)
 
     def row(self, first: dict[str, object]) -> dict[str, object]:
         """What all runs recommend, and what those that were chosen do."""
@@ -128,12 +128,12 @@ class Replay:
             "dearer": _dearer(everything, best, self._wishes) if best else math.inf,
         }
 
-    def _ask(self, _: list[Cell]) -> tuple[set[str], float, dict]:
+    def _ask(self, _: list[PlannedRun]) -> tuple[set[str], float, dict]:
         known, none = self._answer(), {"best": None, "options": [], "probes": [], "sentence": ""}
-        return set(self.names), self._spent(), InWords(known, self._rows).as_json() if known else none
+        return set(self.names), self._spent(), AnswerText(known, self._rows).as_json() if known else none
 
-    def _finish(self, cell: Cell) -> bool:
-        self.names.append(cell.name)
+    def _finish(self, run: PlannedRun) -> bool:
+        self.names.append(run.name)
         return True
 
     def _answer(self) -> Answer | None:
@@ -144,13 +144,13 @@ class Replay:
             return None
 
     def _runs(self) -> list[str]:
-        return [run for cell, run in self._cells.items() if cell.name in self.names]
+        return [run for run, run in self._cells.items() if run.name in self.names]
 
     def _spent(self) -> float:
         return float(self._hours[self._runs()].sum())
 
 
-def _dearer(everything: Answer, chosen: Option, wishes: Wishes) -> float:
+def _dearer(everything: Answer, chosen: Option, wishes: Constraints) -> float:
     """By all runs, what the chosen costs over what they choose, less 1; infinite if it breaks the wishes."""
     (alike,) = (o for o in everything.options if (o.stage, o.shape) == (chosen.stage, chosen.shape))
     wasteful = alike.shape.devices > 1 and np.median(alike.efficiency) < wishes.min_efficiency

@@ -1,1 +1,1 @@
-"""Around a job: asking for it, seeing beforehand whether it can work, following it, and many of them."""
+"""Asking for a job, following it, and many of them."""

@@ -2,7 +2,7 @@
 
 That is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
 slurm/job_env.sh tells why it failed; of local processes, from the notes that the ranks leave in the
-job's folder (`trainkit.errors.note`), and from their logs. submitit's own result files are not used: without
+job's folder (runtime/errors.py), and from their logs. submitit's own result files are not used: without
 `sacct` it never learns that a job failed.
 """
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from trainkit.errors import UserError, printable
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
+from trainkit.runtime.errors import UserError, printable
 
 VERDICT_SECONDS = 15  # that the sampler has to end by itself
 PEERS_SECONDS = 2  # that the ranks beside one that failed have to end by themselves
@@ -79,7 +79,7 @@ class Handle:
         return f"output   tail -n +1 -F {output}\nresults  ls {results}"
 
     def verdict(self) -> list[str]:
-        """What the job's sampler has told at its end (trainkit.jobs.monitor); nothing if there was none."""
+        """What the job's sampler has told at its end (trainkit.monitor.cli); nothing if there was none."""
         lines = _lines(self.log)
         starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
         return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainkit import samples
-from trainkit.errors import printable
 from trainkit.jobs import slurm
+from trainkit.runtime.errors import printable
+from trainkit.schema import samples
 
 # Folders of job_env.sh: of a job, and of an older one whose number came again; of monitor.py; of submit.py.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")

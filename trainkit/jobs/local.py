@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import network, samples
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
+from trainkit.runtime import network
+from trainkit.schema import samples
 
 # submitit announces every step; the log is to have the stage's lines only.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
@@ -45,7 +46,7 @@ class Rank:
         import submitit
 
         # submitit survives SIGTERM, and answers USR2 by putting the job back into the queue itself.
-        # Here both are for the stage (trainkit.checkpoint), and end a process that saves no checkpoints.
+        # Here both are for the stage (trainkit.rank.checkpoint), and end a process that saves no checkpoints.
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         # Not by submitit's TorchDistributedEnvironment: it would show each process one GPU only, does
@@ -87,7 +88,7 @@ def start(
         threads: of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
         minutes: time limit; shortly before, the ranks are told to save a checkpoint and end.
         checkpoints: save them, and go on from them.
-        sampled: also start what samples them, and ends the log with its verdict (trainkit.jobs.monitor).
+        sampled: also start what samples them, and ends the log with its verdict (trainkit.monitor.cli).
     """
     import submitit
 
@@ -164,7 +165,7 @@ def gpus_here() -> int:
         return 0
     import torch
 
-    from trainkit import machine
+    from trainkit.runtime import machine
 
     machine.check_usable()
     return torch.cuda.device_count()

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainkit.errors import UserError
 from trainkit.jobs.stages import STAGES
-from trainkit.jobs.sweep import Lists
-from trainkit.options import MOST_IMAGES
-from trainkit.staging import TRAIN_IMAGES
+from trainkit.jobs.sweep import Grid
+from trainkit.rank.options import MOST_IMAGES
+from trainkit.rank.staging import TRAIN_IMAGES
+from trainkit.runtime.errors import UserError
 
 BATCH_SIZES = (256, 1024, 4096)  # of a GPU, to choose from
 NEAR_THE_BEST = 0.9
@@ -98,18 +98,18 @@ def told(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
     return f"{measured}batch {batch_size} on each GPU, epochs of {train_size:,} images{length}"
 
 
-def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Lists]:
+def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Grid]:
     """What is run: strong scaling, with the same global batch on all GPUs, and weak, with the same on each.
 
     Every row has its baseline, the run on one GPU with the same global batch.
     """
     sizes = {"train_sizes": (train_size,), "repeats": repeats}
     if gpus == 1:
-        return [Lists(tuple(STAGES.values()), (1,), (batch_size,), **sizes)]
+        return [Grid(tuple(STAGES.values()), (1,), (batch_size,), **sizes)]
     several = device_counts(gpus)[1:]
     # DataParallel on one GPU is the plain model, which stage single measures.
     return [
-        Lists((STAGES["single"], STAGES["ddp"]), (1,), (batch_size,), **sizes),
-        Lists((STAGES["single"],), (1,), tuple(number * batch_size for number in several), **sizes),
-        Lists((STAGES["dp"], STAGES["ddp"]), several, (batch_size,), scaling="both", **sizes),
+        Grid((STAGES["single"], STAGES["ddp"]), (1,), (batch_size,), **sizes),
+        Grid((STAGES["single"],), (1,), tuple(number * batch_size for number in several), **sizes),
+        Grid((STAGES["dp"], STAGES["ddp"]), several, (batch_size,), scaling="both", **sizes),
     ]

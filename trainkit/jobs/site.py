@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.stages import REPOSITORY
+from trainkit.runtime.errors import UserError
 
 
 class Site(NamedTuple):

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from trainkit.errors import UserError, printable
+from trainkit.runtime.errors import UserError, printable
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 

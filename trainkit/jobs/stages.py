@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.errors import UserError
+from trainkit.runtime.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -55,7 +55,7 @@ STAGES = {
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Resources:
     """The shape of a job, in Slurm's words."""
 
     nodes: int
@@ -77,7 +77,7 @@ class Geometry:
         return self.nodes * self.gpus_per_node
 
 
-def geometry(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Geometry:
+def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Resources:
     """The shape of a job of `stage` with `gpus` on all nodes together; 0: a process per node, on its CPU.
 
     Raises:
@@ -98,4 +98,4 @@ def geometry(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> 
     gpus_per_node = gpus // nodes
     tasks_per_node = max(gpus_per_node, 1) if stage.process_per_gpu else 1
     gpus_per_task = max(gpus_per_node // tasks_per_node, 1)
-    return Geometry(nodes, tasks_per_node, gpus_per_node, cpus_per_gpu * gpus_per_task)
+    return Resources(nodes, tasks_per_node, gpus_per_node, cpus_per_gpu * gpus_per_task)

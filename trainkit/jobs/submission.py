@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit import options, staging
-from trainkit.command_line import Parser, at_least, time_limit
-from trainkit.errors import UserError
-from trainkit.files import check_writable
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
 from trainkit.jobs.site import Site, read_site
-from trainkit.jobs.stages import REPOSITORY, STAGES, Geometry, Stage, geometry
+from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
+from trainkit.rank import options, staging
+from trainkit.runtime.command_line import Parser, at_least, time_limit
+from trainkit.runtime.errors import UserError
+from trainkit.runtime.files import check_writable
 
 if TYPE_CHECKING:
     import submitit
@@ -45,7 +45,7 @@ class Request:
     """
 
     stage: Stage
-    geometry: Geometry
+    resources: Resources
     arguments: tuple[str, ...]
     minutes: int | None = None
     partition: str | None = None
@@ -79,8 +79,8 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
             folder,
             opts.data_dir.absolute(),
             results_dir,
-            ranks=request.geometry.tasks,
-            gpus=request.geometry.gpus,
+            ranks=request.resources.tasks,
+            gpus=request.resources.gpus,
             threads=request.threads,
             minutes=request.minutes or DEFAULT_MINUTES,
             sampled=site.monitor,
@@ -91,7 +91,11 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
         shutil.rmtree(folder)
         raise
     handle = SlurmHandle(
-        job.job_id, request.geometry.tasks, job.paths.stdout, site.jobs_dir / job.job_id, results_dir / "runs"
+        job.job_id,
+        request.resources.tasks,
+        job.paths.stdout,
+        site.jobs_dir / job.job_id,
+        results_dir / "runs",
     )
     # Not every Slurm refuses at once what it can never do.
     reason = handle.state().detail
@@ -131,7 +135,7 @@ def preview(request: Request, site: Site) -> str:
     _, to_slurm = check(request, site)
     if not to_slurm:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
-        return f"no Slurm here: would run as {request.geometry.tasks} local process(es) of {command}"
+        return f"no Slurm here: would run as {request.resources.tasks} local process(es) of {command}"
     executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overruling(request, site).items()))
     return (
@@ -151,7 +155,7 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
     opts = read_options(request.stage, arguments, site)
     if not request.stage.own:
         staging.check(opts.dataset, opts.data_dir)
-    check_sizes(opts, request.stage, request.geometry)
+    check_sizes(opts, request.stage, request.resources)
     if request.here or not slurm.is_here():
         _check_machine(request, opts)
         return opts, False
@@ -170,7 +174,7 @@ def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.
     return options.parse(stage.label, [*places, *arguments], known_only=stage.own)
 
 
-def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
+def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
     """See that the batch divides among processes or GPUs, and that the data is enough, where it is ours.
 
     Raises:
@@ -186,16 +190,16 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Geometry) -> None:
 
 def _check_machine(request: Request, opts: options.Options) -> None:
     """Raise a UserError if this machine, in the place of Slurm, has not what is asked for."""
-    if request.geometry.nodes > 1:
+    if request.resources.nodes > 1:
         raise UserError(
             "no Slurm here (sbatch is not on PATH), and this machine is one node, not "
-            f"{request.geometry.nodes}: leave out --nodes, or submit on a login node."
+            f"{request.resources.nodes}: leave out --nodes, or submit on a login node."
         )
     # Without any, ranks on the CPU stand in for as many as are asked for.
     gpus = 0 if opts.no_cuda else local.gpus_here()
-    if 0 < gpus < request.geometry.gpus:
+    if 0 < gpus < request.resources.gpus:
         raise UserError(
-            f"--gpus {request.geometry.gpus} is more than the {gpus} GPU(s) of this machine: lower it, or "
+            f"--gpus {request.resources.gpus} is more than the {gpus} GPU(s) of this machine: lower it, or "
             "add --no-cuda to train on its CPU."
         )
 
@@ -219,7 +223,7 @@ def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
     """submitit's executor, told what the stage's job script tells sbatch and srun."""
     import submitit
 
-    shape = request.geometry
+    shape = request.resources
 
     # The text of slurm_python goes into the job's shell as it is, so job_env.sh decides what it means.
     in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python'
@@ -269,9 +273,9 @@ def main(stage_name: str, description: str) -> int:
         return 0
     handle = submit(request, site, new_folder(request, site))
     if isinstance(handle, LocalHandle):
-        print(f"no Slurm here: running as {request.geometry.tasks} local process(es)")
+        print(f"no Slurm here: running as {request.resources.tasks} local process(es)")
     else:
-        print(f"job {handle.job_id} submitted: {request.geometry}")
+        print(f"job {handle.job_id} submitted: {request.resources}")
     print(handle.how_to_follow(), flush=True)
     return follow(handle) if own.wait else 0
 
@@ -303,7 +307,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
         stage = stage.with_script(own.script)
     for_the_stage += arguments[end + 1 :]
     gpus = _default_gpus(stage, for_the_stage) if own.gpus is None else own.gpus
-    shape = geometry(stage, gpus, own.nodes, own.cpus_per_gpu)
+    shape = resources(stage, gpus, own.nodes, own.cpus_per_gpu)
     return Request(stage, shape, tuple(for_the_stage), own.time, own.partition), own
 
 

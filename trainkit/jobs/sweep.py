@@ -1,7 +1,7 @@
-"""A sweep: the runs of a comparison, its cells; their folder, the queue they wait in, and what is shown.
+"""A sweep: the runs of a comparison, its runs; their folder, the queue they wait in, and what is shown.
 
 slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, so that hundreds of
-cells are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
+the runs are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
 """
 
 import json
@@ -20,15 +20,15 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainkit import records
-from trainkit.errors import UserError, printable
-from trainkit.files import check_writable, replacing
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
-from trainkit.jobs.stages import REPOSITORY, Geometry, Stage, geometry
+from trainkit.jobs.stages import REPOSITORY, Resources, Stage, resources
 from trainkit.jobs.submission import Request
-from trainkit.options import Options
+from trainkit.rank.options import Options
+from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.files import check_writable, replacing
+from trainkit.schema import records
 
 PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
 HOW_MANY_GPUS = REPOSITORY / "results" / "how_many_gpus.py"
@@ -37,7 +37,7 @@ CSV_SECONDS = 60  # a shared file system may show a file that late on another ma
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedRun:
     """One configuration and the number of its repeat.
 
     `batch_size` is the global one. `num_workers` is None for the resident loader, `train_size` is
@@ -45,7 +45,7 @@ class Cell:
     """
 
     stage: Stage
-    shape: Geometry
+    shape: Resources
     batch_size: int
     num_workers: int | None
     train_size: int | None
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def configuration(self) -> str:
-        """The cell's name without the number of its repeat; no two configurations share one."""
+        """The run's name without the number of its repeat; no two configurations share one."""
         parts = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
             parts.append(f"{self.shape.nodes}nodes")
@@ -79,8 +79,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Lists:
-    """Of what a sweep tries every combination; `Cell` explains them.
+class Grid:
+    """Of what a sweep tries every combination; `PlannedRun` explains them.
 
     `scaling` is strong (batch sizes are global), weak (they are of each GPU) or both. Above
     `gpus_per_node` GPUs a run is spread over several nodes.
@@ -98,7 +98,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all cells share, and their folder, which is all of the sweep's state: CSV and job of each.
+    """What all runs share, and their folder, which is all of the sweep's state: CSV and job of each.
 
     `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
     machine, also where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
@@ -131,8 +131,8 @@ class Sweep:
         """Whether CPU cores stand in for GPUs."""
         return self.opts.no_cuda or (self.here and not self.gpus_here)
 
-    def cells(self, lists: Lists) -> tuple[list[Cell], Counter[str]]:
-        """The cells that make sense, and the reasons for those that do not, with their numbers.
+    def planned(self, lists: Grid) -> tuple[list[PlannedRun], Counter[str]]:
+        """The runs that make sense, and the reasons for those that do not, with their numbers.
 
         Repeats come one after the other, so that a busy hour of the cluster does not hit a single
         configuration, and those on one GPU, with which the others are compared, come first.
@@ -140,33 +140,33 @@ class Sweep:
         Raises:
             UserError: if none is left.
         """
-        cells, left_out = {}, Counter()
+        planned, left_out = {}, Counter()
         repeats = range(1, lists.repeats + 1)
         axes = repeats, sorted(lists.gpus), lists.stages, lists.batch_sizes, lists.num_workers
         for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, lists.train_sizes):
             nodes = math.ceil(gpus / lists.gpus_per_node) if lists.gpus_per_node else 1
             for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[lists.scaling]:
                 try:
-                    shape = geometry(stage, gpus, nodes, self.cpus_per_gpu)
-                    cell = Cell(stage, shape, batch * factor, num_workers, train_size, repeat)
-                    self._check(cell)
+                    shape = resources(stage, gpus, nodes, self.cpus_per_gpu)
+                    run = PlannedRun(stage, shape, batch * factor, num_workers, train_size, repeat)
+                    self._check(run)
                 except UserError as error:
                     left_out[str(error).partition(":")[0]] += 1  # behind it is what a single job could do
                 else:
-                    cells[cell] = None  # once, also where strong and weak scaling or two equal words meet
-        if not cells:
+                    planned[run] = None  # once, also where strong and weak scaling or two equal words meet
+        if not planned:
             raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
-        return list(cells), left_out
+        return list(planned), left_out
 
-    def _check(self, cell: Cell) -> None:
-        """Raise a UserError if the cell makes no sense."""
-        gpus, most = cell.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
+    def _check(self, run: PlannedRun) -> None:
+        """Raise a UserError if the run makes no sense."""
+        gpus, most = run.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
         if self.here and gpus > most:
             raise UserError(f"{gpus} workers are more than the {most} found here")
-        if cell.stage.name == "dp" and gpus > 1 and self.on_cpu:
+        if run.stage.name == "dp" and gpus > 1 and self.on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
-        sizes = {"batch_size": cell.batch_size, "train_size": cell.train_size}
-        submission.check_sizes(replace(self.opts, **sizes), cell.stage, cell.shape)
+        sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
+        submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
 
     def claim(self, script: Path | None = None) -> FileLock:
         """Make the folder this sweep's, for as long as the lock is held; `script` is a user's own.
@@ -199,18 +199,18 @@ class Sweep:
             )
         return lock
 
-    def submit(self, cell: Cell, precision: str) -> Handle:
-        """Start the run of `cell`, every repeat with a seed of its own; its link `job` leads to the logs.
+    def submit(self, run: PlannedRun, precision: str) -> Handle:
+        """Start `run`, every repeat with a seed of its own; its link `job` leads to the logs.
 
         Raises:
             UserError: if it was refused.
         """
-        place = self.folder / cell.name
-        arguments = [*self.arguments, *cell.arguments(), "--precision", precision]
-        arguments += ["--seed", str(self.opts.seed + cell.repeat - 1), "--results-dir", str(place)]
+        place = self.folder / run.name
+        arguments = [*self.arguments, *run.arguments(), "--precision", precision]
+        arguments += ["--seed", str(self.opts.seed + run.repeat - 1), "--results-dir", str(place)]
         threads = 1 if self.here else None  # or runs with fewer workers would have more threads each
         request = Request(
-            cell.stage, cell.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
+            run.stage, run.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
         folder = submission.new_folder(request, self.site)
         check_writable(place, "the run", "free the space.")
@@ -218,17 +218,17 @@ class Sweep:
         (place / "job").symlink_to(folder)  # before the job is there, which `attach` then finds in any case
         return submission.submit(request, self.site, folder)
 
-    def attach(self, cell: Cell) -> Handle | None:
-        """The latest job of `cell`, of an earlier call too, or None if there is none."""
-        place = self.folder / cell.name
+    def attach(self, run: PlannedRun) -> Handle | None:
+        """The latest job of `run`, of an earlier call too, or None if there is none."""
+        place = self.folder / run.name
         try:
             folder = (place / "job").readlink()
         except OSError:  # there is none
             return None
-        return submission.find(folder, cell.shape.tasks, place / "runs")
+        return submission.find(folder, run.shape.tasks, place / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
-        """The CSVs of runs that went to their end, of the cell called `name` or of all cells."""
+        """The CSVs of runs that went to their end, of the run called `name` or of all runs."""
         last = ((csv, rows[-1]) for csv, rows in self._csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
@@ -250,12 +250,12 @@ class Sweep:
 
 def run(
     sweep: Sweep,
-    cells: list[Cell],
+    planned: list[PlannedRun],
     max_jobs: int,
     run_seconds: float | None = None,
     question: tuple[str, ...] | None = None,
 ) -> int:
-    """Finish the cells, at most `max_jobs` at a time, and compare; returns the exit code.
+    """Finish the runs, at most `max_jobs` at a time, and compare; returns the exit code.
 
     The folder is claimed before. `run_seconds` is about how long one run takes, if that is known, and
     `question` the options of results/how_many_gpus.py, if that is to answer.
@@ -263,11 +263,11 @@ def run(
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
-    begin(sweep, cells, run_seconds)
-    return compare(sweep, finish(sweep, cells, max_jobs, sweep.folder), question)
+    begin(sweep, planned, run_seconds)
+    return compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), question)
 
 
-def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> list[str]:
+def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
     """Run what is not finished, and return the names of those that failed.
 
     The command line of this program, with --out `go_on_in`, goes on after Ctrl-C.
@@ -275,7 +275,7 @@ def finish(sweep: Sweep, cells: list[Cell], max_jobs: int, go_on_in: Path) -> li
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
-    queue = _Queue(sweep, cells, 1 if sweep.here else max_jobs)
+    queue = _Queue(sweep, planned, 1 if sweep.here else max_jobs)
     try:
         queue.work()
     except KeyboardInterrupt:
@@ -291,22 +291,22 @@ def command_to_go_on(folder: Path) -> str:
     return shlex.join(command if "--out" in command else [*command, "--out", str(folder)])
 
 
-def begin(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
+def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print what is asked for, and how to come back to it."""
-    tell(sweep, cells, run_seconds)
+    tell(sweep, planned, run_seconds)
     print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
 
 
-def tell(sweep: Sweep, cells: list[Cell], run_seconds: float | None = None) -> None:
+def tell(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print how much is asked for."""
-    todo = [cell for cell in cells if not sweep.finished(cell.name)]
-    told = f"{len(cells)} runs, {len(cells) - len(todo)} of them finished"
+    todo = [run for run in planned if not sweep.finished(run.name)]
+    told = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
     if run_seconds:
         told += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
         if not sweep.here:
             told += ", and their time in the queue"
     elif not sweep.here:
-        hours = sum(cell.shape.gpus for cell in todo) * sweep.minutes / 60
+        hours = sum(run.shape.gpus for run in todo) * sweep.minutes / 60
         told += (
             f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
@@ -358,26 +358,26 @@ def _all_reduce(sweep: Sweep) -> list[Path]:
 
 
 class _Queue:
-    """The cells of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished."""
+    """The runs of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished."""
 
-    def __init__(self, sweep: Sweep, cells: list[Cell], limit: int) -> None:
-        self._sweep, self._number, self._limit = sweep, len(cells), limit
+    def __init__(self, sweep: Sweep, planned: list[PlannedRun], limit: int) -> None:
+        self._sweep, self._number, self._limit = sweep, len(planned), limit
         self._refused_at = math.inf
-        self._shown: dict[Cell, State] = {}
-        self.waiting: list[Cell] = []
-        self.active: dict[Cell, Handle] = {}  # at most `limit`
+        self._shown: dict[PlannedRun, State] = {}
+        self.waiting: list[PlannedRun] = []
+        self.active: dict[PlannedRun, Handle] = {}  # at most `limit`
         self.failed: list[str] = []
-        for cell in cells:
-            if sweep.finished(cell.name):
+        for run in planned:
+            if sweep.finished(run.name):
                 continue
-            handle = sweep.attach(cell)
+            handle = sweep.attach(run)
             if handle and handle.state().name not in ("done", "failed"):
-                self.active[cell] = handle
+                self.active[run] = handle
             else:
-                self.waiting.append(cell)
+                self.waiting.append(run)
 
     def work(self) -> None:
-        """Have every cell finished or failed, and print what changes.
+        """Have every run finished or failed, and print what changes.
 
         Raises:
             UserError: if a job is refused while none is active, or Slurm does not answer.
@@ -386,14 +386,14 @@ class _Queue:
             print("the first run goes alone, and its precision holds for all (or give --precision)")
         while self.waiting or self.active:
             self._submit()
-            for cell, handle in list(self.active.items()):
+            for run, handle in list(self.active.items()):
                 state = handle.state()
                 if state.name in ("done", "failed"):
-                    del self.active[cell]
-                    self._tell_end(cell, handle, state)
-                elif state != self._shown.get(cell):
-                    self._shown[cell] = state
-                    print(f"{cell.name} {state.name}: {state.detail}", flush=True)
+                    del self.active[run]
+                    self._tell_end(run, handle, state)
+                elif state != self._shown.get(run):
+                    self._shown[run] = state
+                    print(f"{run.name} {state.name}: {state.detail}", flush=True)
             if self.active:
                 time.sleep(min(handle.poll_seconds for handle in self.active.values()))
 
@@ -403,28 +403,28 @@ class _Queue:
         while self.waiting and len(self.active) < min(
             self._refused_at, 1 if precision == "auto" else self._limit
         ):
-            cell = self.waiting[0]
+            run = self.waiting[0]
             try:
-                self.active[cell] = self._sweep.submit(cell, precision)
+                self.active[run] = self._sweep.submit(run, precision)
             except UserError as error:
                 if not self.active:
                     raise
                 # As where a user may have only so many jobs: there is room when one has ended.
                 self._refused_at = len(self.active)
-                print(f"{cell.name} waits for the end of another job: {error}", flush=True)
+                print(f"{run.name} waits for the end of another job: {error}", flush=True)
                 return
             self._refused_at = math.inf
             self.waiting.pop(0)
 
-    def _tell_end(self, cell: Cell, handle: Handle, state: State) -> None:
-        ended = f"[{self._number - len(self.waiting) - len(self.active)}/{self._number}] {cell.name}"
+    def _tell_end(self, run: PlannedRun, handle: Handle, state: State) -> None:
+        ended = f"[{self._number - len(self.waiting) - len(self.active)}/{self._number}] {run.name}"
         until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
-        while not (csvs := self._sweep.finished(cell.name)) and time.monotonic() < until:
+        while not (csvs := self._sweep.finished(run.name)) and time.monotonic() < until:
             time.sleep(1)
         if csvs and state.name == "done":
             print(f"{ended} finished: {records.read(csvs[0])[-1]['images_per_s']:,.0f} images/s", flush=True)
         else:
-            self.failed.append(cell.name)
+            self.failed.append(run.name)
             why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
             print(f"{ended} failed: {why} (log: {handle.log})", flush=True)
 

@@ -33,10 +33,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
-from trainkit.analysis import packed
-from trainkit.command_line import Parser
-from trainkit.errors import UserError, tell
-from trainkit.files import replacing
+from trainkit.compare import packed
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.files import replacing
 from trainkit.workshop.work import ANSWERS, OPEN, Mine, Wrong, as_wrong
 
 PROGRESS = "progress.json"

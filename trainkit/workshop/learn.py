@@ -7,9 +7,10 @@ import platform
 
 import torch
 
-from trainkit import errors, machine, staging
-from trainkit.errors import UserError
 from trainkit.jobs import site, slurm, stages
+from trainkit.rank import staging
+from trainkit.runtime import errors, machine
+from trainkit.runtime.errors import UserError
 from trainkit.workshop.exercises import Workbook, shown
 
 

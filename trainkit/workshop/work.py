@@ -71,7 +71,7 @@ class Mine:
         Raises:
             Wrong: if there is none with an epoch behind the warm-up.
         """
-        from trainkit.analysis import comparison  # loads pandas
+        from trainkit.compare import comparison  # loads pandas
 
         runs = self.folder / "runs"
         rows, skipped = comparison.load([runs] if runs.is_dir() else [])

@@ -84,5 +84,5 @@ def check(mine: Mine) -> str:
     return (
         "The starter's number was far too high: it timed the filling of the queue. The warm-up alone would "
         "have made it too low. Every images/s of this tutorial waits for the device and leaves the first "
-        "epoch out: see trainkit/clock.py."
+        "epoch out: see trainkit/runtime/clock.py."
     )

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from trainkit.command_line import time_limit
+from trainkit.runtime.command_line import time_limit
 from trainkit.jobs import slurm
 from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Mine, Wrong

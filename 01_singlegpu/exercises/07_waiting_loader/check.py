@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

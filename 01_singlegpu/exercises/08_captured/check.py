@@ -4,8 +4,8 @@ import re
 import statistics
 from pathlib import Path
 
-from trainkit import records
-from trainkit.analysis import waste
+from trainkit.schema import records
+from trainkit.monitor import waste
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

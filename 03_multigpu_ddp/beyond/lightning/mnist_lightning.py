@@ -8,15 +8,11 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 
-from trainkit import batches, data, errors, options, world
-from trainkit.batches import Batch
-from trainkit.evaluation import evaluate
-from trainkit.model import Net
-from trainkit.options import Options
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
-from trainkit.world import World
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank.batches import Batch
+from trainkit.rank.options import Options
+from trainkit.runtime.process_group import World
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +89,7 @@ class Steps:
 
 
 class Ranks(LightningEnvironment):
-    """Tells Lightning who this rank is: what trainkit.world found out, whoever started the processes."""
+    """Tells Lightning who this rank is: what process_group.join found out, whoever started the processes."""
 
     creates_processes_externally = True
 
@@ -113,7 +109,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     opts = options.parse(__doc__)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
     training = Training(opts, here)
@@ -135,7 +131,7 @@ def main() -> None:
             enable_model_summary=False,
         ).fit(training)
     training.run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def check(mine: Mine) -> str:
 
 def runs_of(mine: Mine) -> dict[tuple[str, int, str], tuple[float, int]]:
     """Accuracy and epochs of the runs, by recipe, global batch and rule; also of runs that were given up."""
-    from trainkit.analysis import comparison  # loads pandas
+    from trainkit.compare import comparison  # loads pandas
 
     mine.table()  # or it says what is missing
     rows, _ = comparison.load([mine.folder / "runs"])

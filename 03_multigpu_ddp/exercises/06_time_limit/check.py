@@ -2,7 +2,7 @@
 
 import re
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Mine, Wrong
 
 ANSWERS = """\

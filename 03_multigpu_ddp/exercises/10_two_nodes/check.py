@@ -3,7 +3,7 @@
 import re
 import statistics
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Mine, Wrong, near
 
 ANSWERS = """\

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Mine, Wrong, near
 
 ANSWERS = """\
@@ -90,7 +90,7 @@ def train(
     program: ModuleType, size: int, folder: Path, epochs: int
 ) -> tuple[list[dict[str, object]], list[list[float]]]:
     """The rows of its CSV after so many epochs in `size` ranks, and by rank the samples trained on now."""
-    from trainkit.batches import GlobalOrder, ResidentBatches
+    from trainkit.rank.batches import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 
     with socket.socket() as unused:
@@ -105,7 +105,7 @@ def train(
 
         def noting(self: ResidentBatches) -> object:
             for inputs, targets in batches(self):
-                if isinstance(self.order, GlobalOrder):
+                if isinstance(self.order, DistributedBatchSampler):
                     seen.extend(inputs.double().flatten(1).sum(1).tolist())
                 yield inputs, targets
 

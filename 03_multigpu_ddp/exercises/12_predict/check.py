@@ -2,7 +2,8 @@
 
 import math
 
-from trainkit.analysis import advice, comparison
+from trainkit.advice import advice
+from trainkit.compare import comparison
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

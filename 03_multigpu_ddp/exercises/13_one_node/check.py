@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainkit import records
+from trainkit.schema import records
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainkit import samples
+from trainkit.schema import samples
 from trainkit.workshop.job_scripts import ask_slurm, requested
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 

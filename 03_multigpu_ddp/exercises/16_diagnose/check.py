@@ -4,7 +4,7 @@ import runpy
 import statistics
 from pathlib import Path
 
-from trainkit.analysis import waste
+from trainkit.monitor import waste
 from trainkit.workshop.work import Answers, Mine, Wrong, near
 
 ANSWERS = """\

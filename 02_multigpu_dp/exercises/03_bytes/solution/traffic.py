@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainkit.model import Net
+from trainkit import Net
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from trainkit import synthetic
+from trainkit.rank import synthetic
 
 import torch
 import torch.distributed as dist

@@ -3,11 +3,8 @@
 Try: torchrun --standalone --nproc-per-node=2 my_training.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, world
-from trainkit.evaluation import evaluate
-from trainkit.precision import choose_precision
-from trainkit.recipes import optimizer_and_schedule
-from trainkit.run import Run
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +14,7 @@ from waves import WaveNet, waves
 
 def main() -> None:
     opts = options.parse(__doc__)
-    here = world.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
 
@@ -45,7 +42,7 @@ def main() -> None:
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.cross_entropy))
     run.finish()
-    world.leave()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import statistics
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import errors, records, samples
-from trainkit.command_line import Parser
+from trainkit import errors
+from trainkit.schema import records, samples
+from trainkit.runtime.command_line import Parser
 
 EPOCH = "epoch"
 COLUMNS = [*samples.COLUMNS, *records.RANK_COLUMNS, *records.COLUMNS]

@@ -1,0 +1,85 @@
+"""The rooms of trainkit, and what they may import (trainkit/README.md)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import lessons
+import pytest
+from conftest import REPOSITORY
+
+# Room -> the rooms, or modules of them, that it may import.
+MAY_IMPORT = {
+    "runtime": (),
+    "schema": ("runtime",),
+    "rank": ("runtime", "schema"),
+    "jobs": ("runtime", "schema", "rank.options", "rank.staging"),
+    "doctor": ("runtime", "schema", "jobs", "rank.data", "rank.run", "monitor.processes"),
+    "compare": ("runtime", "schema"),
+    "advice": ("runtime", "schema", "compare"),
+    "monitor": ("runtime", "schema", "jobs", "compare.figures"),
+    "workshop": ("runtime", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
+}
+# What the doctor and the login node need before an environment exists, and the verdict at a job's end.
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "monitor.waste")
+BARE += tuple(f"doctor.{name}" for name in ("finding", "checkup", "cli", "login_node"))
+# What makes a login node slow.
+HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
+FRONT_DOORS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
+
+
+def imports(path: Path, at_the_top: bool = False) -> set[str]:
+    """The modules that a file imports, `from trainkit import jobs` as trainkit.jobs."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in tree.body if at_the_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+PACKAGE = [path for path in lessons.files("trainkit/*.py") if path.parent.name != "trainkit"]
+
+
+def test_every_room_is_there() -> None:
+    assert {path.parent.name for path in PACKAGE} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_room_imports_what_it_may(path: Path) -> None:
+    room = path.parent.name
+    ours = {name.removeprefix("trainkit.") for name in imports(path) if name.startswith("trainkit.")}
+    of_others = {name for name in ours if name.split(".")[0] != room} - set(MAY_IMPORT)
+    assert not {name for name in of_others if not name.startswith(MAY_IMPORT[room])}
+
+
+def test_the_login_node_stays_light() -> None:
+    """Nothing heavy on the way to a submission, down to the modules that those modules import."""
+    program = (
+        "import sys; from trainkit.jobs import submission, sweep\n"
+        f"print(sorted({HEAVY!r} & sys.modules.keys()), 'submitit' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout == "[] False\n", done.stdout + done.stderr
+
+
+def test_the_doctor_and_the_verdict_need_no_packages() -> None:
+    """In a Python without site-packages, as a login node has; the verdict's process is to be small."""
+    modules = ", ".join(f"trainkit.{name}" for name in BARE)
+    program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {modules}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", lessons.files("*.py"), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_nothing_imports_from_a_front_door(path: Path) -> None:
+    assert not {name for name in imports(path) if name.split(".")[0] in FRONT_DOORS}
+
+
+@pytest.mark.parametrize("name", sorted(FRONT_DOORS))
+def test_a_front_door_patches_nothing(name: str) -> None:
+    (path,) = (path for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob(f"{name}.py"))
+    assert "sys.path" not in path.read_text()

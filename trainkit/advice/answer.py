@@ -1,0 +1,290 @@
+"""What `advice.py` answers, for people and for programs: sentences, a table of texts, commands, JSON."""
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from trainkit.advice.advice import AS_GOOD, SURE, Answer, Option, Probe, interval, probe_of
+from trainkit.advice.scaling import Scaling
+from trainkit.compare import comparison, trust
+from trainkit.schema import records
+
+MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
+FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
+# Of an option, as a program reads them: equally likely values of each.
+INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
+    "images_per_s": lambda option: option.images_per_s,
+    "minutes": lambda option: option.seconds / 60,
+    "gpu_hours": lambda option: option.hours,
+    "efficiency": lambda option: option.efficiency,
+    "break_even_images": lambda option: option.break_even,
+}
+LEGEND = (
+    "In brackets: the 90 % interval. eff. %: speedup over one device with the same batch, divided by the "
+    "devices. minutes: from the start of the process, with its evaluations. pays from: images of an epoch "
+    "from which on a run is sooner done than on one device, its start included; 0: whatever the size."
+)
+
+
+def checked(answer: Answer) -> Answer:
+    """The answer, without a recommendation where the runs cannot be right or no model explains them."""
+    speedups = [
+        np.median(option.efficiency)
+        for option in answer.options
+        if option.shape.devices > 1 and option.runs and np.isfinite(option.efficiency).all()
+    ]
+    model = _model(answer)
+    error = model.errors[model.model]
+    if speedups and min(speedups) > trust.MOST_EFFICIENCY:
+        why = "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
+    elif error > MOST_ERROR:
+        why = (
+            f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on those "
+            "that it was not shown"
+        )
+    else:
+        return answer
+    reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
+    again = min(reached, key=lambda option: option.probe_hours, default=None)
+    probes = [probe_of(again, "whether the machine was quiet")] if again else []
+    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, probes=probes)
+
+
+class AnswerText:
+    """An `advice.Answer` in words, in the units of its devices.
+
+    Args:
+        rows: of the set that was asked about.
+    """
+
+    def __init__(self, answer: Answer, rows: pd.DataFrame) -> None:
+        self.answer = answer
+        self.rows = rows
+        self.on_cpu = comparison.is_cpu(rows.device_name.iloc[0])
+        self.units, self.hours = ("CPU workers", "worker-hours") if self.on_cpu else ("GPUs", "GPU-hours")
+        self.why = answer.why.replace("GPU-hours", self.hours)
+
+    def choice(self, option: Option) -> str:
+        """As `2 GPUs on 1 node, DDP, batch 256`."""
+        devices, nodes, _ = option.shape
+        units = self.units if devices > 1 else self.units[:-1]
+        where = f"{devices} {units} on {nodes} node{'s' * (nodes > 1)}"
+        return f"{where}, {comparison.stage_name(option.stage)}, batch {option.global_batch}"
+
+    def answered(self) -> str:
+        """The recommendation, and how sure it is."""
+        return f"{self.sentence()} {self.how_sure()}".strip()
+
+    def sentence(self) -> str:
+        """The recommendation, or that there is none, and its reason."""
+        best, goal = self.answer.best, self.answer.goal
+        if best is None:
+            return f"No recommendation for {goal}: {self.why}."
+        return (
+            f"Ask for {self.choice(best)}: {text(best.images_per_s)} images/s, {text(best.seconds / 60)} min "
+            f"and {text(best.hours)} {self.hours} {'to' if 'accuracy' in goal else 'for'} {goal} "
+            f"({best.basis}). It is {self.why}."
+        )
+
+    def how_sure(self) -> str:
+        """Of the recommendation; "" if there is none."""
+        if not self.answer.best:
+            return ""
+        sure = self.answer.sure
+        how = "Sure" if sure >= SURE else "Not sure"
+        if not self.answer.best.runs:
+            how = "It was never run, and the laws that were found may not hold there"
+        return (
+            f"{how}: where the measurements are varied as much as they scatter, it is the best choice, or "
+            f"within {100 * AS_GOOD:.0f} % of it, in {min(round(100 * sure), 99)} of 100 cases."
+        )
+
+    def options(self) -> list[Option]:
+        """All, from few devices to many."""
+        return sorted(self.answer.options, key=lambda option: (*_layout(option), option.global_batch))
+
+    def few(self) -> list[Option]:
+        """Those worth a look: the fastest of each count of devices, and all with the best one's batch."""
+        options, best = self.options(), self.answer.best
+        fastest: dict[tuple, int] = {}
+        for i in sorted(range(len(options)), key=lambda i: np.median(options[i].seconds)):
+            fastest.setdefault(_layout(options[i]), i)
+        batch = best.global_batch if best else 0
+        return [o for i, o in enumerate(options) if o.global_batch == batch or i in fastest.values()]
+
+    def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
+        """The options as texts, a row each, and what the marks in the column `note` mean."""
+        marks: dict[str, str] = {}
+        rows = [
+            {
+                "stage": comparison.stage_name(option.stage),
+                "devices": str(option.shape.devices),
+                "nodes": str(option.shape.nodes),
+                "batch": str(option.global_batch),
+                "images/s": text(option.images_per_s),
+                "eff. %": text(100 * option.efficiency),
+                "minutes": text(option.seconds / 60, "not reached"),
+                self.hours: text(option.hours, "not reached"),
+                "pays from": text(option.break_even) if option.shape.devices > 1 else "-",
+                "note": _note(option, marks),
+            }
+            for option in options
+        ]
+        table = pd.DataFrame(rows)
+        return table if (table.nodes != "1").any() else table.drop(columns="nodes"), list(marks.values())
+
+    def numbers(self) -> pd.DataFrame:
+        """All options as numbers, a row each; the columns `_low` and `_high` bound the interval."""
+        table = pd.DataFrame(map(_as_json, self.options()))
+        for name in INTERVALS:
+            ends = pd.DataFrame(table[name].tolist(), columns=[f"{name}_low", name, f"{name}_high"])
+            table = table.drop(columns=name).join(ends)
+        return table
+
+    def trust(self) -> list[str]:
+        """How far the answer may be trusted: the model and its error, what was observed, what is left out."""
+        model, best = _model(self.answer), self.answer.best
+        error = model.errors[model.model]
+        tested = (
+            "there are too few runs to test it on some that it was not shown"
+            if math.isnan(error)
+            else f"on runs that it was not shown it is off by {100 * error:.1f} % (root mean square)"
+        )
+        told = [
+            f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
+            f"assumes); {tested}."
+        ]
+        if best and best.runs:
+            told.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
+        elif best:
+            told.append(f"The recommended choice is {best.basis}.")
+        told.append(
+            "An interval is to hold the truth in 9 of 10 cases, on this machine as it was then: another "
+            "network, busy neighbours or another version of the program are not in it."
+        )
+        doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
+        return [*told, doubt] if doubt else told
+
+    def unknown(self) -> list[str]:
+        """What is not predicted, and why."""
+        return [f"Not predicted, {clause}." for clause in self.answer.unknown]
+
+    def probes(self) -> list[tuple[str, str]]:
+        """The runs that would help, cheapest first: what each tells and costs, and its command."""
+        best, probes = self.answer.best, self.answer.probes
+        if best and not best.runs and not probes:
+            probes = [probe_of(best, "whether the prediction holds")]
+        ours = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
+        own = "" if ours else " (with your script and its own options)"
+        return [
+            (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most{own}", self.command(probe))
+            for probe in probes
+        ]
+
+    def command(self, probe: Probe) -> str:
+        """What starts the run from the top folder, with the settings of the set."""
+        row, (devices, nodes, batch) = self.rows.iloc[0], probe.shape
+        words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
+        words += ["python", f"{FOLDERS.get(probe.stage, '03_multigpu_ddp')}/submit.py"]
+        if probe.stage not in comparison.TUTORIAL_STAGES:
+            words += ["--script", "YOUR_SCRIPT.py"]
+        words += ["--gpus", devices] * (probe.stage != "single") + ["--nodes", nodes] * (nodes > 1)
+        words += ["--batch-size", devices * batch, "--epochs", probe.epochs]
+        words += ["--train-size", self.rows.images.max()]
+        # With a seed of an earlier run it would learn the same again.
+        if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
+            words += ["--seed", seeds.max() + 1]
+        for option, value, default in (
+            # The data of a script of one's own is no word of that option.
+            ("--dataset", row.dataset if row.dataset == "synthetic" else "mnist", "mnist"),
+            ("--width", row.width, 32),
+            ("--precision", row.precision, None),
+            ("--recipe", row.recipe, "classic"),
+            ("--lr", _given_lr(row), "unknown"),
+            ("--lr-scale", row.lr_scale, "none"),
+            ("--lr-warmup-images", row.lr_warmup_images, 0),
+            ("--gamma", row.gamma, "unknown"),
+            ("--loader", row.loader, "resident"),
+            ("--num-workers", row.workers_per_loader, 0),
+        ):
+            if value != default:
+                words += [option, value]
+        return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
+
+    def as_json(self) -> dict[str, object]:
+        """What a program needs, with intervals as [low, middle, high], None where there is no number."""
+        answer = self.answer
+        return {
+            "goal": answer.goal,
+            "why": self.why,
+            "sure": answer.sure,
+            "best": answer.best and _as_json(answer.best),
+            "options": list(map(_as_json, answer.options)),
+            "probes": [
+                _place(probe)
+                | {"epochs": probe.epochs, "gpu_hours": float(probe.hours), "tells": probe.tells}
+                | {"command": self.command(probe)}
+                for probe in answer.probes
+            ],
+            "unknown": answer.unknown,
+            "sentence": self.sentence(),
+        }
+
+
+def number(x: float, infinite: str = "never") -> str:
+    """With three digits; a dash if it is not known."""
+    if math.isnan(x):
+        return "-"
+    return format(float(format(x, ".3g")), ",.10g") if math.isfinite(x) else infinite
+
+
+def text(draws: np.ndarray, infinite: str = "never") -> str:
+    """The middle, and the interval in brackets if it is one."""
+    low, middle, high = (number(x, infinite) for x in interval(draws))
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+def _model(answer: Answer) -> Scaling:
+    """That of the recommended training."""
+    stage = answer.best.stage if answer.best else ""
+    return answer.models.get(stage) or next(iter(answer.models.values()))
+
+
+def _layout(option: Option) -> tuple[object, ...]:
+    return option.shape.devices, option.shape.nodes, option.stage
+
+
+def _note(option: Option, marks: dict[str, str]) -> str:
+    """`measured` or `predicted`, with a mark for what more there is to say."""
+    known = "measured" if option.runs else "predicted"
+    rest = option.basis.removeprefix(known).lstrip(":, ")
+    if not rest:
+        return known
+    line = marks.setdefault(rest, f"[{len(marks) + 1}] {rest}.")
+    return f"{known} {line.partition(' ')[0]}"
+
+
+def _given_lr(row: pd.Series) -> str:
+    """What `--lr` said, before the rule by which it grows with the batch."""
+    if row.lr == "unknown":
+        return row.lr
+    base_batch = 64  # of --lr-scale
+    return f"{float(row.lr) * (base_batch / row.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0):.4g}"
+
+
+def _place(what: Option | Probe) -> dict[str, object]:
+    devices, nodes, batch = what.shape
+    place = {"stage": what.stage, "devices": devices, "nodes": nodes}
+    return place | {"global_batch": devices * batch}
+
+
+def _as_json(option: Option) -> dict[str, object]:
+    intervals = {
+        name: [x if math.isfinite(x) else None for x in interval(draws(option))]
+        for name, draws in INTERVALS.items()
+    }
+    return _place(option) | intervals | {"basis": option.basis}

@@ -1,0 +1,97 @@
+"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.html, .md and .csv, a proposal."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit.advice import figures
+from trainkit.advice.advice import Constraints, Option, advise, all_reduces, sets
+from trainkit.advice.answer import LEGEND, AnswerText, checked
+from trainkit.advice.proposal import proposal
+from trainkit.compare import page
+from trainkit.compare.text import no_formula, plain, wrapped
+from trainkit.runtime.errors import UserError, tell
+
+MOST_SETS = 4  # that a page has an answer for
+TRUST, PROBES = "How far may I trust this?", "To know better"
+
+
+def report(
+    words: AnswerText, limits: Constraints, out: Path, notes: list[str], trainings: int | None = None
+) -> None:
+    """Print the answer and write it to `out`, with a proposal for so many `trainings` if there are any.
+
+    Raises:
+        UserError: if `out` cannot be written to.
+    """
+    if words.on_cpu:
+        notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
+    if limits.gpus:
+        notes = [f"Chosen among {', '.join(map(str, limits.gpus))} {words.units} (--gpus).", *notes]
+    few, marks = words.table(words.few())
+    tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
+    tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
+    tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
+    if probes := words.probes():
+        runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in probes]
+        tell(f"{PROBES}, the cheapest run first:\n" + "\n".join(runs))
+        tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
+    if trainings and not words.answer.best:
+        tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
+    with page.writing_to(out):
+        tell(f"Written to {out}: {', '.join(_write(words, limits, out, notes, trainings))}")
+
+
+def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:
+    """The answer for the page of a comparison, of each set of its runs."""
+    found = sets(rows)
+    made: list[page.Block] = [page.Heading("How many devices to ask for?")]
+    if len(found) > MOST_SETS:
+        return [*made, page.Text(f"The runs are of {len(found)} sets: results/how_many_gpus.py --set N.")]
+    for what, of_set in found:
+        made += [page.Text(f"Of the runs with {what}:")] if what else []
+        try:
+            measured, _ = all_reduces(paths, of_set)
+            words = AnswerText(checked(advise(of_set, Constraints(target), measured)), of_set)
+            made += _blocks_of(words, words.few())
+        except UserError as error:
+            made.append(page.Text(str(error)))
+    return [*made, page.Text("With a deadline or a budget: results/how_many_gpus.py --deadline or --budget.")]
+
+
+def _blocks_of(words: AnswerText, options: list[Option], notes: list[str] | None = None) -> list[page.Block]:
+    table, marks = words.table(options)
+    made = [page.Text(words.answered()), page.Table(table)]
+    made.append(page.Notes([LEGEND, *marks, *words.unknown(), *(notes or [])]))
+    made += [page.Heading(TRUST), page.Text(" ".join(words.trust()))]
+    if probes := words.probes():
+        made.append(page.Heading(PROBES))
+    for tells, command in probes:
+        made += [page.Text(f"{tells}:"), page.Command(command)]
+    return made
+
+
+def _write(
+    words: AnswerText, limits: Constraints, out: Path, notes: list[str], trainings: int | None
+) -> list[str]:
+    """Returns the names of the files."""
+    numbers = words.numbers().apply(lambda column: column.map(no_formula))
+    numbers.to_csv(out / "how_many_gpus.csv", index=False)
+    names = figures.draw(words, limits, out)
+    drawn = [page.Figure(out / name) for name in names]
+    answer = [*_blocks_of(words, words.options(), notes), *drawn]
+    for name in ("how_many_gpus.html", "how_many_gpus.md"):
+        page.write(out / name, f"How many {words.units}?", answer)
+    written = ["how_many_gpus.html", "how_many_gpus.md", "how_many_gpus.csv", *names]
+    if trainings and words.answer.best:
+        pages = proposal(words, trainings, drawn)
+        page.write(out / "proposal.md", "Request for computing time", pages)
+        written.append("proposal.md")
+    return written
+
+
+def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
+    """With the intervals beneath the numbers, for a terminal."""
+    middle = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
+    interval = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
+    return pd.concat([middle, interval]).sort_index(kind="stable")

@@ -1,0 +1,366 @@
+"""How long a training step takes, on how many devices and with which batch: models of it, fitted to runs.
+
+A model tells the seconds of a step from the shape of a run. There is a ladder of them, of n devices with a
+batch each; what counts is how well each predicts runs that it was not shown.
+
+    amdahl    what devices share of an image's work, and what they divide:  (s + p / n) global batch
+    ring      a fixed cost, a cost per image, and a ring all-reduce:
+              a + c batch + 2 (n - 1) latency + 2 (n - 1) / n bytes / bandwidth
+    shared    ring, with devices that slow each other down within a node (memory, cores, power)
+    overlap   computation and exchange partly at the same time, as in Pollux:
+              (computation ^ g + exchange ^ g) ^ (1 / g); g = 1: one after the other, 10: nearly hidden
+    doctor    overlap, with the exchange that the doctor measured: of runs, one device is enough
+
+Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 (non-negative least squares).
+Patarasuk and Yuan, 2009 (ring all-reduce).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from trainkit.schema import records
+
+DRAWS = 400  # of the bootstrap
+OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
+LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
+# How much equal runs differ where there are no repeats to tell: as much as if two of them had shown 2 %.
+EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
+SIZES = 3  # of all-reduces, those nearest to that of the gradients
+FURTHEST = 2  # times the largest count that was measured
+
+Seconds = np.ndarray  # (draws, shapes)
+Predictor = Callable[[np.ndarray], Seconds]  # of shapes, (shapes, 3), with the columns of `Shape`
+
+
+class Shape(NamedTuple):
+    """Of a run: devices in all, nodes, and images of each device in a step."""
+
+    devices: int
+    nodes: int
+    batch: int
+
+
+class AllReduce(NamedTuple):
+    """What the doctor measured: the seconds to sum up `bytes` over all devices."""
+
+    devices: int
+    nodes: int
+    bytes: float
+    seconds: float
+
+
+Measured = dict[Shape, list[list[float]]]  # seconds of a step: of each run, in each epoch
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The models of one comparable set of runs.
+
+    `errors` has the relative error of each model on points that it was not shown (root mean square; NaN where
+    there are too few), `weights` its share of the draws.
+    """
+
+    measured: Measured
+    errors: dict[str, float]
+    weights: dict[str, float]
+    all_reduces: tuple[AllReduce, ...]
+    _draws: dict[Shape, np.ndarray]
+    _predict: Predictor
+
+    @property
+    def model(self) -> str:
+        """The name of the model that predicts best."""
+        return max(self.weights, key=self.weights.get)
+
+    def step_seconds(self, shape: Shape) -> np.ndarray:
+        """Equally likely values, (draws,): around the measurement where there is one, else by the models."""
+        return self._draws[shape] if shape in self._draws else self._predict(np.array([shape], float))[:, 0]
+
+    def basis(self, shape: Shape) -> str:
+        """How `step_seconds` knows: "measured" or "predicted", and what of it was never observed."""
+        if shape in self.measured:
+            return "measured"
+        most = max(found.devices for found in [*self.measured, *self.all_reduces])
+        missing = [
+            clause
+            for clause, holds in {
+                f"beyond the {most} devices measured": shape.devices > most,
+                "no batch of that size per device": shape.batch not in {run.batch for run in self.measured},
+                "no run between nodes": shape.nodes > 1 and not any(run.nodes > 1 for run in self.measured),
+            }.items()
+            if holds
+        ]
+        return ": ".join(filter(None, ["predicted", "; ".join(missing)]))
+
+    def unknown(self, shape: Shape) -> str:
+        """Why nothing is predicted for `shape`, as a clause; "" if something is."""
+        seen = [*self.measured, *self.all_reduces]
+        several = {found.nodes > 1 for found in seen if found.devices > 1}
+        most = max(found.devices for found in seen)
+        batches = [found.batch for found in self.measured]
+        if shape.devices == 1 and not any(found.devices == 1 for found in self.measured):
+            return "no run on one device was measured"
+        if shape.devices > 1 and (shape.nodes > 1) not in several:
+            where = "between nodes" if shape.nodes > 1 else "between devices of one node"
+            return f"no exchange {where} was measured"
+        if shape.devices > FURTHEST * most:
+            return f"more than {FURTHEST} times the {most} device(s) that were measured"
+        if len(set(batches)) == 1 and shape.batch not in batches:
+            return f"with {batches[0]} images on each device only, the cost of others is not known"
+        if not min(batches) / FURTHEST <= shape.batch <= max(batches) * FURTHEST:
+            within = f"{min(batches)} to {max(batches)}"
+            return f"{shape.batch} images on each device are far from the {within} that were measured"
+        return ""
+
+
+def fit(
+    measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0, seed: int = 0
+) -> Scaling:
+    """Fit the ladder to what was measured, at least one shape.
+
+    `all_reduces` count only where `gradient_bytes`, what a step exchanges, is known.
+    """
+    shapes = np.array(list(measured), float)
+    centre = np.array([_median(runs) for runs in measured.values()])
+    ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes) if gradient_bytes else None)
+    errors = {name: _error(model, shapes, centre) for name, model in ladder.items()}
+    weights = _weights(errors, len(centre))
+
+    random = np.random.default_rng(seed)
+    noise = _noise(measured, random)
+    best = ladder[max(weights, key=weights.get)]
+    misfit = np.log(best.fit(shapes, centre[None])(shapes)[0] / centre)
+    spare = max(len(centre) - best.parameters, 0)
+    unexplained = max((misfit**2).sum() - spare * noise.var(axis=0).mean(), 0) if spare else 0
+    freedom = EXPECTED_WEIGHT + spare
+    scatter = np.sqrt((EXPECTED_WEIGHT * EXPECTED_SCATTER**2 + unexplained) / freedom)
+    # How equal runs differ is in the noise where there are repeats, else only in what the model leaves.
+    repeated = any(len(runs) > 1 for runs in measured.values())
+    draws = centre * np.exp(noise + (not repeated) * scatter * random.standard_t(freedom, noise.shape))
+    elsewhere = np.exp(scatter * random.standard_t(freedom, (DRAWS, 1)))
+
+    chosen = random.choice(len(ladder), DRAWS, p=list(weights.values()))
+    predictors = {name: model.fit(shapes, draws) for name, model in ladder.items()}
+    crossed = {nodes > 1 for devices, nodes, _ in shapes if devices > 1}
+
+    def predict(wanted: np.ndarray) -> Seconds:
+        predicted = np.stack([predictor(wanted) for predictor in predictors.values()])
+        for i, (devices, nodes, _) in enumerate(wanted):
+            # The other models know of no such exchange.
+            if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
+                predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
+        return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
+
+    used = tuple(all_reduces) if "doctor" in ladder else ()
+    return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
+
+
+def left_out(
+    measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0
+) -> pd.DataFrame:
+    """Every shape predicted from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
+    rows = []
+    for shape, runs in measured.items():
+        others = {other: runs for other, runs in measured.items() if other != shape}
+        predicted = fit(others, all_reduces, gradient_bytes).step_seconds(shape)
+        low, middle, high = np.percentile(predicted, (5, 50, 95))
+        rows.append(
+            {**shape._asdict(), "seconds": _median(runs), "predicted": middle, "low": low, "high": high}
+        )
+    return pd.DataFrame(rows)
+
+
+class _Model(NamedTuple):
+    parameters: int
+    fit: Callable[[np.ndarray, Seconds], Predictor]  # shapes, and draws of their seconds
+
+
+def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
+    """The models that these shapes can tell something of."""
+    several = shapes[:, 0] > 1
+    ladder = {}
+    if exchange and not several.all():
+        ladder["doctor"] = _overlap(lambda *_: lambda wanted: exchange(wanted)[None], parameters=2)
+    if several.any() or not ladder:
+        ladder["amdahl"] = _linear(_amdahl, shapes)
+    # Of one count above 1, latency and bandwidth cannot be told apart, and go on in different ways.
+    kinds = {"ring": (0, 1, 2, 3)}
+    if len(np.unique(shapes[several, 0])) < 2:
+        kinds = {"latency": (0, 2), "bandwidth": (1, 3)}
+    for name, of_ring in kinds.items():
+        if several.any() or "doctor" not in ladder:
+            ladder[name] = _linear(partial(_ring, of_ring), shapes)
+            ladder[f"shared, {name}"] = _linear(partial(_shared, of_ring), shapes)
+        if several.any() and not several.all():
+            ladder[f"overlap, {name}"] = _overlap(partial(_exchange_of_runs, of_ring), 3 + len(of_ring) // 2)
+    return ladder
+
+
+def _amdahl(shapes: np.ndarray) -> np.ndarray:
+    devices, _, batch = shapes.T
+    return np.stack([batch, (devices - 1) * batch], axis=1)
+
+
+def _computation(shapes: np.ndarray) -> np.ndarray:
+    return np.stack([np.ones(len(shapes)), shapes[:, 2]], axis=1)
+
+
+def _exchange(shapes: np.ndarray, bytes: float = 1.0) -> np.ndarray:
+    """Latencies and bytes of a ring, within a node and between nodes: (shapes, 4)."""
+    devices, nodes, _ = shapes.T
+    rounds = 2 * (devices - 1)
+    of_a_ring = np.stack([rounds, rounds / devices * bytes], axis=1)
+    return np.concatenate([of_a_ring * (nodes == 1)[:, None], of_a_ring * (nodes > 1)[:, None]], axis=1)
+
+
+def _ring(of_ring: tuple[int, ...], shapes: np.ndarray) -> np.ndarray:
+    return np.column_stack([_computation(shapes), _exchange(shapes)[:, of_ring]])
+
+
+def _shared(of_ring: tuple[int, ...], shapes: np.ndarray) -> np.ndarray:
+    devices, nodes, batch = shapes.T
+    return np.column_stack([_ring(of_ring, shapes), (devices / nodes - 1) * batch])
+
+
+def _linear(columns: Callable[[np.ndarray], np.ndarray], shapes: np.ndarray) -> _Model:
+    def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
+        costs = _non_negative(columns(shapes), seconds)
+        return lambda wanted: costs @ columns(wanted).T
+
+    return _Model(np.linalg.matrix_rank(columns(shapes)), fit)
+
+
+def _overlap(exchange_of: Callable, parameters: int) -> _Model:
+    """`exchange_of` makes of runs, a computation and an overlap what predicts the exchange."""
+
+    def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
+        several = shapes[:, 0] > 1
+        costs = _non_negative(_computation(shapes[~several]), seconds[:, ~several])
+        exchanges, misfits = [], []
+        for g in OVERLAPS:
+            exchange = exchange_of(shapes[several], seconds[:, several], costs, g)
+            step = _together(costs @ _computation(shapes).T, exchange(shapes), g)
+            exchanges.append(exchange)
+            misfits.append(((step / seconds - 1) ** 2)[:, several].sum(axis=1))
+        best = np.argmin(misfits, axis=0)
+        if not several.any():  # nothing tells: all overlaps are equally likely
+            best = (
+                np.arange(len(seconds)) % len(OVERLAPS)
+                if len(seconds) > 1
+                else np.array([len(OVERLAPS) // 2])
+            )
+
+        def predict(wanted: np.ndarray) -> Seconds:
+            computation = costs @ _computation(wanted).T
+            steps = [_together(computation, e(wanted), g) for e, g in zip(exchanges, OVERLAPS, strict=True)]
+            return np.stack(steps)[best, np.arange(len(seconds))]
+
+        return predict
+
+    return _Model(parameters, fit)
+
+
+def _together(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
+    return (computation**g + exchange**g) ** (1 / g)
+
+
+def _exchange_of_runs(
+    of_ring: tuple[int, ...], shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float
+) -> Predictor:
+    """What the runs on several devices take longer than their computation."""
+    computation = costs @ _computation(shapes).T
+    rest = np.maximum(seconds**g - computation**g, 0) ** (1 / g)
+    rings = _non_negative(_exchange(shapes)[:, of_ring], rest, 1 / np.median(seconds, axis=0))
+    return lambda wanted: rings @ _exchange(wanted)[:, of_ring].T
+
+
+def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
+    """Seconds of the exchange by shapes, from the doctor's of about as many bytes."""
+    if not all_reduces:
+        return None
+    # Small messages take the time of their rounds, which varies, and tell little of large ones.
+    sizes = sorted(
+        {found.bytes for found in all_reduces}, key=lambda size: abs(np.log(size / gradient_bytes))
+    )
+    all_reduces = [found for found in all_reduces if found.bytes in sizes[:SIZES]]
+    shapes = np.array([(found.devices, found.nodes, 0) for found in all_reduces], float)
+    bytes, seconds = (
+        np.array([getattr(found, name) for found in all_reduces]) for name in ("bytes", "seconds")
+    )
+    (rings,) = _non_negative(_exchange(shapes, bytes), seconds[None])
+    return lambda wanted: _exchange(wanted, gradient_bytes) @ rings
+
+
+def _non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
+    """The costs, (draws, columns), none below 0, with the least relative errors.
+
+    The columns are few: of all subsets, that with the least errors among those without a negative cost.
+    """
+    weights = 1 / np.median(seconds, axis=0) if weights is None else weights
+    scale = np.abs(columns).max(axis=0)
+    used = np.flatnonzero(scale)
+    weighted = columns[:, used] / scale[used] * weights[:, None]
+    best, least = np.zeros((len(seconds), columns.shape[1])), (seconds * weights) ** 2 @ np.ones(len(weights))
+    for count in range(1, len(used) + 1):
+        for subset in map(list, combinations(range(len(used)), count)):
+            costs = (seconds * weights) @ np.linalg.pinv(weighted[:, subset]).T
+            errors = ((costs @ weighted[:, subset].T - seconds * weights) ** 2).sum(axis=1)
+            better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9))
+            best[better] = 0
+            best[np.ix_(better, used[subset])] = costs[better] / scale[used[subset]]
+            least = np.where(better, errors, least)
+    return best
+
+
+def _error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
+    """Of the largest count and of each batch, left out in turn: root mean square of the relative errors."""
+    devices, _, batches = shapes.T
+    errors = []
+    for hidden in [devices == devices.max(), *(batches == batch for batch in np.unique(batches))]:
+        shown = devices[~hidden]
+        enough = len(np.unique(batches[~hidden])) > 1  # for a fixed cost and one per image
+        if enough and (shown == 1).any() and (shown.max() > 1 or devices.max() == 1):
+            predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
+            errors += list(np.log(np.maximum(predictor(shapes[hidden])[0], 1e-12) / seconds[hidden]))
+    return float(np.sqrt(np.mean(np.square(errors)))) if errors else np.nan
+
+
+def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
+    """Each model's share: by the likelihood of the errors it made, were they normal."""
+    logs = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
+    shares = np.exp(logs - logs.max())
+    return dict(zip(errors, shares / shares.sum(), strict=True))
+
+
+def _noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
+    """Draws of how far each median may lie from its truth, in logarithms, by the scatter of epochs and runs.
+
+    What all shapes show is pooled: few epochs of one shape tell little.
+    """
+    epochs, runs = [], []
+    for of_shape in measured.values():
+        medians = np.array([np.median(np.log(seconds)) for seconds in of_shape])
+        for seconds, median in zip(of_shape, medians, strict=True):
+            if (k := len(seconds)) > 1:
+                epochs += list((np.log(seconds) - median) * np.sqrt(k / (k - 1)))
+        if (k := len(medians)) > 1:
+            runs += list((medians - np.median(medians)) * np.sqrt(k / (k - 1)))
+    columns = []
+    for of_shape in measured.values():
+        drawn = [
+            np.median(random.choice(epochs or [0.0], (DRAWS, len(seconds))), axis=1)
+            + random.choice(runs or [0.0], DRAWS)
+            for seconds in of_shape
+        ]
+        columns.append(np.median(drawn, axis=0))
+    return np.stack(columns, axis=1)
+
+
+def _median(runs: Iterable[Sequence[float]]) -> float:
+    return float(np.median([seconds for run in runs for seconds in run]))

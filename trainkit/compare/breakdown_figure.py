@@ -1,0 +1,135 @@
+"""Where the step goes, by number of workers: a figure and a table of what stage 03's breakdown.py wrote."""
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from trainkit.compare import comparison
+from trainkit.compare.figures import save
+from trainkit.compare.text import markdown
+from trainkit.runtime.errors import UserError
+
+# Colour and hatch of each phase, in the order of the step: the hatches tell them apart on grey paper.
+PHASES = {
+    "data": ("#FFFFFF", "..."),
+    "forward": ("#D9D9D9", ""),
+    "backward": ("#9EC9E6", "//"),
+    "exchange": ("#D55E00", "xx"),
+    "waiting": ("#F7D9A0", "\\\\"),
+    "optimizer": ("#7F7F7F", ""),
+}
+# Panels differ in these, and the bars of a panel in those.
+SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
+SETTINGS += ["threads_per_worker", "debug"]
+BARS = ["global_batch", "world_size", "nodes"]
+COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
+MOST_APART = 0.05  # of the step: the sum of its phases, on a quiet machine
+ROOM = 0.08  # of the widest bar: a segment that is narrower has no number in it
+
+
+def draw(files: Iterable[Path], out: Path) -> list[str]:
+    """Write breakdown.png and breakdown.md into `out`, a folder that is there, and return their names.
+
+    Measurements that are equal in settings, batch and workers count as one.
+
+    Raises:
+        UserError: if a file cannot be read, or `out` cannot be written to.
+    """
+    table = milliseconds(pd.concat([_read(file) for file in files], ignore_index=True))
+    panels = list(table.groupby(SETTINGS))
+    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of a network is one
+    heights = [len(panel) + 2.5 for _, panel in panels]
+    figure = plt.figure(figsize=(7.5, 0.8 + 0.45 * sum(heights)), layout="constrained")
+    every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
+    for axes, (_, panel) in zip(every, panels, strict=True):
+        _bars(axes, panel)
+        axes.set_title(f"{_message(panel)}\n{textwrap.fill(_settings(panel.iloc[0]), 85)}", fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    try:
+        save({"breakdown.png": figure}, out)
+        (out / "breakdown.md").write_text(_markdown(table), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another folder.") from None
+    return ["breakdown.png", "breakdown.md"]
+
+
+def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row for each configuration, with its `ranks`' mean of each phase, and of the `step` as a whole (ms).
+
+    Of each rank it is the median over all repeats, so that a busy moment of the machine does not count.
+    """
+    of_rank = rows.groupby([*SETTINGS, *BARS, "phase", "rank"]).seconds.median()
+    table = 1000 * of_rank.groupby([*SETTINGS, *BARS, "phase"]).mean().unstack("phase")
+    return table[[*PHASES, "step"]].reset_index()
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))[COLUMNS]
+        numbers = ["rank", "seconds", *BARS]
+        rows[numbers] = rows[numbers].apply(pd.to_numeric)
+        if rows.isna().any(axis=None) or set(rows.phase) != {*PHASES, "step"}:
+            raise ValueError("it is cut short, or has phases that are not known")
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{file}: not read, {why}. Take it out of this folder.") from None
+    return rows
+
+
+def _bars(axes: Axes, panel: pd.DataFrame) -> None:
+    # An exchange of nothing may come out below 0.
+    bars = panel[[*PHASES]].clip(lower=0).set_axis([_label(row) for row in panel.itertuples()])
+    colours = [colour for colour, _ in PHASES.values()]
+    bars.plot.barh(stacked=True, ax=axes, color=colours, edgecolor="black", linewidth=0.6, legend=False)
+    room, paper = ROOM * panel.step.max(), {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    for segments, (_, hatch) in zip(axes.containers, PHASES.values(), strict=True):
+        for segment in segments:
+            segment.set_hatch(hatch)
+        told = [f"{width:.1f}" if width > room else "" for width in segments.datavalues]
+        axes.bar_label(segments, told, label_type="center", fontsize=8, bbox=paper)
+    axes.plot(panel.step, range(len(panel)), "kD", markersize=5, label="the step, timed as a whole")
+    axes.tick_params(axis="y", labelsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms of a training step: mean of the ranks", ylabel="")
+
+
+def _message(panel: pd.DataFrame) -> str:
+    """What the bar with the most workers shows."""
+    row = panel.sort_values("world_size").iloc[-1]
+    if row.world_size == 1:
+        return "One worker has nothing to exchange"
+    share = (row.exchange + row.waiting) / row.step
+    return f"With {row.world_size} workers {100 * max(share, 0):.0f} % of a step is exchange and waiting"
+
+
+def _label(row: tuple) -> str:
+    nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
+    workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
+    if abs(sum(getattr(row, phase) for phase in PHASES) / row.step - 1) > MOST_APART:
+        workers += " (not quiet)"
+    return f"{workers}{nodes}\nbatch {row.global_batch}"
+
+
+def _settings(row: pd.Series) -> str:
+    words = [row.device_name, comparison.with_model(row.dataset, row.model), f"width {row.width}"]
+    words += [row.precision, row.recipe, f"{row.loader} loader"]
+    if row.loader == "workers":
+        words.append(f"{row.workers_per_loader} loader workers")
+    words.append(f"threads {row.threads_per_worker}")
+    words += ["with --debug"] * (row.debug != "0")
+    words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
+    return ", ".join(words)
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    """The same numbers, in ms."""
+    shown = table.assign(settings=[_settings(row) for _, row in table.iterrows()])
+    shown = shown.rename(columns={"world_size": "workers", "global_batch": "batch"})
+    shown = shown[["workers", "nodes", "batch", *PHASES, "step", "settings"]]
+    cells = shown.apply(lambda column: column.map("{:.2f}".format if column.dtype == float else str))
+    return f"ms of a training step\n\n{markdown(cells)}\n"

@@ -1,0 +1,405 @@
+"""From the rows of many runs to a comparison: medians, speedup and efficiency.
+
+rows, skipped = load(paths)
+table = compare(summarize(rows))
+"""
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit.compare import packed, peaks, trust
+from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.files import check_regular
+from trainkit.schema import records, samples
+
+# A speedup says something about the number of workers only if all of this is equal in both runs.
+MUST_BE_EQUAL = {
+    "dataset": "dataset",
+    "model": "model",
+    "device_name": "device",
+    "loader": "loader",
+    "workers_per_loader": "loader workers",
+    "threads_per_worker": "threads per worker",
+    "recipe": "recipe",
+    "lr": "learning rate",
+    "gamma": "gamma",
+    "lr_scale": "--lr-scale",
+    "lr_warmup_images": "--lr-warmup-images",
+    "width": "width",
+    "precision": "precision",
+    "debug": "--debug",
+    "accumulate": "micro-batches per step",
+    "images": "images per epoch",
+    "global_batch": "global batch",
+}
+CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
+# Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
+# networks have throughputs on another scale, and accuracies that mean something else.
+SECTION_BY = ["device_name", "dataset", "model"]
+LONGEST_VERDICT = 2**20  # characters
+WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
+TUTORIAL_MODEL = "Net"
+# The stages of the tutorial, in its order. Any other name is somebody's own training.
+TUTORIAL_STAGES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
+# How a setting reads in a label, and the value that goes without saying.
+_LABELS = {
+    "loader": ("{} loader", "workers"),
+    "workers_per_loader": ("{} loader workers", 0),
+    "threads_per_worker": ("threads {}", None),
+    "recipe": ("{}", None),
+    "lr": ("lr {}", "unknown"),
+    "gamma": ("gamma {}", "unknown"),
+    "lr_scale": ("{} lr scale", "none"),
+    "lr_warmup_images": ("lr warm-up {}", 0),
+    "width": ("width {}", 32),
+    "precision": ("{}", None),
+    "debug": ("with --debug", False),
+    "accumulate": ("accumulate {}", 1),
+    "train_images": ("{} images", None),
+}
+# What these decide on needs no place in a label beside them.
+_FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
+_WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
+
+
+def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """All epochs of all runs, one row each, and a sentence for every file, folder or run left out.
+
+    Args:
+        paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
+
+    Returns:
+        Rows with the columns of `records.COLUMNS`, and four that are of the whole run: `file`, its name;
+        `slow_rank`, a clause on the rank that holds up the others or "", `least_memory_mb`, the peak of the
+        device with the lowest one, and `joules_per_1000_images` of all its GPUs: NaN where they are not
+        known; then the sentences.
+
+    Raises:
+        UserError: if a path is not there.
+    """
+    files, skipped = {}, []  # files: as they are named, by where they really are
+    for path in paths:
+        if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
+            raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
+        found = _searched(path, skipped) if path.is_dir() else [path]
+        files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
+    every: list[dict[str, object]] = []
+    for _, file in sorted(files.items()):
+        with _skipping(skipped):
+            runs = records.by_run(records.read(file))
+            of_ranks, joules = {}, {}
+            with _skipping(skipped):
+                of_ranks = records.by_run(records.read_ranks(file)) if records.beside(file).exists() else {}
+            with _skipping(skipped):
+                joules = _joules(records.verdict_file(file), runs)
+            for run_id, run in runs.items():
+                of_the_run = _by_rank(run, of_ranks.get(run_id, of_ranks.get("", [])))
+                of_the_run["file"] = printable(str(file))
+                of_the_run["joules_per_1000_images"] = joules.get(run_id, math.nan)
+                every += [row | of_the_run for row in run]
+    rows = pd.DataFrame(every, columns=None if every else list(records.COLUMNS))
+    # Files of earlier programs lack these: they pool among each other, and with no others.
+    for name in ("lr", "gamma"):
+        rows[name] = rows[name].map("{:g}".format).replace("nan", "unknown")
+    rows.loc[rows.recipe == "fast", "gamma"] = "unknown"  # which does not use it
+    # A run copied into a second folder is still one run.
+    rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
+    mixed = _mixed(rows)
+    skipped += mixed.values()
+    return rows[~rows.run_id.isin(mixed)], [printable(sentence) for sentence in skipped]
+
+
+def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """As `load`, of at least one run.
+
+    Raises:
+        UserError: if a path is not there, or no run is found.
+    """
+    paths = list(paths)
+    rows, skipped = load(paths)
+    if rows.empty:
+        reasons = " ".join(skipped) or "There is no CSV."
+        raise UserError(f"no runs found in {', '.join(map(str, paths))}. {reasons}")
+    return rows, skipped
+
+
+def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
+    """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
+
+    `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
+    extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
+    such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
+    last epoch's, `joules_per_1000_images` over those that tell it; `peak_memory_mb` is the largest, of a
+    warm-up only where there is nothing else. `tflops` is what all devices compute together (TFLOP/s, NaN on
+    CPUs), and `mfu` the share of what they promise (1 is all of it, NaN where that is not known).
+    `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
+    settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
+    the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
+    """
+    rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
+    groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
+    epochs = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
+    last = rows.groupby("run_id").tail(1).groupby("configuration")
+    table = groups[CONFIGURATION].first()
+    table = table.assign(
+        images_per_s=steady.images_per_s.median(),
+        slowest=steady.images_per_s.min(),
+        fastest=steady.images_per_s.max(),
+        epoch_seconds=steady.train_seconds.median(),
+        eval_seconds=steady.eval_seconds.median(),
+        test_accuracy=last.test_accuracy.median(),
+        elapsed_s=last.elapsed_s.median(),
+        joules_per_1000_images=last.joules_per_1000_images.median(),
+        peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
+        least_memory_mb=groups.least_memory_mb.min(),
+        flops_per_image=groups.flops_per_image.median(),
+        runs=epochs.size(),
+        epochs=[
+            f"{least}..{most}" if least < most else str(least)
+            for least, most in zip(epochs.min(), epochs.max(), strict=True)
+        ],
+        steady_epochs=(~rows.warmup).groupby(rows.configuration).sum(),
+    )
+    if target is not None:
+        table = table.join(_reached(rows, target))
+        table["target_runs"] = table.target_runs.fillna(0).astype(int)
+    table["batch_per_device"] = table.global_batch // table.devices
+    on_gpus = ~table.device_name.map(is_cpu)
+    table["tflops"] = (table.images_per_s * table.flops_per_image / 1e12).where(on_gpus)
+    promised = [peaks.peak(row.device_name, row.precision) * row.devices for row in table.itertuples()]
+    table["mfu"] = table.tflops / promised
+    for name, made in {"train_images": _train_images, "variant": _variants}.items():
+        table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
+    settings = [name for name in MUST_BE_EQUAL if name != "images"]
+    return table.sort_values([*settings, "stage", "devices", "nodes"], key=_order)
+
+
+def compare(table: pd.DataFrame) -> pd.DataFrame:
+    """Add `speedup` (X(n)/X(1)), `efficiency` (speedup/n, 1 is ideal), `baseline`, `why` and `doubt`.
+
+    `baseline` names the stage that X(1) comes from: `single` where it has an equal run, else the
+    row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
+    the reason; everywhere else it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), for which the
+    batch per device is equal in place of the global one. `epoch_saved_s` and `run_saved_s` are how much
+    sooner than on the baseline an epoch is trained, and a run of as many epochs done. `doubt` is of
+    `trust.doubt`.
+    """
+    compared = []
+    ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
+    for row in table.itertuples():
+        one, why = _one_device(row, ones, "global_batch")
+        weak, _ = _one_device(row, ones, "batch_per_device")
+        as_long = one and one.epochs == row.epochs
+        compared.append(
+            {
+                "speedup": row.images_per_s / one.images_per_s if one else math.nan,
+                "baseline": one.stage if one else "",
+                "why": why,
+                "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
+                "weak_baseline": weak.stage if weak else "",
+                "epoch_saved_s": one.epoch_seconds - row.epoch_seconds if one else math.nan,
+                "run_saved_s": one.elapsed_s - row.elapsed_s if as_long else math.nan,
+                "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
+            }
+        )
+    table = table.join(pd.DataFrame(compared, index=table.index))
+    return table.assign(efficiency=table.speedup / table.devices)
+
+
+def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
+    """Tables of several folders as one: `variant` anew, and equal configurations in neighbouring rows."""
+    by = ["dataset", "model"]
+    variants = pd.concat(_variants(section) for _, section in table.groupby(by))
+    keys = [*by, "stage", "devices", "nodes", "global_batch", "variant"]
+    return table.assign(variant=variants).sort_values(keys, key=_order, kind="stable", ignore_index=True)
+
+
+def is_cpu(device_name: str) -> bool:
+    """Whether the workers were CPU threads standing in for GPUs."""
+    return device_name.startswith("CPU")
+
+
+def stage_name(stage: str) -> str:
+    """A stage of the tutorial in words; somebody's own training as it is written."""
+    return TUTORIAL_STAGES.get(stage, stage)
+
+
+def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str:
+    """A configuration in a few words, as `DDP x2, batch 256`.
+
+    Without `count` it is `DDP, batch 256`; `weak` tells the batch of each device.
+    """
+    nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
+    devices = f" x{row.devices}{nodes}" if count and row.stage != "single" else ""
+    plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
+    batch = f"batch {row.batch_per_device} each (weak)" if weak else f"batch {row.global_batch}"
+    return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
+
+
+def with_model(dataset: str, model: str) -> str:
+    """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
+    return dataset if model == TUTORIAL_MODEL else f"{dataset}, {model}"
+
+
+def common(section: pd.DataFrame) -> str:
+    """The settings that all rows of one section have in common, in words."""
+    return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+
+
+def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
+    """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
+    measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
+    of_ranks = [row for row in of_ranks if row["epoch"] in measured]
+    most: dict[tuple, float] = {}
+    for row in of_ranks:
+        device = (row["host"], row["rank"], row["device"])
+        most[device] = max(row["peak_memory_mb"], most.get(device, 0))
+    least = min(most.values(), default=math.nan)
+    return {"slow_rank": records.slow_rank(of_ranks), "least_memory_mb": least}
+
+
+def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
+    """The CSVs of runs at any depth; `skipped` gets a sentence for every folder that cannot be read."""
+
+    def skip(error: OSError) -> None:
+        skipped.append(f"{error.filename}: not read, {error.strerror}.")
+
+    for place, folders, names in os.walk(folder, onerror=skip):
+        folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
+        yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+
+
+@contextmanager
+def _skipping(skipped: list[str]) -> Iterator[None]:
+    """Goes on without what cannot be read, and takes down why."""
+    try:
+        yield
+    except records.RecordError as error:
+        skipped.append(str(error))
+
+
+def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
+    """What the verdicts on the jobs of these runs tell, where they know.
+
+    Raises:
+        RecordError: if it is not as a job writes it.
+    """
+    if not file.exists():
+        return {}
+    try:
+        check_regular(file)
+        with file.open(encoding="utf-8") as opened:
+            facts = json.loads(opened.read(LONGEST_VERDICT))
+        verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
+        found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
+        known = {run_id: joules for run_id, joules in found.items() if joules is not None}
+        if not all(0 <= joules <= records.MOST for joules in known.values()):
+            raise ValueError("its energy is no number")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise records.RecordError(
+            f"{file}: not read, {getattr(error, 'strerror', None) or 'it is damaged'}."
+        ) from None
+    return known
+
+
+def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Of every configuration with runs that reached it, how long they took, and how many they are."""
+    trained = rows.groupby("run_id").train_seconds.cumsum()
+    first = rows.assign(trained=trained)[rows.test_accuracy >= target].groupby("run_id").head(1)
+    return first.groupby("configuration").agg(
+        target_s=("elapsed_s", "median"), target_train_s=("trained", "median"), target_runs=("run_id", "size")
+    )
+
+
+def _mixed(rows: pd.DataFrame) -> dict[str, str]:
+    """A sentence by the name of every run that went on in another configuration than it began in."""
+    sentences = {}
+    kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
+    for run_id in kinds.index[(kinds > 1).any(axis=1)]:
+        run = rows.loc[rows.run_id == run_id, CONFIGURATION]
+        changed = [name for name in run if run[name].nunique() > 1]
+        pairs = [(MUST_BE_EQUAL.get(name, name), *run[name].unique()[:2]) for name in changed]
+        what = ", ".join(f"{name} {after} after {before}" for name, before, after in pairs)
+        sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
+    return sentences
+
+
+def _order(column: pd.Series) -> pd.Series:
+    """A key for sorting: the stages in the tutorial's order, then other trainings by name."""
+    order = {stage: str(i) for i, stage in enumerate(TUTORIAL_STAGES)}
+    return column.map(lambda stage: order.get(stage, f"own {stage}")) if column.name == "stage" else column
+
+
+def _in_words(row: pd.Series, names: Iterable[str]) -> str:
+    return ", ".join(_LABELS[name][0].format(row[name]) for name in names if row[name] != _LABELS[name][1])
+
+
+def _variants(section: pd.DataFrame) -> pd.Series:
+    varying = []
+    for name in _LABELS:
+        by = _FOLLOWS_FROM.get(name)
+        kinds = section.groupby(by)[name].nunique().max() if by else section[name].nunique()
+        varying += [name] if kinds > 1 else []
+    return section.apply(_in_words, axis=1, names=varying)
+
+
+def _train_images(section: pd.DataFrame) -> pd.Series:
+    """The most images of those whose data may have been the same: they drop less than a batch of it."""
+    found, members, below = {}, [], 0
+    for row in section.sort_values("images").itertuples():
+        if row.images >= below:  # the rows before it cannot have had so much data
+            members, below = [], math.inf
+        members.append(row.Index)
+        below = min(below, row.images + row.global_batch)
+        found |= dict.fromkeys(members, row.images)
+    return pd.Series(found)
+
+
+def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
+    """Of runs on one device that to compare `row` with, equal in the column `batch`, or why there is none."""
+    if row.stage == "dp" and row.devices == 1:
+        return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
+    if not row.images_per_s > 0:
+        return None, _WARMUP_ONLY
+    ones = [one for one in ones if one.stage in ("single", row.stage)]
+    if not ones:
+        return None, "no 1-device run to compare with"
+    unlike, unknown, _, one = min(
+        ((_unlike(row, one, batch), not one.images_per_s > 0, one.stage != "single", one) for one in ones),
+        key=lambda choice: (len(choice[0]), *choice[1:3]),
+    )
+    if unlike == ["global_batch"]:
+        return None, f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with"
+    if unlike:
+        values = [f"{MUST_BE_EQUAL[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
+        return None, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
+    if unknown:
+        return None, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
+    return one, ""
+
+
+def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
+    """The settings whose difference forbids a speedup of `row` over `one`."""
+    equal = {name: getattr(row, name) == getattr(one, name) for name in MUST_BE_EQUAL}
+    equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
+    equal["images"] = row.train_images == one.train_images
+    # Another recipe has another learning rate, and says it.
+    equal["lr"] = _same_lr(row, one) or not equal["recipe"]
+    equal["gamma"] |= not equal["recipe"]
+    # A GPU does not become faster by more CPU threads beside it.
+    equal["threads_per_worker"] |= not is_cpu(row.device_name)
+    return [name for name in MUST_BE_EQUAL if not equal[name]]
+
+
+def _same_lr(row: tuple, one: tuple) -> bool:
+    """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
+    if "unknown" in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
+        return row.lr == one.lr
+    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0)
+    return math.isclose(float(row.lr), scaled, rel_tol=1e-4)

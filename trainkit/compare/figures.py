@@ -1,0 +1,229 @@
+"""The figures of a comparison: throughput, speedup, size, accuracy; panels for each section of the report."""
+
+import math
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # compute nodes have no screen
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from trainkit.compare import comparison, sizes
+
+# Colour is never the only difference: figures are read on grey paper too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
+BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
+OWN_BAR = ("#C5E8DA", "..")
+MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
+Looks = dict[str, dict[str, object]]  # the lines of a figure by their texts
+
+
+def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
+    """Write the figures that the runs support into `out`, and return their names.
+
+    Args:
+        table: from `comparison.compare`.
+        rows: the epochs it was made of, from `comparison.load`.
+        out: a folder that is there. A figure of an earlier call that these runs do not support goes.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of an own training is one
+    every = {
+        "throughput.png": _throughput(table[table.images_per_s.notna()]),
+        "speedup.png": _speedup(table),
+        "size.png": _size(table),
+        "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
+    }
+    return save(every, out)
+
+
+def save(every: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
+    """Write the figures into `out` by their names, and return the names of those that there are.
+
+    A file of an earlier call for which there is no figure goes.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    for name, figure in every.items():
+        # A figure of an earlier call would be taken for one of these runs.
+        (out / name).unlink(missing_ok=True)
+        if figure:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
+                figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
+            plt.close(figure)
+    return [name for name, figure in every.items() if figure]
+
+
+def _figure(
+    table: pd.DataFrame, lines_of: Callable, plot: Callable, panels: int = 1, inches: Callable | None = None
+) -> Figure | None:
+    """Some panels for each section of the report, one section below the other.
+
+    Args:
+        table: rows with the columns of `comparison.SECTION_BY`.
+        lines_of: what there is to draw of the rows of a section; nothing: the section is left out.
+        plot: draws that on the panels, and remembers how its lines look.
+        inches: how high a section is, by its rows.
+    """
+    sections = [(names, rows, lines_of(rows)) for names, rows in table.groupby(comparison.SECTION_BY)]
+    sections = [section for section in sections if len(section[2])]
+    if not sections:
+        return None
+    heights = [inches(rows) if inches else 3.6 for _, rows, _ in sections]
+    figure = plt.figure(figsize=(7, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
+    looks: Looks = {}
+    for part, (names, _, lines) in zip(parts, sections, strict=True):
+        part.suptitle(_title(*names), fontsize=10)
+        plot(*part.subplots(1, panels, squeeze=False).flat, lines, looks)
+    if looks:
+        _legend(figure)
+    return figure
+
+
+def _same(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows
+
+
+def _throughput(table: pd.DataFrame) -> Figure | None:
+    return _figure(table, _same, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows))
+
+
+def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
+    labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
+    spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
+    spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
+    colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
+    look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
+    axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
+    axes.tick_params(axis="y", labelsize=9)
+    axes.invert_yaxis()
+    axes.ticklabel_format(axis="x", style="plain")
+    axes.set_xlabel("training images/s: median, min to max")
+
+
+def _size(table: pd.DataFrame) -> Figure | None:
+    """One line per set of devices and equal settings, through all sizes of the data."""
+    return _figure(table, sizes.lines, _epoch_and_run, panels=2)
+
+
+def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
+    """A dotted line stands at the size from which on several devices are sooner done than one."""
+    for axes, column, saved, what in (
+        (left, "epoch_seconds", "epoch_saved_s", "training of an epoch (s)"),
+        (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
+    ):
+        for text, rows in lines:
+            look = _look(text, looks)
+            axes.plot(rows.train_images, rows[column], **look)
+            size = sizes.break_even(rows, saved)
+            if 0 < size < math.inf:
+                of_the_height = axes.get_xaxis_transform()
+                axes.vlines(size, 0, 1, colors=look["color"], linestyles=":", transform=of_the_height)
+                axes.text(size, 0.02, f"{size:,.0f}", rotation=90, ha="right", transform=of_the_height)
+        axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
+            axis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", rotation=45)
+        axes.grid(alpha=0.3)
+
+
+def _speedup(table: pd.DataFrame) -> Figure | None:
+    """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
+
+    def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+        return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
+
+    return _figure(table, lines, _speedup_and_efficiency, panels=2)
+
+
+def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:
+    """Texts for the legend, and efficiencies by device counts."""
+    known = section[section[column].notna()]
+    batch = "batch_per_device" if weak else "global_batch"
+    groups = [group for _, group in known.groupby(["stage", batch, "variant"], sort=False)]
+    return [
+        (comparison.label(group.iloc[0], count=False, weak=weak), group.set_index("devices")[column])
+        for group in groups
+        if group.devices.max() > 1
+    ]
+
+
+def _speedup_and_efficiency(
+    left: Axes, right: Axes, lines: list[tuple[str, pd.Series]], looks: Looks
+) -> None:
+    every = sorted({1}.union(*(line.index for _, line in lines)))
+    most = every[-1]
+    left.plot([1, most], [1, most], color="silver", linewidth=4, label="ideal")
+    right.axhline(100, color="silver", linewidth=4)
+    for text, line in lines:
+        counts, efficiencies = list(line.index), list(line)
+        if counts[0] > 1:  # the baseline is a row of another stage
+            counts, efficiencies = [1, *counts], [1, *efficiencies]
+        look = _look(text, looks)
+        left.plot(counts, [n * share for n, share in zip(counts, efficiencies, strict=True)], **look)
+        right.plot(counts, [100 * share for share in efficiencies], **look)
+    left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
+    right.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks([n for n in every if n == 1 or n >= most / 8])  # closer ones would overlap
+        axes.grid(alpha=0.3)
+
+
+def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
+    """One curve per run; repeats of a configuration look alike."""
+    columns = comparison.CONFIGURATION
+    named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
+    return _figure(named.merge(rows, on=columns), _same, _curves)
+
+
+def _curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
+    for _, epochs in section.groupby("run_id", sort=False):
+        look = _look(comparison.label(epochs.iloc[0]), looks)
+        axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
+    axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
+    axes.grid(alpha=0.3)
+
+
+def _title(device: str, dataset: str, model: str) -> str:
+    what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
+    stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
+    return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
+
+
+def _look(text: str, looks: Looks) -> dict[str, object]:
+    """Label and style of a line: equal texts look alike in all panels of a figure."""
+    i = len(looks)
+    style = {
+        "label": text.lstrip("_"),  # a legend leaves out what begins with an underscore
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": LINES[i % len(LINES)],
+    }
+    return looks.setdefault(text, style)
+
+
+def _legend(figure: Figure) -> None:
+    """One legend under all panels; it makes the figure taller rather than the panels smaller."""
+    entries: dict[str, object] = {}
+    for axes in figure.axes:
+        handles, texts = axes.get_legend_handles_labels()
+        entries |= dict(zip(texts, handles, strict=True))
+    columns = 2 if max(map(len, entries)) < 45 else 1
+    figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) / columns + 1))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=9)

@@ -1,0 +1,125 @@
+"""What is told, as blocks: a page of HTML to share, which needs no server and no network, or Markdown.
+
+blocks = [page.Text(verdict), page.Table(shown)]
+page.write(out / "report.html", "Comparison", blocks)
+"""
+
+import base64
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import pandas as pd
+
+from trainkit.compare.text import escaped, markdown
+from trainkit.runtime.errors import UserError
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+class Heading(NamedTuple):
+    """The title of a section."""
+
+    text: str
+
+
+class Text(NamedTuple):
+    """A paragraph."""
+
+    text: str
+
+
+class Notes(NamedTuple):
+    """A list of sentences."""
+
+    lines: list[str]
+
+
+class Command(NamedTuple):
+    """What the reader may paste into a shell."""
+
+    text: str
+
+
+class Figure(NamedTuple):
+    """A PNG, which becomes a part of the page."""
+
+    png: Path
+
+    @property
+    def address(self) -> str:
+        return f"data:image/png;base64,{base64.b64encode(self.png.read_bytes()).decode()}"
+
+
+class Table(NamedTuple):
+    """A table of texts, sorted by a click on a header.
+
+    With `runs`, texts too, a row opens to the runs behind it: to those that have its index.
+    """
+
+    cells: pd.DataFrame
+    runs: pd.DataFrame | None = None
+
+    def rows(self) -> Iterator[tuple[list[str], list[list[str]]]]:
+        """The texts of each row, and those of the runs behind it."""
+        for i, *texts in self.cells.itertuples(name=None):
+            behind = [] if self.runs is None else self.runs[self.runs.index == i].to_numpy().tolist()
+            yield texts, behind
+
+    def numeric(self) -> list[bool]:
+        """Of each column, whether it holds numbers, which stand better on the right."""
+        return [bool(column.str.match(r"$|-$|-?\d").all()) for _, column in self.cells.items()]
+
+
+Block = Heading | Text | Notes | Command | Figure | Table
+
+
+def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
+    """Write the blocks, one below the other: as HTML, or as Markdown to a `path` that ends in .md.
+
+    Whatever is in their texts shows as it is written: no name can bring markup or a script into the page.
+
+    Raises:
+        OSError: if `path` cannot be written, or a figure cannot be read.
+    """
+    if path.suffix == ".md":
+        text = "\n\n".join([f"# {title}", *map(_as_markdown, blocks)])
+    else:
+        # Blocks and loops leave no blank lines in the page.
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        text = template.render(title=title, blocks=[(type(block).__name__, block) for block in blocks])
+    # A file name may not be UTF-8.
+    path.write_text(text + "\n", encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Makes the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
+
+    Raises:
+        UserError: if so.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+
+
+def _as_markdown(block: Block) -> str:
+    match block:
+        case Heading(text):
+            return f"## {escaped(text)}"
+        case Text(text):
+            return escaped(text)
+        case Notes(lines):
+            return "\n".join(f"- {escaped(line)}" for line in lines)
+        case Command(text):
+            return f"```\n{text}\n```"
+        case Figure(png):
+            return f"![{png.name}]({png.name})"
+        case Table(cells, _):
+            return markdown(cells)

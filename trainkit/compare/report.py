@@ -1,0 +1,238 @@
+"""The comparison of runs for people: tables on the terminal, comparison.md and .csv, figures, and a page."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from trainkit.compare import comparison, figures, page, sizes, text, trust
+from trainkit.compare.summary import verdict
+from trainkit.runtime.errors import UserError, tell
+
+# Header, with its unit: the column of the comparison and the format of its numbers.
+SHOWN = {
+    "stage": ("stage", ""),
+    "devices": ("devices", "d"),
+    "nodes": ("nodes", "d"),
+    "batch": ("global_batch", "d"),
+    "variant": ("variant", ""),
+    "images/s": ("images_per_s", ".0f"),
+    "min..max": ("spread", ""),
+    "speedup": ("speedup", ".2f"),
+    "eff. %": ("efficiency_percent", ".0f"),
+    "weak eff. %": ("weak_percent", ".0f"),
+    "note": ("note", ""),
+    "doubt": ("doubt", ""),
+    "acc. %": ("test_accuracy", ".2f"),
+    "eval s": ("eval_seconds", ".2f"),
+    "wall s": ("elapsed_s", ".1f"),
+    "mem. MB": ("memory", ""),
+    "J/1000 img": ("joules_per_1000_images", ".1f"),
+    "TFLOP/s": ("tflops", ".1f"),
+    "MFU %": ("mfu_percent", ".1f"),
+    "runs": ("runs", "d"),
+    "epochs": ("epochs", ""),
+}
+LEAST_NEEDED = (
+    "eval s",
+    "train s to it",
+    "mem. MB",
+    "epochs",
+    "runs",
+    "TFLOP/s",
+    "J/1000 img",
+    "MFU %",
+    "wall s",
+    "min..max",
+    "eff. %",
+)
+# What the page tells of the runs behind a row: header, and the column of `comparison.load`.
+OF_A_RUN = {
+    "run": "run_id",
+    "file": "file",
+    "epochs": "epoch",
+    "seed": "seed",
+    "host": "node_list",
+    "PyTorch": "torch_version",
+    "job": "job_id",
+}
+TERMINAL = 120  # characters of a line
+LEGEND = (
+    "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
+    "speedup, eff. %: against one device of the same kind. "
+    "wall s: from the start of the process (rank 0) to its last evaluation."
+)
+# Of columns that not every table has.
+LEGENDS = {
+    "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
+    "J/1000 img": "the energy of all GPUs of the job for 1,000 training images, evaluations between "
+    "included.",
+    "TFLOP/s": "the operations that the network needs, of all devices together.",
+    "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
+}
+MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
+TARGET_LEGEND = (
+    "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
+    "median of the repeats that had it."
+)
+
+
+def report(paths: list[Path], out: Path, target: float | None = None, advice: Callable | None = None) -> str:
+    """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
+
+    With a `target` the tables tell how long it took to reach that accuracy (%). `advice(rows, paths, target)`
+    gives what stands before the tables on the page: of advice/report.py, which builds on this room.
+
+    Raises:
+        UserError: if a path is not there, no file can be read, or `out` cannot be written to.
+    """
+    rows, skipped = comparison.load_some(paths)
+    table = comparison.compare(comparison.summarize(rows, target))
+    shown, reasons = as_text(table, target)
+    notes = reasons + _notes(rows, skipped)
+    conclusion = verdict(table)
+    narrow, left_out = _fitting(shown)
+    blocks: list[page.Block] = []
+    runs = _runs(rows, table)
+    for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
+        title = f"{device}, {comparison.with_model(dataset, model)}"
+        settings, from_size_on = comparison.common(section), sizes.sentences(section)
+        blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
+        blocks += map(page.Text, from_size_on)
+        # The terminal first: it is of use even where nothing can be written.
+        tell(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}\n")
+        for sentence in from_size_on:
+            tell(f"{text.wrapped(sentence)}\n")
+    told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
+    tell("\n".join(map(text.wrapped, told)) + "\n")
+    with page.writing_to(out):
+        _write_csv(table, out / "comparison.csv")
+        names = figures.draw(table, rows, out)
+        blocks += [page.Notes(notes), *(page.Figure(out / name) for name in names)]
+        page.write(out / "comparison.md", "Comparison", [page.Text(conclusion), *blocks])
+        advised = advice(rows, paths, target) if advice else []
+        page.write(out / "report.html", "Comparison", [page.Text(conclusion), *advised, *blocks])
+    tell(f"Written to {out}: {', '.join(['report.html', 'comparison.md', 'comparison.csv', *names])}\n")
+    return conclusion
+
+
+def report_each(folders: list[Path], out: Path, target: float | None = None) -> str:
+    """Print a table in which the runs of each folder are compared by themselves, and write it to `out`.
+
+    It has equal configurations beneath each other: yours and ours, or those of a room. A folder without
+    runs is named and left out. `target` as in `report`. Returns where it was written.
+
+    Raises:
+        UserError: if a folder is not there, none has runs, or `out` cannot be written to.
+    """
+    tables, notes = [], [LEGEND]
+    for folder in folders:
+        rows, skipped = comparison.load([folder])
+        notes += [f"Skipped: {sentence}" for sentence in skipped]
+        if rows.empty:
+            notes.append(f"{folder} has no runs.")
+        else:
+            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
+    if not tables:
+        raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
+    table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
+    shown, reasons = as_text(table, target)
+    shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
+    shown.insert(0, "folder", table.folder)
+    if table.device_name.nunique() > 1:
+        shown.insert(1, "device", table.device_name)
+    notes += reasons
+    tell(f"{text.plain(shown)}\n\n" + "\n".join(map(text.wrapped, notes)) + "\n")
+    with page.writing_to(out):
+        _write_csv(table, out / "each.csv")
+        for name in ("each.html", "each.md"):
+            page.write(out / name, "Each folder by itself", [page.Table(shown), page.Notes(notes)])
+    return f"Written to {out}: each.html, each.md, each.csv"
+
+
+def _write_csv(table: pd.DataFrame, path: Path) -> None:
+    table.apply(lambda column: column.map(text.no_formula)).to_csv(path, index=False)
+
+
+def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
+    """The table with all cells as text, and what its marks and columns mean that not every table has."""
+    own = table.baseline.map(
+        lambda stage: f"speedup against {stage} on one device: there is no equal single run"
+    )
+    notes = table.why.where(table.baseline == "", own.where(table.baseline != "single", ""))
+    numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
+    known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
+    table = table.assign(
+        spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
+        efficiency_percent=100 * table.efficiency,
+        # On one device it is that of the column before.
+        weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
+        mfu_percent=100 * table.mfu,
+        note=[numbers.get(note, "") for note in notes],
+        memory=[_memory(row) for row in table.itertuples()],
+    )
+    columns = dict(SHOWN)
+    if target is not None:
+        table = table.assign(reached=[_reached(row) for row in table.itertuples()])
+        columns |= {f"s to {target:g} %": ("reached", ""), "train s to it": ("target_train_s", ".1f")}
+    shown = pd.DataFrame(
+        {
+            header: ["-" if pd.isna(value) else format(value, form) for value in table[column]]
+            for header, (column, form) in columns.items()
+        },
+        index=table.index,
+    )
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img", "TFLOP/s", "MFU %"]
+    silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
+    legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
+    legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]
+    if shown["mem. MB"].str.contains("..", regex=False).any():
+        legends.append(MEMORY_LEGEND)
+    if target is not None:
+        legends.append(TARGET_LEGEND.format(target))
+    return shown.drop(columns=silent), legends
+
+
+def _runs(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """A row of texts for every run; its index is that of its row in the table."""
+    number = table[comparison.CONFIGURATION].assign(number=table.index)
+    last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
+    return last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
+
+
+def _memory(row: tuple) -> str:
+    """The most of any device, or from the least to the most where that is known to differ by 5 % or more."""
+    uneven = row.devices > 1 and row.least_memory_mb < 0.95 * row.peak_memory_mb
+    return f"{row.least_memory_mb:.0f}..{row.peak_memory_mb:.0f}" if uneven else f"{row.peak_memory_mb:.0f}"
+
+
+def _reached(row: tuple) -> str:
+    if not row.target_runs:
+        return "not reached"
+    some = f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
+    return f"{row.target_s:.1f}{some}"
+
+
+def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
+    notes, versions = [LEGEND], sorted(set(rows.torch_version))
+    if "synthetic" in set(rows.dataset):
+        notes.append("SYNTHETIC DATA: generated digits, NOT MNIST. Its accuracies say nothing about MNIST.")
+    devices = filter(comparison.is_cpu, sorted(set(rows.device_name)))
+    notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
+    slow = rows[rows.slow_rank != ""].drop_duplicates("run_id")
+    notes += [f"In {row.run_id} {row.slow_rank}." for row in slow.itertuples()]
+    if len(versions) > 1:
+        notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
+    return notes + [f"Skipped: {sentence}" for sentence in skipped]
+
+
+def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The columns that a terminal has room for, and the names of those left out, the least needed first."""
+    least_needed = [name for name in LEAST_NEEDED if name in shown]
+    left_out = least_needed[:1]
+    while len(left_out) < len(least_needed):
+        if max(map(len, text.plain(shown.drop(columns=left_out)).splitlines())) <= TERMINAL:
+            break
+        left_out = least_needed[: len(left_out) + 1]
+    return shown.drop(columns=left_out), left_out

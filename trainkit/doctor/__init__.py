@@ -1,0 +1,1 @@
+"""Whether a job can work on this cluster, seen before any training."""

@@ -1,0 +1,198 @@
+"""A job's ranks looked at before any training: every rank measures, and tells at once what it found.
+
+    srun ... python -m trainkit.doctor.checkup --data-dir DIR --results-dir DIR
+
+`slurm/doctor.py --job` puts this in the place of the training script. A rank prints each finding as one
+line of JSON, so that what it found is told even if it hangs or dies later. For the same reason nothing is
+imported before it is needed, and nothing waits without a limit.
+"""
+
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from trainkit.doctor.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_of, has_fault
+from trainkit.runtime import errors, files
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.errors import UserError, first_line
+
+# Seconds of a step. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode),
+# and the ranks then come to the group as far apart.
+LIMIT = 180
+# What to do about an error that does not say it itself.
+FIXES = {
+    "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
+    "software": "mend activate_environment in slurm/site.sh: one environment, which every node sees",
+    "gpus": "see `nvidia-smi` there, and tell your admin",
+    "group": "mend what is said of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
+    "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
+}
+NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
+
+SHM_GB = 1.0
+GB = 1e9
+
+
+def main() -> None:
+    """Measure, and tell. Ends well whatever it finds."""
+    parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--results-dir", type=Path, required=True)
+    parser.add_argument("--num-workers", type=at_least(0), default=0)
+    options, _ = parser.parse_known_args()  # the job script's other options are the training's
+    env = os.environ
+    if "SLURM_STEP_NUM_TASKS" not in env:
+        raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")
+    size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+    tasks = max(size // nodes, 1)  # of a node
+    speaks_for_node = env["SLURM_LOCALID"] == "0"
+    folders = {"results": options.results_dir, "job": Path(env["TRAINKIT_JOB_DIR"])}
+
+    tell(size=size, folder=env["TRAINKIT_JOB_DIR"])
+    _step("cores", _cores, options.num_workers)
+    able = _step("names", _names)
+    if speaks_for_node:
+        _step("folders", _leave_notes, folders)
+    if not _step("software", _software):
+        _end()
+    from trainkit.doctor import checkup_torch as checks
+
+    able &= _step("gpus", checks.gpus, tasks if speaks_for_node else None)
+    if speaks_for_node:
+        _step("data", checks.mnist, options.data_dir)
+        _step("memory", checks.memory, tasks, options.num_workers)
+        _step("shm", _shared_memory, options.num_workers)
+        _step("folders", _look_for_notes, folders, nodes)
+    if able and _step("group", checks.join):
+        _step("all-reduce", checks.all_reduce, nodes)
+    _end()
+
+
+def tell(**facts: object) -> None:
+    """A line for the doctor. One write, and short: the lines of several ranks go through one pipe."""
+    line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def node() -> str:
+    """This node's name in Slurm."""
+    return os.environ.get("SLURMD_NODENAME", platform.node())
+
+
+def _end() -> NoReturn:
+    tell(ended=True)
+    errors.note("finished")
+    os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
+
+
+def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object) -> bool:
+    """Tell what `check` finds, or that it failed, or took too long, which ends this rank.
+
+    Returns whether there is no fault. That all is well one rank of a node tells.
+    """
+
+    def tell_of(finding: Finding) -> None:
+        rank = None if finding.level == OK else int(os.environ["SLURM_PROCID"])
+        tell(finding=finding._replace(node=node(), rank=rank)._asdict())
+
+    def give_up() -> None:
+        tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "tell your admin")))
+        _end()  # the main thread hangs
+
+    tell(begun=step)
+    watch = threading.Timer(LIMIT, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        found = list(check(*arguments))
+    except Exception as error:  # whatever it is, the doctor tells it
+        text = (first_line(error) or repr(error))[:500]
+        found = [fault_of(step, text, FIXES.get(step, "tell your admin"))]
+    watch.cancel()
+    worse = [finding for finding in found if finding.level != OK]
+    for finding in worse or (found if os.environ["SLURM_LOCALID"] == "0" else []):
+        tell_of(finding)
+    return not has_fault(found)
+
+
+def _cores(num_workers: int) -> Iterator[Finding]:
+    """Whether this rank has the CPUs that it asked for, and enough of them for its loader."""
+    asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
+    if own < asked:
+        message = f"asked for {asked} cores and may run on {own}"
+        fix = "give --cpus-per-task to srun, too (Slurm 22.05 and later), and no --cpu-bind that pins all"
+        yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
+    usable = min(asked, own)
+    if usable < num_workers:
+        message = f"{usable} CPU(s) per task for the training and {num_workers} loader workers"
+        fix = f"sbatch --cpus-per-task={num_workers + 1}, or fewer --num-workers"
+        yield Finding("cores", FAULT if usable == 1 else WARNING, message, fix)
+    yield Finding("cores", OK, f"{usable} per rank")
+
+
+def _names() -> Iterator[Finding]:
+    """Whether this node knows the way to the master."""
+    master = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(master, None)
+        yield Finding("names", OK, f"resolves the master, {master}")
+    except OSError:
+        fix = f"an admin has to give {node()} an address for {master} (DNS or /etc/hosts)"
+        yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", fix)
+
+
+def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
+    """A file in each shared folder, for the other nodes to see; the doctor removes it."""
+    for name, folder in folders.items():
+        files.check_writable(folder, f"the {name} folder's files", FIXES["folders"])
+        (folder / NOTE.format(job=os.environ["SLURM_JOB_ID"], node=node())).touch()
+    return []
+
+
+def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
+    pattern = NOTE.format(job=os.environ["SLURM_JOB_ID"], node="*")
+    deadline = time.monotonic() + NOTES_SECONDS
+    for name, folder in folders.items():
+        # By listing, since opening a folder makes NFS ask its server anew.
+        while (seen := len(list(folder.glob(pattern)))) < nodes and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if seen < nodes:
+            message = f"files of {seen} of {nodes} nodes are seen in the {name} folder here: it is not shared"
+            yield Finding("folders", FAULT, message, FIXES["folders"])
+    yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
+
+
+def _software() -> Iterator[Finding]:
+    """Import what a rank imports."""
+    from trainkit.doctor import checkup_torch
+
+    yield from checkup_torch.software()
+
+
+def _shared_memory(num_workers: int) -> Iterator[Finding]:
+    """Through /dev/shm the workers of a DataLoader hand over their batches."""
+    space = shutil.disk_usage("/dev/shm")
+    message = f"{space.free / GB:.2f} of {space.total / GB:.2f} GB free in /dev/shm, for loaders' batches"
+    if num_workers and space.free < SHM_GB * GB:
+        fix = (
+            "a larger /dev/shm (of a container: apptainer --bind, docker --shm-size), or fewer --num-workers"
+        )
+        yield Finding("shm", WARNING, message, fix)
+    yield Finding("shm", OK, message)
+
+
+def in_words(number_of_bytes: int) -> str:
+    """Such as 4 MB."""
+    return f"{number_of_bytes // 2**10} KB" if number_of_bytes < 2**20 else f"{number_of_bytes // 2**20} MB"
+
+
+if __name__ == "__main__":
+    errors.run(main)

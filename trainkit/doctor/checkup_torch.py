@@ -1,0 +1,205 @@
+"""What a rank of the doctor's job measures by PyTorch, and what PyTorch says of the login node.
+
+It is imported by a step of the checkup, as that may take minutes, or fail.
+"""
+
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from trainkit.doctor.checkup import FIXES, LIMIT, in_words, node, tell
+from trainkit.doctor.finding import FAULT, OK, WARNING, Finding
+from trainkit.monitor import processes
+from trainkit.rank import data, run  # noqa: F401  what a rank imports
+from trainkit.runtime import machine, process_group
+
+GB = 1e9
+# What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
+# main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
+# are reported to take 2 to 4 GB of the host's memory.
+RANK_GB, GPU_RANK_GB, LOADER_WORKER_GB = 1.0, 4.0, 0.25
+
+SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
+REPEATS = 5  # the median of them
+SLOW_SECONDS = 1.0  # of a sum: no larger size then, which would take four times as long
+SLOW_NETWORK_GB_S = 0.1  # what gigabit Ethernet carries
+
+
+def software() -> Iterator[Finding]:
+    """What this rank has imported."""
+    commit = machine.git_commit() or "unknown (no git there)"
+    yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
+
+
+def mnist(data_dir: Path) -> Iterator[Finding]:
+    """Whether the data can be read here."""
+    data.load("mnist", data_dir)
+    yield Finding("data", OK, f"MNIST in {data_dir}")
+
+
+def gpus(tasks: int | None) -> Iterator[Finding]:
+    """This rank's GPU, as the training would choose it, and for one rank those of its node's `tasks`."""
+    device = process_group.own_device(use_cuda=True)
+    if device.type == "cuda":
+        free, size = torch.cuda.mem_get_info(device)
+        if free < 0.8 * size:
+            message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
+            fix = f"something else computes there; without the node: sbatch --exclude={node()}"
+            yield Finding("gpus", WARNING, message, fix)
+    if not tasks:
+        return
+    given, seen = machine.gpus_given() or 0, torch.cuda.device_count()
+    if given and given != tasks:
+        message = f"{tasks} task(s) for {given} GPU(s): it has to be one task per GPU"
+        fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
+        yield Finding("gpus", FAULT, message, fix)
+    if 0 < seen < given:
+        message = f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
+        fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
+        yield Finding("gpus", WARNING, message, fix)
+    if seen:
+        yield Finding("gpus", OK, f"{_cards()}, {_software_of_gpus()}")
+    elif given:  # else it would have been refused before
+        message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
+        yield Finding("gpus", OK, message)
+    else:
+        message = "the job has no GPU: it will train on the CPU"
+        yield Finding("gpus", WARNING, message, "sbatch --gpus-per-node=2")
+
+
+def _cards() -> str:
+    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
+    all_of_them = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in all_of_them)
+    cards = [f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(cards if torch.version.hip else [*cards, machine.driver()])
+
+
+def _software_of_gpus() -> str:
+    """What this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
+    if not torch.distributed.is_nccl_available():
+        return machine.build()
+    return f"{machine.build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def look_from_login_node(data_dir: str, most_gpus: int) -> None:
+    """The job's Python and, read by it, the data; `most_gpus` are those of the largest node.
+
+    Raises:
+        UserError: if the data cannot be read.
+    """
+    version = f"torch {torch.__version__.partition('+')[0]} for {_software_of_gpus()}"
+    found = [Finding("environment", OK, f"{sys.executable}, {version}")]
+    if machine.build() == "the CPU only" and most_gpus:
+        message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
+        fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
+        found.append(Finding("gpus", FAULT, message, fix))
+    for finding in found:
+        tell(finding=finding._asdict())
+    data.load("mnist", Path(data_dir))
+    tell(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
+
+
+def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
+    """Whether what the node has left, and the job may take of it, is enough for its ranks."""
+    room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
+    least = tasks * (GPU_RANK_GB if torch.cuda.is_available() else RANK_GB)
+    need = least + tasks * num_workers * LOADER_WORKER_GB
+    if room < need:
+        message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
+        if num_workers:
+            message += f" with {num_workers} loader workers each"
+        yield Finding("memory", FAULT if room < least else WARNING, message, f"sbatch --mem={int(need) + 1}G")
+    yield Finding("memory", OK, f"{room:.1f} GB")
+
+
+def join() -> Iterator[Finding]:
+    """Join the process group as the training does; tells NCCL's network."""
+    # A folder of its own, for everybody may write to the temporary folder, and guess a name there.
+    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder, "nccl.log")
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+        process_group.join(use_cuda=True, timeout=LIMIT - 5)
+        process_group.barrier()  # NCCL connects at its first operation
+        network = re.search(r"Using network (\S+)", log.read_text(errors="replace") if log.exists() else "")
+    way = dist.get_backend() + (f" over {network[1]}" if network else "")  # none within a node
+    yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {way}")
+
+
+def all_reduce(nodes: int) -> Iterator[Finding]:
+    """Whether sums over all ranks are correct, and what the network carries; rank 0 tells the rows."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": process_group.count()}
+    facts |= {"backend": dist.get_backend(), "device_name": machine.device_name(device)}
+    rows = []
+    for number_of_bytes in SIZES:
+        wrong = _wrong_sums(number_of_bytes, device)
+        if wrong:
+            message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
+            yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
+        if process_group.largest(wrong, device):  # on any rank: all of them stop here
+            return
+        values = torch.zeros(number_of_bytes // 4, device=device)
+        seconds = statistics.median(_time_one(values) for _ in range(REPEATS))
+        rows.append(facts | bandwidth(process_group.count(), number_of_bytes, seconds))
+        if seconds > SLOW_SECONDS:
+            break
+    if process_group.is_rank_0() and process_group.count() == 1:
+        yield Finding("all-reduce", OK, "one rank only: nothing to exchange")
+    elif process_group.is_rank_0():
+        tell(rows=rows)
+        yield _judge_network(rows, nodes)
+    process_group.leave()
+
+
+def _wrong_sums(number_of_bytes: int, device: object) -> int:
+    """How many of the numbers of a sum over all ranks are wrong on this one."""
+    rank, size = process_group.rank(), process_group.count()
+    ramp = torch.arange(number_of_bytes // 4, device=device, dtype=torch.float32) % 1000
+    expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
+    return int((process_group.sum_in_place(ramp + rank) != expected).sum())
+
+
+def _time_one(values: object) -> float:
+    """Seconds of a sum over all ranks, by the slowest rank's clock."""
+    on_gpu = values.device.type == "cuda"
+    process_group.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    process_group.sum_in_place(values)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return process_group.largest(time.perf_counter() - started, values.device)
+
+
+def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:
+    """What a sum over all ranks has shown: bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
+
+    For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
+    of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    algorithm = number_of_bytes / seconds / GB
+    rates = {"algorithm_gb_s": algorithm, "bus_gb_s": algorithm * 2 * (ranks - 1) / ranks}
+    return {"bytes": number_of_bytes, "seconds": seconds} | rates
+
+
+def _judge_network(rows: list[dict], nodes: int) -> Finding:
+    rate = rows[-1]["bus_gb_s"]
+    message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
+    if rate < SLOW_NETWORK_GB_S and nodes > 1:
+        fix = "see that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
+        return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
+    return Finding("all-reduce", OK, message)

@@ -1,0 +1,284 @@
+"""Look whether jobs can work here, before one fails: first on the login node, with --job in a short job too.
+
+    python slurm/doctor.py                             the site file, Slurm, environment, data and folders
+    python slurm/doctor.py --job                       also a job with the shape of stage 03's job script
+    python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
+    python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
+
+The job is stage 03's own job script with the training replaced by `trainkit.doctor.checkup`, so what holds
+for it holds for the training.
+
+Exit code 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on will
+do: only the standard library is needed here, and the job's own environment is among the things looked at.
+"""
+
+import argparse
+import json
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from trainkit.doctor import checkup, login_node
+from trainkit.doctor.finding import FAULT, NOTE, OK, WARNING, Finding, findings, has_fault, read_lines
+from trainkit.jobs import local, slurm
+from trainkit.jobs.following import SlurmHandle
+from trainkit.jobs.site import Site
+from trainkit.jobs.stages import STAGES
+from trainkit.runtime import errors
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.errors import UserError, printable, reason, tell
+from trainkit.schema import records
+
+LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
+JOB_SCRIPT = STAGES["ddp"].script.parent / "slurm_submit.sh"
+
+
+def main() -> int:
+    """Look at everything and show it; returns the exit code."""
+    options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is cancelled then, too
+    found: list[Finding] = []
+    rows: list[dict] = []
+    for some in _examine(options, rows):
+        found += some
+        if not options.json:
+            _show(some)
+    count = {level: sum(finding.level == level for finding in found) for level in LABELS}
+    if options.json:
+        document = {"findings": [finding._asdict() for finding in found], "all_reduce": rows}
+        tell(json.dumps(document, indent=1))
+    else:
+        _show_bandwidths(rows)
+        tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
+    return 1 if count[FAULT] else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(prog="doctor.py", description=__doc__)
+    add = parser.add_argument
+    add("--job", action="store_true", help="also look inside a short job, on every node")
+    add("--nodes", type=at_least(1), metavar="N", help="nodes of the job (default: the job script's)")
+    add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: the job script's)")
+    add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
+    in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
+    add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
+    loader_processes = "loader processes that each task is going to have (default: %(default)s)"
+    add("--num-workers", type=at_least(0), default=4, metavar="N", help=loader_processes)
+    add("--json", action="store_true", help="print one JSON document and nothing else")
+    add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
+    options = parser.parse_args()
+    if options.gpus and options.gpus % (options.nodes or 1):
+        raise UserError(f"{options.gpus} GPUs do not divide among {options.nodes} nodes: change one of them.")
+    for word in options.sbatch_options:
+        if not word.startswith("-"):
+            raise UserError(f"{word!r} is not an option: those for sbatch are like this: -- --mem=8G")
+    return options
+
+
+def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Finding]]:
+    """The findings, check by check; adds the all-reduce timings to `rows`."""
+    site, found = login_node.check_site()
+    yield found
+    found = login_node.check_slurm()
+    yield found
+    blocked = site is None or has_fault(found)
+    if site:
+        if not blocked:
+            found = _check_submission(options, site)
+            blocked = has_fault(found)
+            yield found
+        yield login_node.check_environment(site, in_job_too=options.job)
+        found = login_node.check_folders(site)
+        blocked = blocked or has_fault(found)
+        yield found
+    if options.job and blocked:
+        yield [Finding("job", FAULT, "not started, it could not work", "mend the faults above first")]
+    elif options.job:
+        yield _check_job(options, site, rows)
+
+
+# --- its report -------------------------------------------------------------------------------------
+
+
+def _show(found: list[Finding]) -> None:
+    """Print findings, those that several nodes or ranks have in common once."""
+    together: dict[tuple, list[Finding]] = {}
+    for finding in found:
+        together.setdefault(finding[:4], []).append(finding)
+    for (check, level, message, fix), alike in together.items():
+        tell(f"{LABELS[level]:8} {check:12} {_where(alike)}{printable(message)}")
+        if fix:
+            tell(f"{'':21} fix: {fix}")
+
+
+def _where(alike: list[Finding]) -> str:
+    nodes = ", ".join(dict.fromkeys(finding.node for finding in alike if finding.node))
+    ranks = ", ".join(str(finding.rank) for finding in alike if finding.rank is not None)
+    return f"{f'rank {ranks} on ' if ranks else ''}{nodes}: " if nodes else ""
+
+
+def _show_bandwidths(rows: list[dict]) -> None:
+    if rows:
+        tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
+    for row in rows:
+        milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
+        tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
+
+
+# --- its job ----------------------------------------------------------------------------------------
+
+
+def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
+    """Whether Slurm would take the job."""
+    done = _sbatch(site, "--test-only", *_shape(options), JOB_SCRIPT.name)
+    if done.returncode:
+        return [_refusal("submission", done)]
+    # There is no such job.
+    when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.told_by_sbatch(done.stderr))
+    return [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
+
+
+def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list[Finding]:
+    """What a job finds, in which every rank is looked at; adds the all-reduce timings to `rows`."""
+    started = datetime.now(timezone.utc)
+    name = f"doctor-{secrets.token_hex(4)}"
+    log = site.jobs_dir / f"{name}.log"
+    found: list[Finding] = []
+    try:
+        found = [_run(options, site, name, log)]
+        told = _told_in(log)
+        found += judge(told, log) if told else []
+        rows += next((one["rows"] for one in told if "rows" in one), [])
+        if rows:
+            found.append(_keep(rows, site.results_dir / "all_reduce", started))
+    finally:
+        # The job's folder by its own word: one of that number may be another's, from before.
+        for folder in {Path(one["folder"]) for one in _told_in(log) if "folder" in one}:
+            shutil.rmtree(folder, ignore_errors=True)
+            for note in site.results_dir.glob(NOTE.format(job=folder.name, node="*")):
+                note.unlink(missing_ok=True)
+        if not has_fault(found):
+            log.unlink(missing_ok=True)
+    return found
+
+
+def _told_in(log: Path) -> list[dict]:
+    return list(read_lines(log.read_text(errors="replace"))) if log.exists() else []
+
+
+def judge(told: list[dict], log: Path) -> list[Finding]:
+    """What the ranks found, and what they could not tell of themselves: whether all came to their end."""
+    found = findings(sorted(told, key=lambda one: one["rank"]))
+    if len({finding.message for finding in found if finding.check == "software"}) > 1:
+        message = "it is not the same on every node"
+        found.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
+    size = max(one.get("size", 0) for one in told)
+    steps = {one["rank"]: one["begun"] for one in told if "begun" in one}  # the last of each
+    silent = sorted(set(range(size)) - {one["rank"] for one in told if "ended" in one})
+    if not silent:
+        return [Finding("ranks", OK, f"{size} ranks reported"), *found]
+    for rank in silent:
+        message = f"rank {rank} never reported: its Python did not start"
+        if rank in steps:
+            message = f"rank {rank} ended without a word in its check of {steps[rank]}: killed, or crashed"
+        found.append(Finding("ranks", FAULT, message, f"see {log}; more memory: sbatch --mem=32G"))
+    return found
+
+
+def _keep(rows: list[dict], folder: Path, started: datetime) -> Finding:
+    """Leave the all-reduce timings in the results, where predictions of what more nodes pay look for them."""
+    path = folder / f"{started:%Y%m%d-%H%M%S}-{rows[0]['ranks']}x{rows[0]['nodes']}.tsv"
+    facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
+    try:
+        records.put_all_reduce(path, [row | facts for row in rows])
+    except OSError as error:
+        message = f"its times cannot be written to {path} ({reason(error)})"
+        return Finding("all-reduce", WARNING, message, "free the space, or mend the permissions")
+    return Finding("all-reduce", OK, f"its times are kept in {path}")
+
+
+def _sbatch(site: Site, *arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    """sbatch in stage 03's folder, with the site's SBATCH_* variables."""
+    env = local.outside_of_jobs() | site.sbatch
+    return slurm.ask("sbatch", *arguments, cwd=JOB_SCRIPT.parent, env=env, input=script)
+
+
+def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding:
+    told = slurm.told_by_sbatch(done.stderr) or f"exit code {done.returncode}"
+    return Finding(check, FAULT, f"Slurm refuses the job: {told}", slurm.advice(told))
+
+
+def _shape(options: argparse.Namespace) -> list[str]:
+    """What the options say about the job, for sbatch; what they do not is in the job script."""
+    shape = [f"--nodes={options.nodes}"] if options.nodes else []
+    if options.gpus:
+        gpus = options.gpus // (options.nodes or 1)
+        shape += [f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
+    return [*shape, *options.sbatch_options]
+
+
+def job_script(num_workers: int) -> str:
+    """Stage 03's job script with the checkup for the training; and a rank that goes leaves the others be.
+
+    Each of them ends by itself, as each step has a limit; --wait is for one that hangs even then.
+    """
+    text = JOB_SCRIPT.read_text()
+    for training, ours in {
+        'python "$script"': f"python -m trainkit.doctor.checkup --num-workers {num_workers}",
+        "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
+        "--wait=60": f"--wait={3 * checkup.LIMIT}",
+    }.items():
+        if training not in text:
+            raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, in whose place comes `{ours}`.")
+        text = text.replace(training, ours)
+    return text
+
+
+def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Finding:
+    """Send the job and wait for its end. It is cancelled if it does not start in time, or on Ctrl-C."""
+    settings = (f"--job-name={name}", f"--time={options.time}", "--no-requeue", f"--output={log}")
+    try:
+        script = job_script(options.num_workers)
+        done = _sbatch(site, "--parsable", *_shape(options), *settings, script=script)
+        if done.returncode:
+            return _refusal("job", done)
+        job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
+        return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)
+    finally:
+        # By its name, since Ctrl-C may come before the number is known.
+        slurm.ask("scancel", "--quiet", f"--name={name}")
+
+
+def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
+    """Wait for the job's end, and for its start at most so long; what became of it."""
+    began, shown = time.monotonic(), None
+    while (state := job.state()).name not in ("done", "failed"):
+        if state != shown:
+            why = f": {state.detail}" if state.name == "queued" else ""
+            print(f"job {job.job_id} {state.name}{why}", file=sys.stderr)
+            shown = state
+        if state.name == "queued" and time.monotonic() - began > most_seconds:
+            message = (
+                f"job {job.job_id} did not start within {most_seconds} s, Slurm's reason: {state.detail}"
+            )
+            fix = "wait longer with --wait, or ask for less; `man squeue` explains the reasons"
+            return Finding("job", FAULT, message, fix)
+        time.sleep(job.poll_seconds)
+    if not job.log.exists():
+        message = f"job {job.job_id} left no log in {job.log.parent} ({state.detail})"
+        fix = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder that the compute nodes see, too"
+        return Finding("job", FAULT, message, fix)
+    if state.name == "failed":
+        return Finding("job", FAULT, f"job {job.job_id} failed: {state.detail}", f"see {job.log}")
+    return Finding("job", OK, f"job {job.job_id} ran")
+
+
+if __name__ == "__main__":
+    errors.run(main)

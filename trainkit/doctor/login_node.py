@@ -1,0 +1,119 @@
+"""The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders.
+
+Only the standard library is needed.
+"""
+
+import os
+import shlex
+import stat
+from pathlib import Path
+
+from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, fault_of, findings, read_lines
+from trainkit.jobs import slurm
+from trainkit.jobs.site import Site, read_site
+from trainkit.jobs.stages import REPOSITORY, STAGES
+from trainkit.runtime import files
+from trainkit.runtime.errors import UserError
+
+IMPORT_SECONDS = 180
+
+# The shell of a job, up to the job's Python, which looks around, and reads the data as a job would.
+ENVIRONMENT = """
+set -euo pipefail
+source "$1/slurm/site_env.sh"; shift
+if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
+activate
+exec "${SITE_CONTAINER[@]}" python -c "$@"
+"""
+LOOK = """
+import sys
+from trainkit import errors
+from trainkit.doctor import checkup_torch
+errors.run(lambda: checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def check_site() -> tuple[Site | None, list[Finding]]:
+    """What slurm/site.sh says, if it can be read."""
+    try:
+        site = read_site()
+    except UserError as error:
+        return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
+    told = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
+    file = REPOSITORY / "slurm" / "site.sh"
+    others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
+    what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults hold"
+    return site, others or [Finding("site", OK, f"{what}{f' ({told})' if told else ''}")]
+
+
+def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
+    """Whether nobody but the user (and root) could change `what` behind the user's back."""
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        message = f"{path} belongs to user {status.st_uid}, who can change {what}"
+        return [Finding(check, FAULT, message, "put a copy of your own in its place")]
+    if status.st_mode & stat.S_IWOTH:
+        message = f"everybody can write to {path}, and so change {what}"
+        return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}")]
+    # Many systems give every user a group of their own, with the user's number.
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getuid(), 0):
+        message = f"group {status.st_gid} can write to {path}, and so change {what}"
+        return [Finding(check, WARNING, message, f"chmod g-w {shlex.quote(str(path))}, or trust all of them")]
+    return []
+
+
+def check_slurm() -> list[Finding]:
+    """Whether Slurm's programs are here, and its controller answers."""
+    if not slurm.is_here():
+        fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
+        return [Finding("slurm", FAULT, "there is no Slurm here: sbatch is not on PATH", fix)]
+    ping = slurm.ask("scontrol", "ping")
+    if " UP" not in ping.stdout:
+        why = (ping.stdout or ping.stderr).partition("\n")[0]
+        fix = "try again later, or tell your admin; of the practice cluster: make cluster-down cluster-up"
+        return [Finding("slurm", FAULT, f"Slurm's controller does not answer ({why})", fix)]
+    return [Finding("slurm", OK, f"{slurm.ask('scontrol', '--version').stdout.strip()} answers")]
+
+
+def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
+    """The job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
+    # It may work on the compute nodes alone, which the job is going to tell.
+    level = WARNING if in_job_too else FAULT
+    most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
+    words = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
+    done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *words, seconds=IMPORT_SECONDS)
+    if "srun's container" in done.stdout:
+        message = "Python and data are seen from inside srun's container only"
+        return [Finding("environment", WARNING, message, "see with `doctor.py --job`")]
+    found = findings(read_lines(done.stdout))
+    if not found:
+        # What a command said, and what became of it.
+        problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
+        message = f"the job's Python does not work here: {problem}"
+        fix = "mend activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
+        return [Finding("environment", level, message, fix)]
+    found = [finding._replace(level=level) if finding.level == FAULT else finding for finding in found]
+    if done.returncode:
+        found.append(fault_of("data", done.stderr.strip().rpartition("\n")[2]))
+    return found
+
+
+def check_folders(site: Site) -> list[Finding]:
+    """Whether what jobs write to can be written to, and by nobody else."""
+    own = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
+    folders = {
+        site.results_dir: ("results", own),
+        site.jobs_dir: ("checkpoints", own),
+        STAGES["ddp"].script.parent: ("logs", "put this checkout where you may write"),
+    }
+    found = []
+    for folder, (what, fix) in folders.items():
+        try:
+            files.check_writable(folder, what, fix)
+            slurm.check_path(folder)
+        except UserError as error:
+            found.append(fault_of("folders", str(error)))
+            continue
+        found += check_owner(folder, f"the {what}", "folders")
+    message = f"results, checkpoints and logs can be written: {', '.join(map(str, folders))}"
+    return found or [Finding("folders", OK, message)]

@@ -1,0 +1,274 @@
+"""Watch what a job does with its GPUs, cores and memory, while it runs and afterwards.
+
+    python slurm/monitor.py --verdict JOB      what it wasted, the worst first, and what could be faster
+    python slurm/monitor.py --plot JOB         the same as a picture, along its time
+    python slurm/monitor.py --attach JOB       sample a running job of Slurm that does not sample itself
+    python slurm/monitor.py -- COMMAND ...     run a command, on this machine, and sample it
+
+JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_MONITOR is off.
+"""
+
+import argparse
+import json
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.jobs import local, slurm
+from trainkit.jobs.site import read_site
+from trainkit.jobs.stages import REPOSITORY
+from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.errors import UserError, first_line, printable, tell
+from trainkit.runtime.files import check_writable
+from trainkit.schema import samples
+
+if TYPE_CHECKING:
+    from trainkit.monitor.waste import Verdict
+
+VERDICT_SECONDS = 8  # that it may take after Ctrl-C
+END_SECONDS = 0.25  # from one look to the next whether a local job has ended
+# What somebody may send to this program, and means for the command that it runs.
+HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
+
+
+def main(own_job: str | None) -> int:
+    """What slurm/monitor.py does with its command line; returns the exit code.
+
+    Args:
+        own_job: the folder of the job that it was started in, if it is one of ours.
+
+    Raises:
+        UserError: for everything the user can mend.
+    """
+    own, command = _parse()
+    if command:
+        return _run(command)
+    if own.sample:
+        _sample(own.sample, own.until, own_job)
+    elif own.attach:
+        _attach(own.attach)
+    elif own.plot:
+        from trainkit.monitor import timeline
+
+        folder = _find(own.plot)
+        print(timeline.draw(folder, own.out or folder / "timeline.png"))
+    else:
+        from trainkit.monitor import waste
+
+        judged = waste.judge(_find(own.verdict))
+        lines = judged.lines(_name(own.verdict))
+        tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
+    return 0
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[end + 1 :]
+    parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
+    what = parser.add_mutually_exclusive_group(required=not command)
+    what.add_argument("--verdict", metavar="JOB", help="say what it wasted")
+    what.add_argument("--plot", metavar="JOB", help="draw it")
+    what.add_argument("--attach", metavar="JOB", type=at_least(1), help="sample it, from a login node")
+    what.add_argument("--sample", metavar="FOLDER", type=Path, help="what jobs call")
+    parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
+    parser.add_argument("--out", metavar="FILE.png", type=Path, help="of --plot: where to")
+    parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments[:end]), command
+
+
+def _find(job: str) -> Path:
+    """The folder of a job's samples, by the number or the folder of the job.
+
+    Raises:
+        UserError: if there is none.
+    """
+    folder = Path(job)
+    if job.isdigit() and not folder.is_dir():
+        folder = _with_number(job)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {printable(job)}: give a job's number or folder.")
+    if (folder / samples.FOLDER).is_dir():
+        folder /= samples.FOLDER
+    elif not any(folder.glob("*.csv")):
+        raise UserError(
+            f"job {printable(job)} was not sampled (SITE_MONITOR=off?): while it runs in Slurm, "
+            "`python slurm/monitor.py --attach <number>` does it."
+        )
+    return folder
+
+
+def _name(job: str) -> str:
+    return f"job {job}" if job.isdigit() else job
+
+
+def _with_number(job: str) -> Path:
+    jobs_dir = read_site().jobs_dir
+    if (jobs_dir / job).is_dir():
+        return jobs_dir / job
+    # Started by submit.py without Slurm. Numbers of processes come again.
+    here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
+    if here:
+        return max(here, key=os.path.getmtime)
+    raise UserError(
+        f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits has no "
+        "folder yet."
+    )
+
+
+def _run(command: list[str]) -> int:
+    """Run the command as a job of its own, and sample it; returns its exit code.
+
+    Raises:
+        UserError: if it is not there, or the samples have no place.
+    """
+    from trainkit.monitor import collector
+
+    job = read_site().jobs_dir / local.new_name("monitored")
+    folder, mine = job / samples.FOLDER, {"TRAINKIT_JOB_DIR": str(job)}
+    check_writable(folder, "samples", FIX)
+    try:
+        child = subprocess.Popen(command, env=os.environ | mine)
+    except OSError as error:
+        shutil.rmtree(job)
+        raise UserError(
+            f"{printable(command[0])} cannot be run ({error.strerror}): correct the command."
+        ) from None
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends them to the command, too
+        signal.signal(number, signal.SIG_IGN)
+    for number in HANDED_ON:
+        signal.signal(number, lambda number, _: child.send_signal(number))
+
+    def ended(seconds: float | None) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+        return child.returncode is not None
+
+    try:
+        collector.sample(folder, mine, ended)
+    finally:  # whatever becomes of the samples
+        ended(None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _tell(folder, "the command", job)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
+    """Sample this node until the end of the input, or of the process `until`; one node tells the verdict."""
+    from trainkit.monitor import collector
+
+    for number in (signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if until:
+        collector.sample(folder, {"TRAINKIT_JOB_DIR": str(folder.parent)}, _end_of(until, folder.parent))
+    else:
+        # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
+        signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
+        mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
+        if own_job:  # another practice cluster may have a job with that number
+            mine["TRAINKIT_JOB_DIR"] = own_job
+        collector.sample(folder, mine, _end_of_input)
+    number = until or os.environ["SLURM_JOB_ID"]
+    if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
+        _tell(folder, f"job {number}", number)
+
+
+def _end_of_input(seconds: float) -> bool:
+    readable, _, _ = select.select([0], [], [], seconds)
+    return bool(readable) and not os.read(0, 65536)
+
+
+def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
+    """Of the process that controls the ranks of the job in `folder`, on this machine."""
+
+    def ended(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not local.has_ended(str(process), folder):
+            if time.monotonic() > until:
+                return False
+            time.sleep(END_SECONDS)
+        return True
+
+    return ended
+
+
+def _attach(job: int) -> None:
+    """Sample a running job of Slurm, from a login node, until it ends or Ctrl-C.
+
+    Raises:
+        UserError: if it does not run, samples itself, or may not be sampled.
+    """
+    nodes = _nodes_of_running(job)
+    folder = read_site().jobs_dir / str(job) / samples.FOLDER
+    check_writable(folder, "samples", FIX)
+    script = 'source "$1"; activate; sample "$2" "$3" --jobid="$4"'
+    words = [str(REPOSITORY / "slurm" / "site_env.sh"), nodes, str(folder), str(job)]
+    with (folder / "log").open("w") as log:
+        step = subprocess.Popen(
+            ["bash", "-c", script, "bash", *words],
+            stdin=subprocess.PIPE,  # which ends with this program, however that ends
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=local.outside_of_jobs(),
+            start_new_session=True,  # Ctrl-C is for this program alone
+        )
+    print(f"sampling job {job} on {nodes} node(s) into {folder}; Ctrl-C ends that, not the job", flush=True)
+    try:
+        step.wait()
+    except KeyboardInterrupt:
+        step.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            step.wait(VERDICT_SECONDS)
+        step.terminate()
+    if not any(folder.glob("*.csv")):
+        last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+        raise UserError(f"job {job} could not be sampled: {printable(last) or 'the step failed'}")
+    _tell(folder, f"job {job}", job)
+
+
+def _nodes_of_running(job: int) -> str:
+    """How many nodes the job has; raises a UserError if there is nothing to sample on them."""
+    if not slurm.is_here():
+        raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
+    facts = slurm.job_facts(str(job))
+    state, reason = facts["JobState"], printable(facts.get("Reason", ""))
+    if state != "RUNNING":
+        told = f"{state}, {reason}" if reason else state
+        raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
+    steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
+    if "monitor" in steps:
+        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")
+    return facts["NumNodes"]
+
+
+def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
+    """The verdict as the log of a job tells it; `job` is its number or folder."""
+    *findings, watched = verdict.lines(name)
+    picture = f"its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
+    return [f"watch   {line}" for line in (*findings, f"{watched}; {picture}")]
+
+
+def _tell(folder: Path, name: str, job: object) -> None:
+    """Keep the verdict on a job, and print it; where there is none, why."""
+    from trainkit.monitor import waste
+
+    try:
+        judged = waste.judge(folder)
+        with suppress(OSError):  # a full disk
+            waste.keep(folder, judged)
+        lines = in_log(judged, name, job)
+    except UserError as error:
+        lines = [f"watch   not sampled: {error}"]
+    except Exception as error:  # a fault of ours must not become one of the job
+        lines = [f"watch   no verdict: {type(error).__name__}: {first_line(error)}"]
+    tell("\n".join(lines))

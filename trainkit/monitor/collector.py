@@ -1,0 +1,84 @@
+"""Looks at a node once a second while a job runs there, and writes down what it sees (samples.py)."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit.monitor.gpus import Gpus
+from trainkit.monitor.processes import Processes
+from trainkit.runtime.errors import reason
+from trainkit.schema import samples
+
+
+def sample(
+    folder: Path, mine: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
+) -> None:
+    """Add samples of this node to its file in `folder`, and to the file `notes` there what cannot be seen.
+
+    It ends when `stop` says so, and for nothing else: what cannot be read is an empty cell and a note, and
+    after a full disk the samples come again.
+
+    Args:
+        folder: the folder `monitor` of the job.
+        mine: environment variables, with their values, by which a process is the job's.
+        stop: waits for so many seconds at most, and tells whether to end.
+        period: seconds from one sample to the next. One that would be late is left out.
+    """
+    # Not to take a core away from a rank the moment that it wakes up, as most programs do.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    notes = _Notes(folder / samples.NOTES, node)
+    processes = gpus = writer = None
+    began = time.monotonic()
+    while True:
+        rows, now = [], time.time()
+        try:
+            processes = processes or Processes(mine)
+            rows += processes.sample()
+        except Exception as error:  # whatever it is, there may be GPUs to look at
+            notes.tell(f"the processes cannot be looked at ({type(error).__name__}: {error})")
+        try:
+            gpus = gpus or Gpus(notes.tell)
+            rows += gpus.sample(processes.ranks if processes else {})
+        except Exception as error:
+            notes.tell(f"the GPUs cannot be looked at ({type(error).__name__}: {error})")
+        try:
+            writer = writer or samples.Writer(folder, node)
+            writer.add({"time": now} | row for row in rows)
+        except OSError as error:
+            notes.tell(f"samples are missing: {folder}/{node}.csv could not be written ({reason(error)})")
+            writer = None
+        notes.write()
+        if stop(period - (time.monotonic() - began) % period):
+            return
+
+
+class _Notes:
+    """Sentences, each told once, and not again when the job starts again."""
+
+    def __init__(self, path: Path, node: str) -> None:
+        self._path, self._node = path, node
+        self._told: set[str] = set()
+        self._untold = ""
+        with suppress(OSError):
+            self._told |= set(path.read_text(errors="replace").splitlines())
+
+    def tell(self, sentence: str) -> None:
+        line = f"{self._node}: {sentence}"
+        if line not in self._told:
+            self._told.add(line)
+            self._untold += f"{line}\n"
+
+    def write(self) -> None:
+        """What could not be written yet, as the disk may have space again."""
+        text = self._untold.encode()
+        if text:
+            with suppress(OSError), self._path.open("ab", buffering=0) as file:
+                before = file.tell()
+                if file.write(text) == len(text):
+                    self._untold = ""
+                else:  # there was space for a part
+                    file.truncate(before)

@@ -1,0 +1,161 @@
+"""The GPUs of a job on this node, as NVML shows them: the library that nvidia-smi asks, too."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainkit.schema import samples
+
+# What of a clock's "throttle reasons" is heat, and what is power; GpuIdle is no throttling.
+HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowerBrakeSlowdown")
+OF_THE_HOST = "pid:[4026531836]"  # the namespace of the process numbers that NVML tells (Linux: proc_ns.h)
+
+
+class Gpus:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, or all that NVML shows. Any reading may fail alone.
+
+    Where nobody has given the job its GPUs, they are those on which a rank has been seen.
+
+    Args:
+        tell: is given a sentence for each reading that there is not, in each sample.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._handles: dict[int, Any] = {}  # by the number in the rows
+        self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
+        self._used: set[int] = set()
+        why = "it shows none"
+        try:
+            import pynvml
+
+            self._nvml: ModuleType = pynvml
+            pynvml.nvmlInit()
+            self._handles = _handles(pynvml)
+        except ImportError:
+            why = "there is no nvidia-ml-py in this environment"
+        except pynvml.NVMLError as error:
+            why = str(error)
+        # Slurm's GPUs may also be virtual, without a driver.
+        if not self._handles and _expected() and shutil.which("nvidia-smi"):
+            tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
+
+    def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
+        """A row for each GPU. `ranks`: process -> its rank."""
+        rows = [self._row(number, gpu, ranks) for number, gpu in self._handles.items()]
+        if self._given or not _tells_ours():
+            return rows
+        self._used |= {row["number"] for row in rows if row.get("ranks", "").strip("-?")}
+        return [row for row in rows if row["number"] in self._used or "ranks" not in row]
+
+    def _row(self, number: int, gpu: Any, ranks: dict[int, int]) -> dict[str, object]:
+        nvml, row = self._nvml, {"what": samples.GPU, "number": number}
+        missing: dict[str, list[str]] = {}
+        for word, read in READINGS.items():
+            try:
+                row |= read(nvml, gpu)
+            except nvml.NVMLError as error:
+                missing.setdefault(str(error), []).append(word)
+        for error, words in missing.items():
+            self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
+        if "ranks" in row:
+            row["ranks"] = _ranks(row["ranks"], ranks)
+        return row
+
+
+def _handles(nvml: ModuleType) -> dict[int, Any]:
+    """As CUDA reads CUDA_VISIBLE_DEVICES: the first word that names none ends it; half a uuid will do.
+
+    Slices of a card (MIG), whose words begin with MIG-, are numbered by their place.
+    """
+    seen: dict[int, Any] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):  # a card that is lost, or that this user may not see
+            seen[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return seen
+    found: dict[int, Any] = {}
+    for place, word in enumerate(visible.split(",")):
+        if word.startswith("MIG-"):
+            with suppress(nvml.NVMLError):
+                found[place] = nvml.nvmlDeviceGetHandleByUUID(word)
+            continue
+        uuids = {index: nvml.nvmlDeviceGetUUID(gpu) for index, gpu in seen.items()}
+        named = [index for index, uuid in uuids.items() if word in (str(index), uuid[: len(word)])]
+        if not word or not named:
+            break
+        found[named[0]] = seen[named[0]]
+    return found
+
+
+def _expected() -> bool:
+    """Whether GPUs are chosen, or Slurm has given some."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return chosen not in ("", "-1", "NoDevFiles")
+    return os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
+
+
+def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
+    """What the driver keeps for itself counts as used; nvidia-smi leaves it out."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    return {"memory_mb": memory.used / 1e6, "memory_limit_mb": memory.total / 1e6}
+
+
+def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
+    """By names from before driver 535, which newer ones still know."""
+    bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+
+    def bit(name: str) -> int:
+        return getattr(nvml, f"nvmlClocksThrottleReason{name}")
+
+    heat, power, idle = sum(map(bit, HEAT)), sum(map(bit, POWER)), bit("GpuIdle")
+    why = [word for word, reasons in (("heat", heat), ("power", power)) if bits & reasons]
+    # HwSlowdown comes with heat or power, too; and one that idles need not be fast.
+    known = heat | power | idle | (bit("HwSlowdown") if why else 0)
+    if bits & ~known and (why or not bits & idle):
+        why.append("other")
+    return {"throttled": "+".join(why) or "-"}
+
+
+def _processes(nvml: ModuleType, gpu: Any) -> dict[str, object]:
+    return {"ranks": [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]}
+
+
+def _ranks(pids: list[int], ranks: dict[int, int]) -> str:
+    here = sorted({ranks[pid] for pid in pids if pid in ranks})
+    if here:
+        return "+".join(map(str, here))
+    return "-" if not pids and _tells_ours() else "?"
+
+
+def _tells_ours() -> bool:
+    """In a container NVML may tell the host's numbers of processes, or none."""
+    with suppress(OSError):
+        return Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST)
+    return False
+
+
+# What a note calls it -> how to read its cells.
+READINGS: dict[str, Callable[[ModuleType, Any], dict[str, object]]] = {
+    "its name": lambda nvml, gpu: {"name": nvml.nvmlDeviceGetName(gpu)},
+    "memory": _memory,
+    "processes": _processes,
+    "utilisation": lambda nvml, gpu: {"utilisation": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},
+    "power": lambda nvml, gpu: {"power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1000},
+    "its limit": lambda nvml, gpu: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000},
+    "energy": lambda nvml, gpu: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000},
+    "clock": lambda nvml, gpu: {"clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)},
+    "its highest": lambda nvml, gpu: {
+        "clock_limit_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+    },
+    "throttling": _throttling,
+    "temperature": lambda nvml, gpu: {
+        "temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+    },
+}

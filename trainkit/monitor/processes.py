@@ -1,0 +1,222 @@
+"""The processes of a job on this node, and what they take of it: by psutil and /proc."""
+
+import math
+import os
+import re
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from trainkit.schema import samples
+
+SYS = Path("/sys")
+WALK_EVERY = 10  # samples; and when a process is new
+STRANGE = 10  # samples in which a process was not of the job: it may begin as Slurm's, and become a task
+ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
+
+
+@dataclass
+class Process:
+    """One of the job's, and what it has used, in all and since the sample before."""
+
+    pid: int
+    rank: int = 0  # by its environment
+    by_torchrun: bool = False  # started by it
+    parent: int = 0
+    started: float = 0  # s, since 1970
+    state: str = ""
+    core_list: str = ""
+    resident: int = 0  # bytes
+    shared: int = 0  # bytes of these that count as other processes': each has an equal share
+    cpu_seconds: float = 0
+    cores: float = 0
+    disk_bytes: int = 0  # in all
+    disk_bytes_s: float = 0
+    threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
+    waiting: float | None = None
+    torch: bool = False  # it has loaded PyTorch
+
+    def look(self, seconds: float) -> None:
+        """See what it is now, `seconds` after the sample before.
+
+        Raises:
+            psutil.Error, OSError: if it has ended.
+        """
+        process = psutil.Process(self.pid)
+        with process.oneshot():
+            self.parent, self.started = process.ppid(), process.create_time()
+            cpu = process.cpu_times()
+        self.core_list = _ranges({*process.cpu_affinity()})
+        self.resident = process.memory_info().rss
+        self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
+        with suppress(psutil.AccessDenied):
+            disk, before = process.io_counters(), self.disk_bytes
+            self.disk_bytes = disk.read_bytes + disk.write_bytes
+            self.disk_bytes_s = (self.disk_bytes - before) / seconds
+        before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
+        self.cores = (self.cpu_seconds - before) / seconds
+        waiting = self._waiting()
+        self.waiting = waiting if seconds > 0 else None  # the first time it is that of its whole life
+        self.torch = self.torch or _has_torch(self.pid)
+
+    @property
+    def memory(self) -> int:
+        return max(self.resident - self.shared, 0)
+
+    def walk(self) -> None:
+        """See what it shares, for which the kernel walks through its pages."""
+        with suppress(psutil.Error):  # it has ended
+            self.shared = self.resident - psutil.Process(self.pid).memory_full_info().pss
+
+    def _waiting(self) -> float | None:
+        """Of the time that its threads could run, the share in which they waited; None if no thread could.
+
+        Kernels without this count say 0 of both, or nothing.
+        """
+        before, self.threads = self.threads, {}
+        ran = waited = 0
+        for path in _proc(self.pid).glob("task/*/schedstat"):
+            with suppress(OSError, ValueError):  # it has ended
+                now = tuple(map(int, path.read_text().split()[:2]))
+                then = before.get(path.parent.name, (0, 0))
+                ran, waited = ran + now[0] - then[0], waited + now[1] - then[1]
+                self.threads[path.parent.name] = now
+        return waited / (ran + waited) if ran + waited else None
+
+
+class Processes:
+    """Those whose environment has all of `mine`, without this one.
+
+    A rank has loaded PyTorch; its descendants that have, too, are its loader workers; torchrun is neither.
+    """
+
+    def __init__(self, mine: dict[str, str]) -> None:
+        self._marks = [f"\0{name}={value}\0".encode() for name, value in mine.items()]
+        self._processes: dict[int, Process] = {}
+        self._strangers: Counter[int] = Counter()  # process -> samples in which it was not of the job
+        self._torchruns: set[int] = set()
+        self._moment = math.nan  # of the last sample
+        self._samples = 0
+        self._network_bytes = _network_bytes()
+        self.ranks: dict[int, int] = {}  # process -> rank, of loader workers, too
+
+    def sample(self) -> list[dict[str, object]]:
+        """A row of the node, and one of each rank; what was used since the last is NaN at first."""
+        now = time.monotonic()
+        seconds, self._moment = now - self._moment, now
+        before, pids = self._processes, psutil.pids()
+        self._strangers = Counter({pid: self._strangers[pid] for pid in pids if pid in self._strangers})
+        found = [self._of_the_job(pid, seconds) for pid in pids if self._strangers[pid] < STRANGE]
+        self._processes = {process.pid: process for process in found if process}
+        if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
+            for process in self._processes.values():
+                process.walk()
+        self._samples += 1
+        families = self._families()
+        self.ranks = {process.pid: process.rank for family in families for process in family}
+        return [self._node_row(seconds), *(_rank_row(*family) for family in families)]
+
+    def _of_the_job(self, pid: int, seconds: float) -> Process | None:
+        """What it is now; None if it is not of the job, another user's, or has ended."""
+        self._strangers[pid] += 1
+        try:
+            environment = b"\0" + (_proc(pid) / "environ").read_bytes()
+            if pid == os.getpid() or not all(mark in environment for mark in self._marks):
+                return None
+            process = self._processes.get(pid) or Process(pid)
+            process.rank, process.by_torchrun = _rank(environment), b"\0TORCHELASTIC_RUN_ID=" in environment
+            process.look(seconds)
+        except (OSError, psutil.Error):
+            return None
+        self._strangers[pid] = 0
+        return process
+
+    def _families(self) -> list[list[Process]]:
+        """Each rank with its loader workers, which have its number and started later."""
+        processes = sorted(self._processes.values(), key=lambda process: process.started)
+        its_own = [process for process in processes if process.by_torchrun]
+        self._torchruns |= {process.parent for process in its_own} - {process.pid for process in its_own}
+        families: dict[int, list[Process]] = {}
+        for process in processes:
+            if process.torch and process.pid not in self._torchruns:
+                families.setdefault(process.rank, []).append(process)
+        return [families[rank] for rank in sorted(families)]
+
+    def _node_row(self, seconds: float) -> dict[str, object]:
+        processes = self._processes.values()
+        before, self._network_bytes = self._network_bytes, _network_bytes()
+        return {
+            "what": samples.NODE,
+            "memory_mb": sum(one.memory for one in processes) / 1e6,
+            "memory_limit_mb": memory_limit() / 1e6,
+            "cores": sum(one.cores for one in processes),
+            "core_list": ",".join(sorted({one.core_list for one in processes})),
+            "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
+            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
+        }
+
+
+def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
+    return {
+        "what": samples.RANK,
+        "number": rank.rank,
+        "name": rank.state,
+        "memory_mb": sum(one.memory for one in (rank, *workers)) / 1e6,
+        "cores": rank.cores,
+        "core_list": rank.core_list,
+        "waiting": rank.waiting,
+        "loaders": len(workers),
+        "loader_cores": sum(one.cores for one in workers),
+    }
+
+
+def _ranges(numbers: set[int]) -> str:
+    """0, 1, 2 and 5 as 0-2,5."""
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    ends = sorted(n for n in numbers if n + 1 not in numbers)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _proc(pid: int | str) -> Path:
+    return Path(psutil.PROCFS_PATH, str(pid))
+
+
+def _rank(environment: bytes) -> int:
+    for name in (b"RANK", b"SUBMITIT_LOCAL_GLOBALID", b"SLURM_PROCID"):
+        if found := re.search(rb"\0%b=(\d+)\0" % name, environment):
+            return int(found[1])
+    return 0
+
+
+def _has_torch(pid: int) -> bool:
+    """Inductor's processes, which compile, have it too, but are no loader workers."""
+    is_there = b"/libtorch" in (_proc(pid) / "maps").read_bytes()
+    return is_there and b"torch/_inductor/" not in (_proc(pid) / "cmdline").read_bytes()
+
+
+def _network_bytes() -> int:
+    """Both ways, over the interfaces that are devices, else over all but lo; and by RDMA."""
+    words = 0  # of four bytes
+    for path in SYS.glob(INFINIBAND):
+        with suppress(OSError, ValueError):  # a virtual card
+            words += int(path.read_text())
+    of_each = psutil.net_io_counters(pernic=True)
+    devices = {path.parent.name for path in SYS.glob(ETHERNET)} & of_each.keys()
+    if words:  # which count what goes as IP over InfiniBand, too
+        devices = {name for name in devices if not name.startswith("ib")}
+    counted = [of_each[name] for name in devices or of_each.keys() - {"lo"}]
+    return sum(one.bytes_sent + one.bytes_recv for one in counted) + 4 * words
+
+
+def memory_limit() -> int:
+    """Bytes that a job may take of this node: what it has asked Slurm for, or all that there is."""
+    total = psutil.virtual_memory().total
+    for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
+        with suppress(KeyError, ValueError):
+            asked = math.prod(int(os.environ[name]) for name in names) * 2**20
+            return min(asked or total, total)  # --mem=0 asks for all
+    return total

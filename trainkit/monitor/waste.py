@@ -1,0 +1,524 @@
+"""What a job wastes of what it asked for: the verdict on its samples, the worst first, each with its remedy.
+
+What is no waste, but could be faster, comes after that.
+
+verdict = judge(folder)  # the folder `monitor` of a job
+print(*verdict.lines("job 12"), sep="\n")
+keep(folder, verdict)
+
+The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait. Only the
+standard library is used, as a job ends with this.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainkit.monitor.sampled_job import LEAST_MOMENTS, Job, Place, Row, mean
+from trainkit.runtime.errors import printable
+from trainkit.runtime.files import replacing
+from trainkit.schema import records
+from trainkit.schema.samples import GPU, NODE, RANK
+
+SCHEMA_VERSION = 1
+FILE, MOST_LINES = "verdict.json", 5
+WORTH = 0.1  # a lesser share of the time is not worth a line
+# Of the training time. Enough loader workers are ahead of the training, which then waits for 0 to 5 %. Nobody
+# waits for a resident loader, but to index and normalise is up to a third of a step that is all launches.
+DATA_WAIT, DATA_WORK = 0.2, 0.4
+EXCHANGE = 0.4  # of the training time. From 0.5 on two devices are no faster than one
+LONG_EPOCH = 1.0  # s: in a shorter one, what comes once in an epoch would be taken for the exchange
+CROWDED = 0.2  # of the time, in which a rank could run and waits for a core: alone on it, below 0.05
+CORES_FULL = 0.85  # of the cores that may be used; below, it is not the job that fills them
+STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; of each loader worker then
+# A GPU's power, 0 when idle and 1 at its limit. Kernels that fill it take 0.4 to 1; short ones with gaps
+# between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation. An H100 that our
+# network fills takes 0.6; at 0.35 it had no kernel for a third of the time, which a captured step saved.
+IDLE, LOW, HALF = 0.05, 0.3, 0.5
+NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
+GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
+STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
+# Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
+GPU_FULL, HOST_FULL, BRIM = 0.95, 0.9, 0.98
+HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GPU down
+# At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
+CAPPED_CLOCK, CAPPED = 0.6, 0.2
+MOST_CORES = 4096  # of a node
+UNSEEN = 0.9  # of the time that no rank is on a GPU
+# What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
+WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
+WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
+# By the state of its process: what is told of a rank that does nothing.
+PAUSED = {
+    "T": "SIGSTOP held {where} for {seconds:.0f} s: find out who sent it; kill -CONT lets go on.",
+    "D": "a file system held {where} for {seconds:.0f} s: stage the data to the node's own disk.",
+    "": "nothing was done by {where} for {seconds:.0f} s: --debug tells where each rank waits.",
+}
+# Why a GPU's clock is low: in what part of the time it has to be, and what is told.
+SLOWED = {
+    "heat": (HOT, "heat ({heat:.0f} C) {how}: tell your admin, and take another node."),
+    "power": (CAPPED, "a cap (power limit {power:.0f} W) {how}: ask your admin why."),
+    "other": (
+        CAPPED,
+        "neither heat nor a power cap, but something like application clocks {how}: ask your admin "
+        "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
+    ),
+}
+# Memory that is nearly full, by what has it: the kind, the least part of all, and what is told.
+FULL = {
+    GPU: (
+        "memory_full",
+        GPU_FULL,
+        "the memory",
+        "a little more ends it with out of memory: a smaller batch per GPU, or bf16",
+    ),
+    NODE: (
+        "host_memory",
+        HOST_FULL,
+        "the job's memory",
+        "at 100 % it is killed: ask for more (--mem), or take fewer loader workers",
+    ),
+}
+LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A waste, a danger, which is no loss yet, or what could be faster: its `grade`.
+
+    `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
+    to 1; of a danger 0. What is `urgent` is told, however many are worse.
+    """
+
+    kind: str
+    where: str
+    number: float
+    sentence: str
+    share: float
+    grade: str = WASTE
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged, why.
+
+    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
+    `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
+    trainings together, `of_runs` of each, by its CSV; NaN where it is not known. `notes` tell what could
+    not be seen.
+    """
+
+    findings: list[Finding]
+    unknown: str
+    seconds: float
+    devices: str
+    energy_kwh: float
+    energy_from: str
+    joules_per_1000_images: float
+    of_runs: dict[Path, float]
+    notes: list[str]
+
+    def lines(self, name: str) -> list[str]:
+        """At most five; the last one tells what was watched of the job called `name`."""
+        most = MOST_LINES - 1
+        kept = sorted(self.findings, key=lambda finding: not finding.urgent)[:most]
+        told = [finding.sentence for finding in self.findings if finding in kept]
+        if left_out := len(self.findings) - len(told):
+            told[-1] += f" ({left_out} more in {FILE}.)"
+        told = told or [self.unknown or "no waste found"]
+        if self.notes and len(told) < most:
+            more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
+            told.append(f"not seen: {self.notes[0]}{more}")
+        return [printable(line) for line in (*told, f"{name} was watched for {self._watched()}")]
+
+    def facts(self) -> dict[str, object]:
+        """For JSON, which has no NaN: null."""
+        facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
+        del facts["of_runs"]
+        for name in ("energy_kwh", "joules_per_1000_images"):
+            facts[name] = _or_none(facts[name])
+        return facts
+
+    def _watched(self) -> str:
+        told = [f"{self.seconds:,.0f} s: {self.devices}"]
+        if self.energy_kwh >= 0:
+            told.append(f"{_rounded(self.energy_kwh)} kWh")
+        if self.joules_per_1000_images >= 0:
+            told.append(f"{_rounded(self.joules_per_1000_images)} J per 1,000 images")
+        if self.energy_from == "power":
+            told.append("summed up from the power, as there is no counter")
+        return ", ".join(told)
+
+
+def judge(folder: Path) -> Verdict:
+    """The verdict on the job whose samples are in `folder`.
+
+    Raises:
+        UserError: if there are none.
+    """
+    return judge_job(Job(folder))
+
+
+def judge_job(job: Job) -> Verdict:
+    """The same on samples that were read already."""
+    rules = [_unused, _pauses, _by_record, _crowded, _throttled, _full]
+    if not any(share.own > 0 for share in job.shares.values()):  # as of a captured step, or a split network
+        rules.append(_starved)
+    found = [finding for rule in rules for finding in rule(job)]
+    found += _by_power(job, {finding.kind for finding in found})
+    one_each: dict[str, Finding] = {}
+    for finding in found:
+        one_each.setdefault(finding.kind, finding)  # of two rules the first tells more
+    joules, source = job.joules()
+    return Verdict(
+        findings=sorted(one_each.values(), key=lambda finding: (finding.grade == FASTER, -finding.share)),
+        unknown=_unknown(job),
+        seconds=job.seconds,
+        devices=_devices(job),
+        energy_kwh=joules / 3.6e6,
+        energy_from=source,
+        joules_per_1000_images=job.joules_per_1000_images(job.trainings),
+        of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
+        notes=job.notes,
+    )
+
+
+def keep(folder: Path, verdict: Verdict) -> None:
+    """Write `verdict.json` to `folder`, and `<run_id>.monitor.json` beside the CSV of each training.
+
+    Raises:
+        OSError: if one of them cannot be written.
+    """
+    facts = verdict.facts()
+    files = {folder / FILE: facts}
+    for run, joules in verdict.of_runs.items():
+        files[records.verdict_file(run)] = facts | {"joules_per_1000_images": _or_none(joules)}
+    for path, content in files.items():
+        with replacing(path) as file:
+            json.dump(content, file, indent=1)
+
+
+def _unused(job: Job) -> Iterator[Finding]:
+    series = job.judged[GPU]
+    unused = [gpu for gpu in series if _never_used(job, gpu)]
+    if not unused:
+        return
+    where, left = _where("GPU", unused), len(series) - len(unused)
+    remedy = "see why its log names the CPU as its device, or ask for none"
+    if left:
+        remedy = f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
+    sentence = f"no rank uses {where}: {remedy}."
+    yield Finding("no_rank", where, len(unused), sentence, len(unused) / len(series))
+
+
+def _pauses(job: Job) -> Iterator[Finding]:
+    """Ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
+    paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
+    seconds = {rank: rows[-1]["time"] - rows[0]["time"] for rank, rows in paused.items() if rows}
+    held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
+    if not held:
+        return
+    states = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in held}
+    state = next(state for state in PAUSED if state in (*states.values(), ""))
+    ranks = [rank for rank in held if states[rank] == state] or held
+    where, most = _where("rank", ranks), max(seconds[rank] for rank in ranks)
+    sentence = PAUSED[state].format(where=where, seconds=most)
+    yield Finding("stalled_rank", where, most, sentence, most / max(job.seconds, most))
+
+
+def _by_record(job: Job) -> Iterator[Finding]:
+    """What the ranks have timed themselves: waiting for batches, for a slow rank, and in the exchange."""
+    if not job.shares:
+        return
+    limit = DATA_WAIT if _has_loaders(job) else DATA_WORK
+    data = {rank: share.data for rank, share in job.shares.items() if share.data >= limit}
+    if data:
+        yield _loader(job, [job.place(rank) for rank in data], max(data.values()))
+    own = {rank: share.own for rank, share in job.shares.items()}
+    if len(own) == 1 or not all(value > 0 for value in own.values()):
+        return
+    slowest = max(own, key=own.get)
+    times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
+    lost = own[slowest] - statistics.fmean(own.values())
+    hindered = slowest in data or _is_hindered(job, job.place(slowest))  # which is told elsewhere
+    if times >= records.SLOW and lost >= WORTH and not hindered:
+        where = _where("rank", [job.place(slowest)])
+        sentence = (
+            f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
+            f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
+        )
+        yield Finding("stalled_rank", where, times, sentence, lost)
+    if 1 - own[slowest] >= EXCHANGE and mean(job.steady, "train_seconds") >= LONG_EPOCH:
+        yield _exchange(job, 1 - own[slowest])
+
+
+def _starved(job: Job) -> Iterator[Finding]:
+    """Waiting for batches in a training without a record, as far as it shows from outside."""
+    starved = {}
+    for rank, rows in job.judged[RANK].items():
+        part = job.busy_of(rank)
+        # Half of the loader workers may be of the test set, and rest.
+        full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+        if full and part < (LOW if rank in job.uses else STARVED):
+            starved[rank] = part
+    if starved:
+        yield _loader(job, list(starved), 1 - min(starved.values()))
+
+
+def _crowded(job: Job) -> Iterator[Finding]:
+    """Ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
+    waiting = {rank: job.waits_for_core(rank) for rank in job.judged[RANK]}
+    crowded = [
+        rank
+        for rank, part in waiting.items()
+        if part >= CROWDED and not (rank in job.uses and job.busy_of(rank) >= LOW)
+    ]
+    if not crowded:
+        return
+    worst = max(crowded, key=waiting.get)
+    node = worst[0], 0
+    here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
+    cores = _numbers(row["core_list"] for rows in here for row in rows[-1:])
+    loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
+    crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
+    room = _count(len(cores), "core")
+    if job.mean(NODE, [node], "cores") < CORES_FULL * len(cores):
+        told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
+    elif len(cores) < len(_numbers(row["core_list"] for row in job.rows[NODE].get(node, []))):
+        told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
+    else:
+        told = f"{crowd} share {room}: more --cpus-per-task, or fewer threads (OMP_NUM_THREADS) and workers"
+    where = _where("rank", crowded)
+    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {told}."
+    yield Finding("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
+
+
+def _throttled(job: Job) -> Iterator[Finding]:
+    """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
+    for why, (least, words) in SLOWED.items():
+        slowed = {
+            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
+            for gpu, rows in job.judged[GPU].items()
+        }
+        parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
+        if gpus := [gpu for gpu, part in parts.items() if part >= least]:
+            where, worst = _where("GPU", gpus), max(gpus, key=parts.get)
+            clock, most, power, heat = (
+                mean(slowed[worst], name)
+                for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
+            )
+            how = f"slows down {where} in {_percent(parts[worst])} of the time"
+            if clock <= most:
+                how += f", to {clock:,.0f} of {most:,.0f} MHz"
+            lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
+            sentence = words.format(how=how, heat=heat, power=power)
+            yield Finding("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
+            return
+
+
+def _is_slow(row: Row) -> bool:
+    return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
+
+
+def _full(job: Job) -> Iterator[Finding]:
+    """GPUs, and nodes, whose memory was nearly full at any moment."""
+    for what, (kind, most, of, remedy) in FULL.items():
+        peaks = {place: max(rows, key=_memory_in_use) for place, rows in job.rows[what].items()}
+        parts = {place: _memory_in_use(row) for place, row in peaks.items()}
+        if full := [place for place in parts if parts[place] >= most]:
+            worst, where = max(full, key=parts.get), _where("GPU" if what == GPU else what, full)
+            used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
+            sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
+            yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
+
+
+def _memory_in_use(row: Row) -> float:
+    """As a part of all, 0 if it is not known."""
+    known = row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0
+    return row["memory_mb"] / row["memory_limit_mb"] if known else 0.0
+
+
+def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
+    """GPUs without work, and those that wait for their next kernel; `kinds` were found before."""
+    busy = _known({gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)})
+    idle = [gpu for gpu in busy if busy[gpu] < IDLE and job.mean(GPU, [gpu], "utilisation") < NO_KERNELS]
+    explained = bool(kinds & WAITING)
+    if idle and (not explained or max(busy.values()) >= LOW):
+        where, others = _where("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
+        sentence = (
+            f"no work reaches {where}{others} ({_power(job, idle)}): see in the log which device its rank "
+            "computes on."
+        )
+        yield Finding("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
+    low = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
+    some = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
+    if (low or some) and not explained:
+        yield _launch_bound(job, low or some, WASTE if low else FASTER)
+
+
+def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
+    where, few = _where("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
+    busy = statistics.fmean(map(job.busy, gpus))
+    number, lost = busy, 1 - busy
+    told = f"{'gaps between' if few else 'short'} kernels leave {where}"
+    if grade == FASTER:
+        number = lost = statistics.fmean(_gaps(job, gpu) for gpu in gpus)
+        told = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
+    remedy = "a larger batch per GPU (--batch-size)"
+    if few and not job.shares:  # which may also be for want of batches
+        remedy += ", loader workers if there are none"
+    stages = {row["stage"] for row in job.steady}
+    if any(stage.startswith("dp") for stage in stages):  # whose step cannot be captured
+        remedy += ", or DDP (03_multigpu_ddp)"
+    elif not any("captured" in stage for stage in stages):
+        remedy += f", or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
+    seconds, steps = (sum(row[name] for row in job.steady) for name in ("train_seconds", "steps"))
+    step = f", {1000 * seconds / steps:.3g} ms a step" if steps else ""
+    how = f"at {_percent(busy)} of its power above idle ({_power(job, gpus)}{step})"
+    share = lost * len(gpus) / len(job.judged[GPU])
+    return Finding("launch_bound", where, 100 * number, f"{told} {how}: {remedy}.", share, grade)
+
+
+def _gaps(job: Job, gpu: Place) -> float:
+    """In what part of the time no kernel runs, though there is a batch to train on, or NaN.
+
+    So without the waiting for loader workers, and what is between epochs too short to be judged alone.
+    """
+    trained = sum(row["train_seconds"] for row in job.steady)
+    judged = sum(ended - began for began, ended in job.windows)
+    between = max(0.0, 1 - trained / judged) if trained else 0.0
+    waits = max((share.data for share in job.shares.values()), default=0.0) if _has_loaders(job) else 0.0
+    return 1 - job.mean(GPU, [gpu], "utilisation") / 100 - between - waits
+
+
+def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
+    # Of those that are seen, some are of the test set, and rest.
+    seen = job.mean(RANK, ranks, "loaders")
+    loaders = max((row["workers_per_loader"] for row in job.steady), default=seen)
+    each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
+    told = "no loader workers"
+    remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
+    if loaders > 0:
+        told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
+        told += f", at {_percent(each)} of a core" if each >= 0 else ""
+        remedy = "take more (--num-workers)"
+        if _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
+            remedy = "all cores are in use, ask for more (--cpus-per-task)"
+        elif each < LOADERS_FULL:
+            remedy = "these wait, too: for files (stage them on the node) or for cores"
+    if {row["loader"] for row in job.steady} == {"resident"}:
+        remedy += ", or prepare less for each batch"
+    else:
+        remedy += ", or keep the data in memory (--loader resident)"
+    where = _where("rank", ranks)
+    sentence = (
+        f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
+    )
+    return Finding("waiting_for_loader", where, 100 * share, sentence, share)
+
+
+def _exchange(job: Job, share: float) -> Finding:
+    remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
+    nodes = job.at_once(NODE)
+    network = job.mean(NODE, job.judged[NODE], "network_mb_s")
+    if len(nodes) > 1 and network >= 0:
+        remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
+    where = _where("node", nodes)
+    sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
+    return Finding("network_bound", where, 100 * share, sentence, share)
+
+
+def _unknown(job: Job) -> str:
+    if not job.rows[GPU] and not job.rows[RANK]:
+        return "nothing to judge: no process that has loaded PyTorch was seen"
+    if job.moments < LEAST_MOMENTS:
+        told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
+        return f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
+    return ""
+
+
+def _has_loaders(job: Job) -> bool:
+    """Whether batches come from loader workers; what a resident loader takes is a rank's own work."""
+    return any(row["loader"] == "workers" for row in job.steady)
+
+
+def _never_used(job: Job, gpu: Place) -> bool:
+    rows = job.judged[GPU][gpu]
+    return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
+
+
+def _is_hindered(job: Job, rank: Place) -> bool:
+    """Whether a slow rank has less of the cores than the others, or a GPU that is too hot: told elsewhere."""
+    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
+    crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
+    gpus = [row for gpu in job.uses.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
+    return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
+
+
+def _cores_in_use(job: Job, node: str) -> float:
+    """By the job on a node, as a part of those that it may use there; NaN if it is not known."""
+    cores = _numbers(row["core_list"] for row in job.judged[NODE].get((node, 0), []))
+    return job.mean(NODE, [(node, 0)], "cores") / len(cores) if cores else math.nan
+
+
+def _power(job: Job, gpus: list[Place]) -> str:
+    power, limit, used = (job.mean(GPU, gpus, name) for name in ("power_w", "power_limit_w", "utilisation"))
+    return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
+
+
+def _devices(job: Job) -> str:
+    gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
+    devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
+    names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
+    if len(names) == 1 and names != {""}:
+        devices = f"{len(gpus)} x {names.pop()}"
+    return devices + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")
+
+
+def _where(what: str, places: list[Place]) -> str:
+    """In words, such as "GPUs 0, 1 on n1"; of many only how many."""
+    nodes = sorted({node for node, _ in places})
+    if len(nodes) > 2 or len(places) > 8:
+        return _count(len(places), what) + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
+    if what == NODE:
+        return " and ".join(nodes)
+    by_node = {node: sorted(number for name, number in places if name == node) for node in nodes}
+    return " and ".join(
+        f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} on {node}"
+        for node, numbers in by_node.items()
+    )
+
+
+def _numbers(core_lists: Iterable[str]) -> set[int]:
+    """Of "0-1,4" 0, 1 and 4; of several all that are in any."""
+    cores: set[int] = set()
+    for core_list in set(core_lists) - {""}:
+        with suppress(ValueError):
+            for ends in (part.split("-") for part in core_list.split(",")):
+                cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
+    return cores
+
+
+def _known(numbers: dict[Place, float]) -> dict[Place, float]:
+    return {place: number for place, number in numbers.items() if not math.isnan(number)}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,1 @@
+"""The training itself, as each rank runs it: data, batches, network, optimizer, checkpoints, the record."""

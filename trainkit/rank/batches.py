@@ -1,0 +1,259 @@
+"""The batches of an epoch: one global order, cut into equal shares for the ranks.
+
+Epoch e has one permutation of the training set, made from (seed, e) and the same on every rank; an epoch
+of more images than there are (--train-size) has one after the other.
+Step k takes the k-th run of `batch_size` indices of it, and each rank a contiguous share of that.
+So N ranks together see exactly the batches that one process sees.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from trainkit.rank.data import Split
+from trainkit.rank.options import Options, check_sizes
+from trainkit.runtime import startup
+from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+# Images per evaluation step, where --test-batch-size does not tell: a GPU would wait between small ones.
+TEST_BATCH = {"cpu": 250, "cuda": 2_500}
+
+
+def training(
+    split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
+) -> "Batches":
+    """The training batches of this rank, in a new order every epoch; the last partial one is dropped.
+
+    Raises:
+        UserError: if the global batch does not divide among the ranks or exceeds the data set.
+    """
+    check_sizes(options, len(split), world_size)
+    size = options.batch_size if options.dry_run else options.train_size or len(split)
+    split = split.first(size)
+    order = DistributedBatchSampler(len(split), options.batch_size, options.seed, rank, world_size, size)
+    return _make(split, order, options, device)
+
+
+def testing(
+    split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
+) -> "Batches":
+    """This rank's share of the test set, every sample once on exactly one rank: no padding.
+
+    Raises:
+        UserError: if there are fewer samples than --test-size.
+    """
+    if (options.test_size or 0) > len(split):
+        raise UserError(
+            f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
+        )
+    batch = options.test_batch_size or TEST_BATCH[device.type]
+    split = split.first(batch * world_size if options.dry_run else options.test_size or len(split))
+    order = UnpaddedTestSampler(len(split), batch, rank, world_size)
+    return _make(split, order, options, device)
+
+
+class RankSampler(Sampler[list[int]]):
+    """The indices that one rank takes, in steps of `step_size`, from step `first_step` on.
+
+    A DataLoader iterates over it. `indices()`: all of an epoch, int64 (n,).
+    """
+
+    step_size: int
+    first_step = 0
+
+    def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+        """The indices of each step, on `device`."""
+        # The order of the whole epoch goes there at once: a copy per step would make a GPU wait.
+        indices = self.indices().to(device)
+        for start in range(self.first_step * self.step_size, len(indices), self.step_size):
+            yield indices[start : start + self.step_size]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not tensors: a loader process would fetch each from this one, where a thread fails if it is killed
+        # meanwhile.
+        return map(torch.Tensor.tolist, self.steps())
+
+
+class DistributedBatchSampler(RankSampler):
+    """This rank's share of every batch of `epoch`: batch_size / world_size indices a step.
+
+    `size` is the number of images of an epoch (default: each of the `images` once).
+    """
+
+    def __init__(
+        self, images: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, size: int = 0
+    ) -> None:
+        self.images, self.size, self.batch_size, self.seed = images, size or images, batch_size, seed
+        self.rank, self.step_size = rank, batch_size // world_size
+        self.epoch = 1
+
+    def __len__(self) -> int:
+        return self.size // self.batch_size
+
+    def indices(self) -> torch.Tensor:
+        random = generator(self.seed, self.epoch)
+        # Pass by pass, as shorter epochs would go: no batch has many copies of an image.
+        passes = [torch.randperm(self.images, generator=random) for _ in range(-(-self.size // self.images))]
+        steps = torch.cat(passes)[: len(self) * self.batch_size].view(len(self), self.batch_size)
+        start = self.rank * self.step_size
+        return steps[:, start : start + self.step_size].flatten()
+
+
+class UnpaddedTestSampler(RankSampler):
+    """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
+
+    So the ranks may exchange something in each step. A rank with fewer samples than that has a step for each.
+    """
+
+    __test__ = False  # not a test case, whatever its name
+
+    def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
+        self.step_size, self.largest = batch_size, -(-size // world_size)
+
+    def __len__(self) -> int:
+        return min(-(-self.largest // self.step_size), self.last - self.first)
+
+    def indices(self) -> torch.Tensor:
+        return torch.arange(self.first, self.last)
+
+    def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+        yield from self.indices().to(device).tensor_split(max(len(self), 1))[self.first_step : len(self)]
+
+
+def generator(seed: int, epoch: int) -> torch.Generator:
+    """Random numbers that are the same on every rank and different in every epoch.
+
+    PyTorch's CPU generator reads the low 32 bits of its seed only, so both numbers are mixed into those.
+    """
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
+
+
+class Batches:
+    """Batches on `device`: what `split.prepare` makes of (n, ...) inputs, and their (n, ...) targets.
+
+    Of MNIST: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
+    `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows,
+    and the step at which it begins: 0, unless an earlier process has done the steps before.
+    """
+
+    def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
+        self.split, self.order, self.device, self.shift = split, order, device, shift
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self.order.epoch, self.order.first_step = epoch, first_step
+
+    def _offsets(self) -> list[tuple[int, int]]:
+        """For every step the pixels, down and right, by which its images are shifted: at most one."""
+        first = self.order.first_step
+        if not self.shift:
+            return [(0, 0)] * (len(self) - first)
+        random = generator(self.order.seed, self.order.epoch)
+        pairs = torch.randint(-1, 2, (len(self), 2), generator=random)[first:]
+        return [tuple(pair) for pair in pairs.tolist()]
+
+
+class ResidentBatches(Batches):
+    """The data set lives on the device as it lies in memory (MNIST: 47 MB of bytes), and each batch is
+    prepared there."""
+
+    def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
+        super().__init__(split, order, device, shift)
+        self.inputs, self.targets = split.inputs.to(device), split.targets.to(device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for indices, offset in zip(self.order.steps(self.device), self._offsets(), strict=True):
+            inputs = _shifted(self.inputs[indices], offset)
+            yield self.split.prepare(inputs), self.targets[indices]
+
+
+class WorkerBatches(Batches):
+    """The classic way: a DataLoader whose processes prepare one sample at a time.
+
+    Its loop raises a UserError if one of these processes has died.
+    """
+
+    def __init__(
+        self, split: Split, order: RankSampler, device: torch.device, shift: bool, num_workers: int
+    ) -> None:
+        super().__init__(split, order, device, shift)
+        self.loader = DataLoader(
+            split,
+            batch_sampler=order,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_obey_the_parent,
+            generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
+            pin_memory=device.type == "cuda",
+        )
+        # Now, before the training: at a fork, a thread of the process group that has just been at work may be
+        # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.
+        if num_workers:
+            order.first_step = len(order)  # no steps: the processes have nothing to do yet
+            self._samples()
+            order.first_step = 0
+
+    def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A new pass of the loader; the first one starts its processes."""
+        # Slurm signals every process of a job, and the one that trains decides when to stop. The workers
+        # inherit that these signals wait, for ever.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        samples = iter(self.loader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # PyTorch would raise a worker's death wherever the training stands just then, not in the loop below.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            for (inputs, targets), offset in zip(self._samples(), self._offsets(), strict=True):
+                # Only images have a channels_last layout.
+                layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
+                inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
+                yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # Samples are fetched from the process that made them, which may die just then.
+            died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
+            if not died or not self.loader.num_workers or "in DataLoader worker process" in str(error):
+                raise
+            raise UserError(
+                f"a loader process was killed ({first_line(error) or type(error).__name__}): perhaps the "
+                "memory was full, then lower --num-workers, or ask Slurm for more with --mem."
+            ) from None
+
+
+def _obey_the_parent(worker: int) -> None:
+    """In a loader process: end on the parent's SIGTERM, though signals wait. PyTorch sends it at the end."""
+
+    parent = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
+    # What leaves at one edge comes in at the other: nearly always background.
+    return images.roll(offset, dims=(2, 3)) if any(offset) else images
+
+
+def _make(split: Split, order: RankSampler, options: Options, device: torch.device) -> Batches:
+    shift = options.recipe == "fast" and isinstance(order, DistributedBatchSampler) and split.inputs.ndim == 4
+    if options.loader == "resident":
+        made = ResidentBatches(split, order, device, shift)
+    else:
+        made = WorkerBatches(split, order, device, shift, options.num_workers)
+    startup.mark("data")
+    return made

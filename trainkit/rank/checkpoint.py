@@ -1,0 +1,344 @@
+"""Save the state of the training, go on from it later, and stop when Slurm asks.
+
+A checkpoint is one file, `epoch-E-step-S.pt`: the training stood before step S (counted from 0) of
+epoch E. It holds the network, the optimizer, the learning rate schedule, every rank's random
+numbers, and the rows of the run's CSV, so that the run goes on under its own name. A network that is split
+over the ranks, and its optimizer, are in a folder beside it, `epoch-E-step-S.shards`, which the ranks write
+before: it counts from when the file is there, which has the checksums.
+"""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import zipfile
+import zlib
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+from trainkit.rank.epoch import PartialEpoch, not_a_number
+from trainkit.rank.model import bare, name_of
+from trainkit.rank.options import Options
+from trainkit.rank.precision import precision_of, set_precision
+from trainkit.rank.runlog import RunLog
+from trainkit.runtime import machine, process_group
+from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
+from trainkit.runtime.files import check_regular, check_writable, replacing
+
+if TYPE_CHECKING:
+    from trainkit.rank.sharded import Sharded
+
+VERSION = 2
+SPLIT = ("model", "optimizer")  # where each rank has a part
+KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
+LOCK = ".lock"
+KEPT = 2  # if the newest turns out damaged, there is the one before
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `--checkpoint-dir`; without that option it does nothing.
+
+    All ranks make one and call its methods at the same points. With `--resume auto` the newest
+    checkpoint is loaded here, into `model`, `parts` (by name; each has a state_dict) and `log`. From here
+    on the signals USR2 and SIGTERM mean: save at the next step and stop.
+
+    Raises:
+        UserError: if the folder cannot be written to, is another run's, holds another training, or
+            nothing in it can be read.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: str,
+        model: nn.Module,
+        parts: dict[str, object],
+        log: RunLog | None,
+        sharded: "Sharded | None" = None,
+    ) -> None:
+        # Without the wrappers, so that every stage can load it.
+        self._model, self._optimizer = bare(model), parts["optimizer"]
+        self._parts = {"model": self._model} | parts
+        if sharded:  # rank 0 writes the rest, for all
+            self._parts = {name: thing for name, thing in self._parts.items() if name not in SPLIT}
+        # What makes it this training and no other.
+        names = {"dataset": dataset, "model": name_of(model)}
+        self._identity = options.shaping() | names
+        self._options, self._log, self._folder = options, log, options.checkpoint_dir
+        self._sharded = sharded
+        self._first_epoch, self._part = 1, None
+        self._stop_asked = False
+        self._saved_at = time.monotonic()
+        if self._folder:
+            self._lock = process_group.on_rank_0(self._open_folder)
+            # One rank reads the file, so that all have the same one.
+            newest = process_group.on_rank_0(lambda: _newest(self._folder))
+            path, state = process_group.broadcast(newest)
+            if state:
+                self._load(path, state)
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._ask_to_stop)
+        # A job has them wait until somebody listens (slurm/job_env.sh).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def epochs(self) -> range:
+        """The epochs that are still to be trained."""
+        return range(self._first_epoch, self._options.epochs + 1)
+
+    def part_of(self, epoch: int) -> PartialEpoch | None:
+        """What an earlier process did of `epoch`, or None."""
+        return self._part if epoch == self._first_epoch else None
+
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether this rank was asked to stop, and whether it is time to save within the epoch."""
+        overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
+        return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
+
+    def save(self, epoch: int, part: PartialEpoch | None = None, stop: bool = False) -> None:
+        """Save the state before `epoch`, or after `part` of it; then stop, if all ranks are to.
+
+        Raises:
+            Stopped: with `stop`.
+            UserError: if the weights are not numbers, or the file cannot be written; the checkpoints
+                before stay.
+        """
+        if not self._folder:
+            return
+        where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
+        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
+        state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
+        state |= {"random_numbers": process_group.gather(_random_numbers())}
+        mistake = ""
+        if self._sharded:
+            if not self._sharded.finite():  # asked of all ranks
+                raise not_a_number(f"the weights are no longer numbers after {where}")
+            # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
+            process_group.on_rank_0(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
+            mistake = self._sharded.save(_shards(path))
+        process_group.on_rank_0(lambda: self._write(path, where, state, mistake))
+        self._saved_at = time.monotonic()
+        if stop:
+            text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
+            process_group.on_rank_0(lambda: _leave_word(text, self._folder))
+            process_group.leave()  # when rank 0 has saved: a rank that went before would end the whole step
+            raise Stopped(text)
+        self._first_epoch, self._part = epoch, part
+
+    def finish(self, ended: bool) -> None:
+        """After the end nobody goes on from the checkpoints in a job's own folder: remove them.
+
+        `ended`: the run is at its end, though there are more epochs.
+        """
+        keep = self._options.keep_checkpoints or (self.epochs() and not ended)
+        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+        if keep or not process_group.is_rank_0() or not self._folder or not job_folder:
+            return
+        if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
+            with suppress(OSError):  # the run went well
+                for path in _checkpoints(self._folder):
+                    _remove(path)
+                (self._folder / LOCK).unlink(missing_ok=True)
+                self._folder.rmdir()
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self._stop_asked = True
+
+    def _open_folder(self) -> FileLock | None:
+        """Make the folder this run's, for as long as the lock is held."""
+        check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
+        lock = FileLock(self._folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another run saves its checkpoints in {self._folder}: wait for its end (if there is none, "
+                f"remove {lock.lock_file}), or give another --checkpoint-dir."
+            ) from None
+        except (OSError, NotImplementedError):  # a file system without locks
+            lock = None
+        for leftover in self._folder.glob("epoch-*-step-*.pt.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        for shards in self._folder.glob("epoch-*-step-*.shards"):
+            if not shards.with_suffix(".pt").exists():
+                shutil.rmtree(shards, ignore_errors=True)
+        if _checkpoints(self._folder) and self._options.resume == "never":
+            raise UserError(
+                f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
+                "with it, or give another --checkpoint-dir."
+            )
+        return lock
+
+    def _load(self, path: Path, state: dict) -> None:
+        """Go on from `state`, the content of `path`, which may hold anything."""
+        try:
+            if state["version"] != VERSION:
+                raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
+            # Those of earlier programs do not name the model, which was Net, and what was not an option.
+            was = {"model": "Net"} | Options().shaping() | state["options"]
+            was |= {"precision": state["precision"]}
+            self._check_identity(path, was)
+            own = [dict(group) for group in self._optimizer.param_groups]
+            if ("shards" in state) != (self._sharded is not None):
+                raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
+            for name, thing in self._parts.items():
+                thing.load_state_dict(state[name])
+            if self._sharded:
+                self._sharded.load(_shards(path))
+            for group, here in zip(self._optimizer.param_groups, own, strict=True):
+                # Another stage may have made the checkpoint.
+                group.update({name: here[name] for name in KERNELS if name in here})
+            _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
+            self._first_epoch = int(state["epoch"])
+            self._part = state["part"] and PartialEpoch(**state["part"])
+            if self._part and len(self._part.losses) != self._part.steps:
+                raise ValueError("its losses do not fit its steps")
+            process_group.on_rank_0(lambda: self._log.go_on(state["run"]))
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
+            ) from None
+        if process_group.is_rank_0():
+            tell(f"resumed from {path}")
+
+    def _check_identity(self, path: Path, was: dict) -> None:
+        wanted = self._options.precision
+        # "auto": as the run chose at its start, whatever is faster today.
+        asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
+        told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        if told:
+            told = ", ".join(told).replace("None", "not given")
+            raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
+        set_precision(self._model, was["precision"])
+
+    def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
+        if not self._sharded and not all(own.isfinite().all() for own in self._model.parameters()):
+            raise not_a_number(f"the weights are no longer numbers after {where}")
+        state |= {name: thing.state_dict() for name, thing in self._parts.items()}
+        state |= {"options": self._identity, "run": self._log.state()}
+        state |= {"precision": precision_of(self._model)}
+        try:
+            if mistake:
+                raise OSError(mistake)
+            if self._sharded:
+                state |= {"shards": _checksums(path)} | dict.fromkeys(SPLIT)
+            self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            with replacing(path, "wb") as file:
+                torch.save(state, file)
+            for old in _checkpoints(self._folder)[:-KEPT]:
+                _remove(old)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(_shards(path), ignore_errors=True)  # a full disk needs the space
+            raise UserError(
+                f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
+                "another --checkpoint-dir. The checkpoints and results before stay."
+            ) from None
+
+
+def _leave_word(text: str, folder: Path) -> None:
+    """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
+
+    Raises:
+        UserError: if slurm/job_env.sh cannot be told.
+    """
+    tell(text)
+    if job_folder := os.environ.get("TRAINKIT_JOB_DIR"):
+        try:
+            Path(job_folder, "stopped").write_text(f"{folder.absolute()}\n")
+        except OSError as error:
+            raise UserError(
+                f"{text}, but not by itself, as {job_folder} cannot be written to ({error.strerror}): submit "
+                f"it again with --checkpoint-dir {folder.absolute()}."
+            ) from None
+
+
+def _called(name: str) -> str:
+    return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; no other file has such a name."""
+    names = {path: re.fullmatch(r"epoch-(\d+)-step-(\d+)\.pt", path.name) for path in folder.iterdir()}
+    return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
+
+
+def _shards(path: Path) -> Path:
+    """The folder of what the ranks have written of a checkpoint, each its own part."""
+    return path.with_suffix(".shards")
+
+
+def _checksums(path: Path) -> dict[str, int]:
+    """Of the files of the ranks, by their names."""
+    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shards(path).iterdir()}
+
+
+def _remove(path: Path) -> None:
+    """The file first: without it the rest does not count."""
+    path.unlink(missing_ok=True)
+    shutil.rmtree(_shards(path), ignore_errors=True)
+
+
+def _newest(folder: Path) -> tuple[Path | None, dict | None]:
+    """The newest checkpoint that can be read, and its content; a damaged one is named and put aside."""
+    found, unreadable = _checkpoints(folder), []
+    for path in reversed(found):
+        try:
+            state = _read(path)
+        except Exception as error:  # whatever PyTorch makes of a damaged file
+            print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
+            unreadable.append(path)
+            continue
+        for broken in unreadable:  # else it would count as the newest when old ones are deleted
+            broken.replace(broken.with_suffix(".damaged"))
+        return path, state
+    if found:
+        raise UserError(
+            f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start anew."
+        )
+    return None, None
+
+
+def read_whole(path: Path) -> object:
+    """What torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
+    check_regular(path)
+    with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read(path: Path) -> dict:
+    state = read_whole(path)
+    if not isinstance(state, dict) or "version" not in state:
+        raise ValueError("it has no version")
+    if shards := state.get("shards"):
+        damaged = [name for name, _ in shards.items() - _checksums(path).items()]
+        if damaged:
+            raise ValueError(f"wrong checksum of {min(damaged)} in {_shards(path).name}")
+    return state
+
+
+def _random_numbers() -> list[torch.Tensor]:
+    """The states of this rank's generators: the CPU's, then those of its GPUs."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+    """Set this rank's; new ones, of `seed`, if there were other ranks or GPUs when they were saved."""
+    if len(of_all_ranks) == process_group.count():
+        cpu, *gpus = of_all_ranks[process_group.rank()]
+        if len(gpus) == (torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            torch.set_rng_state(cpu)
+            torch.cuda.set_rng_state_all(gpus)
+            return
+    torch.manual_seed(seed + process_group.rank())
+    if process_group.count() == 1:  # DataParallel's GPUs are all of one process
+        machine.seed_gpus(seed)

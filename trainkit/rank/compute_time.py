@@ -1,0 +1,86 @@
+"""How long a rank works by itself in a step, without its waiting for the gradients of the others."""
+
+import math
+import time
+
+import torch
+from torch import nn
+
+
+class ComputeTime:
+    """The seconds from one exchange of gradients to this rank's own last gradient of the next.
+
+    All ranks leave DistributedDataParallel's backward pass together, so a clock around the step shows the
+    same on each of them, however slow one is. What differs is when a rank has computed its own gradients.
+    Where ranks also meet in the forward pass (SyncBatchNorm; the buffers of BatchNorm, which rank 0 sends),
+    that waiting counts as their own. Of a step that is captured in a CUDA graph nothing is known.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._device = device
+        self._seconds, self._steps, self._captured = 0.0, 0, False
+        self._measured: list[tuple] = []  # beginning and end of each step that is not in the sum yet
+        self._hooks = [
+            (weights, weights.register_post_accumulate_grad_hook(self._gradient))
+            for weights in model.parameters()
+            if weights.requires_grad
+        ]
+        optimizer.register_step_pre_hook(self._exchanged)
+        self._start()
+
+    def begin(self) -> None:
+        """From now on this rank works by itself. The GPU has to be idle."""
+        self._seconds += sum(between(*moments) for moments in self._measured)
+        self._steps += len(self._measured)
+        self._measured = []
+        self._start()
+
+    def end_of_step(self) -> None:
+        """A step without an update, such as GradScaler leaves out after an overflow, does not count."""
+        if self._last is not None:
+            self._start()
+
+    def per_step(self) -> float:
+        """The mean over the steps since the last call, in seconds; NaN if none counted.
+
+        The GPU has to be idle.
+        """
+        self.begin()
+        mean = self._seconds / self._steps if self._steps and not self._captured else math.nan
+        self._seconds, self._steps = 0.0, 0
+        return mean
+
+    def _start(self) -> None:
+        self._last, self._began = None, moment(self._device)
+
+    def _gradient(self, weights: torch.Tensor) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+            return
+        self._last, self._ended = weights, moment(self._device)
+
+    def _exchanged(self, *_: object) -> None:
+        """Before the optimizer's step, when all ranks have all gradients."""
+        if self._last is None:
+            return
+        self._measured.append((self._began, self._ended))
+        # To be called for one tensor is enough. Of a branch that the first step leaves out, none is chosen.
+        for weights, hook in self._hooks:
+            if weights is not self._last:
+                hook.remove()
+        self._hooks = []
+        self._start()
+
+
+def moment(device: torch.device) -> float | torch.cuda.Event:
+    """A moment of the GPU's own time, where there is one, as the CPU is ahead of it; for `between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    """Seconds from one moment to the other; a GPU has to be at the later one."""
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

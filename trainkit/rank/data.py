@@ -1,0 +1,96 @@
+"""Data sets in memory: MNIST, digits that are generated, or your own.
+
+`python -m trainkit.rank.data` puts MNIST on disk first (trainkit/rank/staging.py).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainkit.rank import staging, synthetic
+from trainkit.runtime import errors
+
+MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a data set, for training or for testing; row i of `inputs` belongs to `targets[i]`.
+
+    `name` is what the record calls the data set. `prepare` makes of a batch of inputs, on the
+    device, what the model takes. `prepare_one` does it for one input, on the CPU, in the way of a
+    DataLoader's worker; without it such a worker calls `prepare` for a batch of one.
+    """
+
+    name: str
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    prepare: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor  # as they lie in memory
+    prepare_one: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def first(self, n: int) -> "Split":
+        """The first `n` samples of it."""
+        return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One sample, prepared by itself, and its target: what a DataLoader's worker asks for."""
+        if self.prepare_one:
+            return self.prepare_one(self.inputs[index]), self.targets[index]
+        return self.prepare(self.inputs[index : index + 1])[0], self.targets[index]
+
+
+def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
+    """The training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
+
+    Images are uint8 (n, 1, 28, 28), labels int64 (n,).
+
+    Raises:
+        UserError: if MNIST is missing, unreadable or cut short.
+    """
+    staging.check(dataset, data_dir)
+    if dataset == "synthetic":
+        parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
+    else:
+        with staging.disk_errors("read from", data_dir):
+            parts = _read(data_dir, "train"), _read(data_dir, "t10k")
+    train, test = (Split(dataset, *part, normalize, normalize_one) for part in parts)
+    return train, test
+
+
+def _read(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    # Behind a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
+    # here rather than by torchvision, whose import takes longer than reading all of MNIST.
+    raw = staging.raw_dir(data_dir)
+    pixels = np.fromfile(raw / f"{part}-images-idx3-ubyte", np.uint8, offset=16)
+    labels = np.fromfile(raw / f"{part}-labels-idx1-ubyte", np.uint8, offset=8)
+    return torch.from_numpy(pixels).view(-1, 1, 28, 28), torch.from_numpy(labels).long()
+
+
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """Bytes (n, 1, 28, 28) as float32 with mean 0 and standard deviation 1, channels_last."""
+    images = images.to(torch.float32, memory_format=torch.channels_last)
+    return images.sub_(255 * MEAN).div_(255 * STD)
+
+
+def normalize_one(image: torch.Tensor) -> torch.Tensor:
+    """What torchvision's MNIST does for each image, bytes (1, 28, 28): to PIL, ToTensor, Normalize."""
+    return _torchvision_transform()(image)
+
+
+@functools.cache
+def _torchvision_transform() -> Callable[[torch.Tensor], torch.Tensor]:
+    # Imported by those who use it: torchvision takes longer to import than MNIST to load.
+    from torchvision import transforms as t
+
+    return t.Compose([t.ToPILImage(), t.ToTensor(), t.Normalize((MEAN,), (STD,))])
+
+
+if __name__ == "__main__":
+    errors.run(staging.main)

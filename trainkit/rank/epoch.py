@@ -1,0 +1,66 @@
+"""What an epoch amounts to: the numbers that travel between the loop, the log and the checkpoints."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from trainkit.rank.options import Options
+from trainkit.runtime.errors import UserError
+
+
+class Trained(NamedTuple):
+    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per sample."""
+
+    steps: int
+    seconds: float
+    loss: float
+    learning_rate: float  # of the first step
+
+
+class Tested(NamedTuple):
+    """One evaluation: samples of all ranks, seconds of the slowest, mean loss per sample, percent correct."""
+
+    samples: int
+    seconds: float
+    loss: float
+    accuracy: float  # NaN where the targets are not class numbers
+
+
+class Metric(NamedTuple):
+    """A number that an evaluation tells besides loss and accuracy, such as Metric("recall", "cats", 0.5)."""
+
+    metric: str
+    of: str
+    value: float  # NaN where it is not defined
+
+
+@dataclass
+class PartialEpoch:
+    """The beginning of an epoch, as a checkpoint within it keeps it."""
+
+    steps: int
+    seconds: float
+    learning_rate: float  # of the first step
+    losses: torch.Tensor  # (steps,), each the mean over all ranks
+
+
+def not_a_number(what: str) -> UserError:
+    """The error of a training that has gone out of bounds; `what` is a clause, such as "the loss is nan"."""
+    return UserError(
+        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
+        "The epochs before are recorded."
+    )
+
+
+def why_ended(rows: list[dict[str, object]], options: Options) -> str:
+    """Why a run with these epochs recorded ends before its last one, or "" if it goes on."""
+    if not rows or rows[-1]["epoch"] >= options.epochs:
+        return ""
+    if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:
+        return f"accuracy {options.stop_at} reached"
+    losses = [row["test_loss"] for row in rows]
+    since_best = len(losses) - 1 - losses.index(min(losses))
+    if options.patience and since_best >= options.patience:
+        return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
+    return ""

@@ -1,0 +1,62 @@
+"""The test set through the model, every sample counted once over all ranks."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.rank.batches import Batches
+from trainkit.rank.epoch import Tested, not_a_number
+from trainkit.runtime import clock, process_group
+
+
+def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:
+    """Evaluate on every test sample once: sums over this rank's share, then over the ranks.
+
+    Args:
+        loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.
+
+    Returns:
+        The loss is the mean per sample. The accuracy is NaN where the targets are not class numbers.
+
+    Raises:
+        UserError: if the loss is not a number: the last training step went wrong.
+    """
+    model.eval()
+    device = batches.device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    started = clock.start(device)
+    network = _without_ddp(model)
+    with torch.no_grad():  # not inference_mode: the threads of DataParallel would not be in it
+        for inputs, targets in batches:
+            output = network(inputs)
+            total = loss(output, targets, reduction="sum")
+            correct = _correct(output, targets)
+            sums += torch.stack([total, correct, torch.full_like(total, len(targets))])
+    seconds = clock.stop(device, started)
+    total, correct, samples = process_group.sum_in_place(sums).tolist()
+    if not math.isfinite(total):
+        raise not_a_number(f"the test loss is {total}")
+    return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
+    """The network inside DistributedDataParallel, with rank 0's buffers on every rank.
+
+    Its own forward would make the ranks meet at every step to send buffers (of BatchNorm, say), and
+    they may have different numbers of steps.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    return model.module
+
+
+def _correct(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if targets.is_floating_point():
+        return torch.full((), math.nan, device=targets.device)
+    return output.argmax(1).eq(targets).sum()

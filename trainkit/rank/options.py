@@ -1,0 +1,304 @@
+"""The options that all stages share, each declared once: name, default, type, help and what it shapes.
+
+The command line is made of these declarations, and so are the options that a checkpoint compares
+(`shapes_training`) and the columns that a record takes from them (`column`).
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from trainkit.rank.staging import DATASETS, DEFAULT_DIR
+from trainkit.runtime.command_line import Parser, above_0, at_least
+from trainkit.runtime.errors import UserError
+from trainkit.schema.records import LR_SCALES
+
+DEFAULT_RESULTS = Path(__file__).resolve().parents[2] / "results"
+DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
+BASE_BATCH = 64
+MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
+
+
+def _option(
+    group: str,
+    default: object,
+    kind: Callable[[str], object] | tuple[str, ...] | None,
+    metavar: str | None,
+    help: str,
+    *,
+    shapes_training: bool = False,
+    column: str = "",
+) -> Field:
+    """One option; `kind` is an argparse type, the words to choose from, or None for a switch.
+
+    `shapes_training`: another value makes it another training, which a checkpoint does not go on
+    with. `column`: the column of the record that holds its value.
+    """
+    if kind is None:
+        reading = {"action": "store_true"}
+    elif isinstance(kind, tuple):
+        reading = {"choices": kind}
+    else:
+        reading = {"type": kind, "metavar": metavar}
+    if kind is not None and default is not None:  # the others say it themselves, or are switches
+        help += " (default: %(default)s)"
+    argument = reading | {"help": help, "default": default}
+    facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
+    return field(default=default, metadata=facts)
+
+
+own = partial(_option, "this script")  # an option that one script has more than the others, for `parse`
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run; `--help` tells what each one means."""
+
+    # fmt: off
+    epochs: int = _option(
+        "training", 14, at_least(1), "N", "passes over the training images, or over --train-size of them"
+    )
+    batch_size: int | None = _option(
+        "training", None, at_least(1), "N",
+        "global batch size: images per optimizer step, all GPUs together (default: 64)",
+        shapes_training=True, column="global_batch",
+    )
+    batch_size_per_gpu: int | None = _option(
+        "training", None, at_least(1), "N", "in place of --batch-size: images per step on each device"
+    )
+    recipe: str = _option(
+        "training", "classic", tuple(DEFAULT_LR), None,
+        "classic: Adadelta, step decay; sgd: Nesterov momentum, step decay; "
+        "fast: Adam, one-cycle, images shifted by up to a pixel",
+        shapes_training=True, column="recipe",
+    )
+    lr: float | None = _option(
+        "training", None, above_0(), "X",
+        "learning rate, with --lr-scale that of batch 64 (default: classic 1.0, sgd 0.02, fast 0.003)",
+        shapes_training=True,
+    )
+    lr_scale: str = _option(
+        "training", "none", tuple(LR_SCALES), None,
+        "linear: --lr times batch size / 64; sqrt: times its square root",
+        shapes_training=True, column="lr_scale",
+    )
+    lr_warmup_images: int = _option(
+        "training", 0, at_least(0, MOST_IMAGES), "N",
+        "classic and sgd: the learning rate rises from 0 over the first N images",
+        shapes_training=True, column="lr_warmup_images",
+    )
+    gamma: float = _option(
+        "training", 0.7, above_0(1), "X", "classic and sgd: factor on the learning rate per epoch",
+        shapes_training=True, column="gamma",
+    )
+    width: int = _option(
+        "training", 32, at_least(1, 4096), "N",
+        "channels of the first convolution; the second has twice as many",
+        shapes_training=True, column="width",
+    )
+    stop_at: float | None = _option(
+        "training", None, above_0(100), "PERCENT", "end after the epoch that reaches this test accuracy"
+    )
+    patience: int | None = _option(
+        "training", None, at_least(1), "N", "end when the test loss has found no new low for N epochs"
+    )
+    seed: int = _option(
+        "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
+        shapes_training=True, column="seed",
+    )
+
+    dataset: str = _option(
+        "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
+    )
+    data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `make data` has put MNIST")
+    train_size: int | None = _option(
+        "data", None, at_least(1, MOST_IMAGES), "N",
+        "images of an epoch (default: all): the first N; more than there are go through all again and again",
+        shapes_training=True,
+    )
+    test_size: int | None = _option(
+        "data", None, at_least(1), "N", "evaluate on the first N images only (default: all)"
+    )
+    loader: str = _option(
+        "data", "resident", ("resident", "workers"), None,
+        "resident: data set kept on the device; workers: DataLoader, image by image",
+        column="loader",
+    )
+    num_workers: int = _option(
+        "data", 0, at_least(0, 256), "N", "loader processes of each process, for --loader workers",
+        column="workers_per_loader",
+    )
+    test_batch_size: int | None = _option(
+        "data", None, at_least(1), "N",
+        "images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
+    )
+
+    precision: str = _option(
+        "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
+        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
+    )
+    no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
+    timeout: int = _option(
+        "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
+    )
+    debug: bool = _option(
+        "machine", False, None, None,
+        "have each rank, PyTorch and NCCL write down what they do, in the job's folder or in DIR/debug/ of "
+        "--results-dir; slower",
+        column="debug",
+    )
+
+    checkpoint_dir: Path | None = _option(
+        "stop and go on", None, Path, "DIR",
+        "save the state of the training here after every epoch, and on USR2 or SIGTERM",
+    )
+    checkpoint_minutes: float = _option(
+        "stop and go on", 10, above_0(), "X", "minutes between two checkpoints within an epoch"
+    )
+    resume: str = _option(
+        "stop and go on", "never", ("never", "auto"), None,
+        "auto: go on from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
+    keep_checkpoints: bool = _option(
+        "stop and go on", False, None, None, "in a job: keep the checkpoints of a run that has ended well"
+    )
+
+    results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
+    save_model: bool = _option(
+        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
+    )
+    dry_run: bool = _option(
+        "output", False, None, None, "one training step, one test batch, nothing written"
+    )
+
+    # fmt: on
+    @property
+    def scaled_lr(self) -> float:
+        """The learning rate at this batch size, after --lr-scale."""
+        return self.lr * (self.batch_size / BASE_BATCH) ** LR_SCALES[self.lr_scale]
+
+    @property
+    def debug_dir(self) -> Path | None:
+        """Where --debug writes to; None without it."""
+        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
+        return (Path(job_folder) if job_folder else self.results_dir / "debug") if self.debug else None
+
+    def for_devices(self, count: int, what: str = "processes") -> "Options":
+        """With the global batch size of so many devices, or of one if there is none.
+
+        --batch-size-per-gpu leaves it open until then.
+
+        Raises:
+            UserError: if --batch-size does not divide among them.
+        """
+        if self.batch_size_per_gpu:
+            return replace(self, batch_size=self.batch_size_per_gpu * max(count, 1))
+        check_divides(self.batch_size, max(count, 1), what)
+        return self
+
+    def shaping(self) -> dict[str, object]:
+        """The options that make it this training and no other."""
+        # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
+        also = {"epochs"} if self.recipe == "fast" else set()
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.metadata["shapes_training"] or one.name in also
+        }
+
+    def columns(self) -> dict[str, object]:
+        """The columns of a record that are options."""
+        return {
+            one.metadata["column"]: getattr(self, one.name) for one in fields(self) if one.metadata["column"]
+        }
+
+
+def parse(
+    description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
+) -> Options:
+    """Read the command line; with `known_only`, options that are not known are passed over.
+
+    Args:
+        added: the script's own options, each by its name.
+
+    Raises:
+        UserError: for an option or a value that is not known or makes no sense.
+    """
+    parser, groups = Parser(description=description, formatter_class=argparse.HelpFormatter), {}
+    more = [(name, object, one) for name, one in added.items()]
+    kind = make_dataclass("Options", more, bases=(Options,), frozen=True)
+    for one in fields(kind):
+        name = one.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
+    return kind(**_completed(vars(read)))
+
+
+def _completed(values: dict[str, object]) -> dict[str, object]:
+    """The options with the defaults that depend on others; a UserError if they make no sense together."""
+    if values["batch_size"] and values["batch_size_per_gpu"]:
+        raise UserError(
+            "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."
+        )
+    if not values["batch_size_per_gpu"]:
+        values["batch_size"] = values["batch_size"] or BASE_BATCH
+    if values["lr"] is None:
+        values["lr"] = DEFAULT_LR[values["recipe"]]
+        if values["lr_scale"] != "none":
+            raise UserError(
+                f"--lr-scale {values['lr_scale']} needs --lr, the learning rate that is good at batch "
+                f"{BASE_BATCH}: add it, such as --lr {values['lr']} for recipe {values['recipe']}."
+            )
+    if values["lr_warmup_images"] and values["recipe"] == "fast":
+        raise UserError(
+            "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own: leave it out."
+        )
+    if values["num_workers"] and values["loader"] == "resident":
+        raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+    if values["resume"] == "auto" and not values["checkpoint_dir"]:
+        raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
+    if values["dry_run"]:
+        values["epochs"], values["checkpoint_dir"] = 1, None
+    return values
+
+
+def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:
+    """See that the sizes fit the data and the processes.
+
+    Args:
+        available: training images that there are, if that is known.
+        ranks: processes, which share every batch.
+
+    Raises:
+        UserError: if they do not.
+    """
+    if options.batch_size is None:
+        raise UserError(
+            "this script takes no --batch-size-per-gpu: give --batch-size, or have the script call "
+            "opts.for_devices, as the stages do."
+        )
+    check_divides(options.batch_size, ranks, "processes")
+    size = options.train_size or available
+    if size and options.batch_size > size:
+        raise UserError(
+            f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
+        )
+    if size and options.lr_warmup_images > options.epochs * size and not options.dry_run:
+        raise UserError(
+            f"--lr-warmup-images {options.lr_warmup_images} is more than the {options.epochs * size} images "
+            f"of all epochs: lower it, or raise --epochs {options.epochs}."
+        )
+
+
+def check_divides(batch_size: int, parts: int, what: str) -> None:
+    """Raise a UserError with the nearest sizes that would do if `batch_size` is not a multiple of `parts`."""
+    if batch_size % parts:
+        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"--batch-size {batch_size} does not divide among {parts} {what}: the nearest is {nearest}."
+        )

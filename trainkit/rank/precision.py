@@ -1,0 +1,139 @@
+"""What the layers of a network compute in: fp32, tf32, bf16 or fp16, and which of them to take here.
+
+A network that can do bf16 and fp16 has the attribute `precision`, as `model.Net` has. Every other
+one computes in the type of its weights. TF32 is how newer GPUs of NVIDIA multiply float32 numbers: with
+10 bits behind the point in place of 23. It is a switch of the process, and no network knows of it.
+"""
+
+import copy
+import warnings
+
+import torch
+from torch import nn
+
+from trainkit.rank.data import Split
+from trainkit.rank.model import bare
+from trainkit.rank.options import Options
+from trainkit.rank.recipes import optimizer_and_schedule
+from trainkit.runtime import clock, machine, process_group, startup
+from trainkit.runtime.errors import UserError
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+CLEARLY = 1.1  # times as fast has to be what computes with fewer bits
+TURNS = 3  # of the trial, behind one that warms up
+MOST_INPUTS_ON_CPU = 128  # larger batches show the same there, and take seconds
+
+
+def precision_of(model: nn.Module) -> str:
+    """What the layers of `model` compute in, as the record calls it."""
+    network = bare(model)
+    name = network.precision if hasattr(network, "precision") else _of_weights(network)
+    return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 else name
+
+
+def choose_precision(model: nn.Module, options: Options, train_set: Split) -> None:
+    """Have `model` compute as `--precision` says, or for "auto" in what pays here, alike on every rank.
+
+    Raises:
+        UserError: if the model or its device cannot compute in it.
+    """
+    startup.mark("network")
+    wanted = options.precision
+    if wanted == "auto":
+        names = process_group.broadcast(_worth_a_trial(model))
+        wanted = names[0] if len(names) == 1 else _worth_its_loss(names, model, options, train_set)
+    set_precision(model, wanted)
+    startup.mark("precision")
+
+
+def set_precision(model: nn.Module, precision: str) -> None:
+    """Have `model` compute in `precision`, and the whole process with TF32 or without.
+
+    Raises:
+        UserError: if the model or its device cannot compute in it.
+    """
+    network = bare(model)
+    weights, own_choice = _of_weights(network), hasattr(network, "precision")
+    possible = {"fp32", "tf32"} if weights == "fp32" else {weights}
+    if own_choice:
+        possible |= {"fp32", "bf16", "fp16"}
+    if precision not in possible:
+        raise UserError(
+            f"{type(network).__name__} computes in {weights} only: leave out "
+            f"--precision {precision}, or give it an attribute `precision` as trainkit.rank.model.Net has."
+        )
+    if precision == "tf32" and not has_tf32(_device(network)):
+        raise UserError(
+            "--precision tf32 needs an NVIDIA GPU of compute capability 8.0 or newer (A100, H100), not "
+            f"{machine.device_name(_device(network))}: take such a one, or train with another --precision."
+        )
+    if own_choice:
+        network.precision = precision if precision in ("bf16", "fp16") else "fp32"
+    _allow_tf32(precision == "tf32")
+
+
+def _of_weights(network: nn.Module) -> str:
+    return NAMES[next(network.parameters()).dtype]
+
+
+def _device(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device is a GPU with TF32."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _allow_tf32(allowed: bool) -> None:
+    """For both kinds of layers: by default PyTorch allows it in convolutions and not in matrix products."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that others do not have
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _worth_a_trial(model: nn.Module) -> list[str]:
+    """What "auto" chooses from, the most exact first."""
+    network = bare(model)
+    device, weights = _device(network), _of_weights(network)
+    names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
+    # A CPU's name does not tell whether it has bf16 units; without them it computes in bf16, but slower.
+    may_gain = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if hasattr(network, "precision") and weights == "fp32" and may_gain:
+        names.append("bf16")
+    return names
+
+
+def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_set: Split) -> str:
+    """The second of `names` if training steps are faster in it, clearly and in every turn; else the first.
+
+    Steps of a copy of the network, with this run's optimizer and as many inputs as a device gets, in turns,
+    so that a busy moment of the machine meets both. Where a GPU waits for its kernels to be launched both are
+    equal but for noise, and the more exact one costs nothing. All ranks choose alike, as the clock of the
+    slowest one counts.
+    """
+    network = bare(model)
+    device = _device(network)
+    devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else process_group.count()
+    batch, steps = options.batch_size // devices, 10  # in a row: a GPU works off a queue
+    if device.type == "cpu":
+        batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
+    inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
+    # The training's dropout is not to depend on this.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trial = copy.deepcopy(network).train()
+        optimizer, _ = optimizer_and_schedule(options, trial, steps_per_epoch=1)
+        startup.mark("optimizer")
+
+        def seconds(name: str) -> float:
+            set_precision(trial, name)
+            started = clock.start(device)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                trial(inputs).square().mean().backward()
+                optimizer.step()
+            return clock.stop(device, started)
+
+        _, *turns = [[seconds(name) for name in names] for _ in range(1 + TURNS)]
+    return names[1] if all(exact >= CLEARLY * other for exact, other in turns) else names[0]

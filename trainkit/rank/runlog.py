@@ -1,0 +1,200 @@
+"""What a run tells: one line per epoch on the screen and one row per epoch in its CSV."""
+
+import math
+import os
+import platform
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
+from trainkit.rank.model import name_of
+from trainkit.rank.options import BASE_BATCH, Options
+from trainkit.rank.precision import precision_of
+from trainkit.runtime import machine, startup
+from trainkit.runtime.errors import UserError, reason, tell
+from trainkit.runtime.files import replacing
+from trainkit.runtime.process_group import World
+from trainkit.schema import samples
+from trainkit.schema.records import Recorder, slow_rank
+
+
+class RunLog:
+    """The log of one run. Only rank 0 has one.
+
+    `facts` are columns of the record: the run's `stage`, and what `facts_of_run` does not know.
+    Raises UserError if the results directory cannot be written to.
+    """
+
+    def __init__(
+        self, options: Options, here: World, dataset: str, model: nn.Module, facts: dict[str, object]
+    ) -> None:
+        self._options = options
+        self._started = startup.process_start()
+        self._before_s = 0.0  # what earlier processes of this run took
+        self._past_first_epoch = False
+        started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"])  # it is the name of a file, too
+        self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+        self._facts = facts_of_run(options, here, dataset, model) | facts
+        self._facts |= {
+            "run_id": self.run_id,
+            "launcher": here.launcher,
+            "lr": options.scaled_lr,
+            "batch_per_device": options.batch_size // facts["devices"],
+            "job_id": os.environ.get("SLURM_JOB_ID", ""),
+            "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
+            "cuda_version": machine.build().removeprefix("CUDA ") if here.device.type == "cuda" else "",
+            "git_commit": machine.git_commit(),
+            "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
+        }
+        self._recorder = None if options.dry_run else Recorder(options.results_dir, self._facts)
+        tell(
+            f"stage {facts['stage']} · {facts['devices']} x {self._facts['device_name']} · {dataset} · "
+            f"global batch {options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
+            f"recipe {options.recipe}"
+        )
+        tell(_configuration(options, here, self._facts["batch_per_device"]))
+
+    def epoch(
+        self,
+        epoch: int,
+        trained: Trained,
+        tested: Tested,
+        of_ranks: list[dict[str, object]],
+        metrics: Iterable[Metric] = (),
+    ) -> None:
+        """Write the row of one epoch, those of its ranks and its metrics, then print its line.
+
+        Raises:
+            UserError: if the row cannot be written.
+        """
+        images = trained.steps * self._options.batch_size
+        images_per_s = images / trained.seconds
+        train = f"loss {trained.loss:.4f}, {images_per_s:,.0f} images/s, {trained.seconds:.1f} s"
+        accuracy = "" if math.isnan(tested.accuracy) else f"accuracy {tested.accuracy:.2f} %, "
+        test = f"{accuracy}loss {tested.loss:.4f}, {tested.seconds:.1f} s"
+        if self._recorder:
+            row = {
+                "epoch": epoch,
+                "warmup": not self._past_first_epoch,
+                "steps": trained.steps,
+                "images": images,
+                "train_seconds": trained.seconds,
+                "images_per_s": images_per_s,
+                "test_images": tested.samples,
+                "eval_seconds": tested.seconds,
+                "train_loss": trained.loss,
+                "test_loss": tested.loss,
+                "test_accuracy": tested.accuracy,
+                "learning_rate": trained.learning_rate,
+                "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
+                "elapsed_s": self._elapsed_s(),
+                "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
+            }
+            ended = why_ended([*self._recorder.rows, row], self._options)
+            of_epoch = [{"epoch": epoch} | one._asdict() | {"value": float(one.value)} for one in metrics]
+            self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
+            if not self._past_first_epoch:
+                samples.note_run(self._recorder.path)
+        tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
+        if self._past_first_epoch and (slow := slow_rank(of_ranks)):
+            tell(f"{slow}.")
+        self._past_first_epoch = True
+
+    @property
+    def ended(self) -> str:
+        """Why the run has ended before its last epoch, or "" if it has not."""
+        return self._recorder.rows[-1]["ended"] if self._recorder and self._recorder.rows else ""
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of the log, so that the run can go on under its own name."""
+        facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
+        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
+
+    def go_on(self, state: dict) -> None:
+        """Continue the run that `state` was kept of; epochs written after that count as not written.
+
+        Raises:
+            UserError: if the CSV cannot be written.
+            ValueError: if `state` would write to another place.
+        """
+        if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
+            raise ValueError("its run_id is no name of a file")
+        self._facts |= state["facts"]
+        self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
+        rows = state["rows"]
+        if rows:  # the limits may be others now
+            rows[-1]["ended"] = why_ended(rows, self._options)
+        self._recorder.go_on(state["facts"], rows)
+
+    def _elapsed_s(self) -> float:
+        """Seconds that the run's processes took so far, without the time between two of them."""
+        return self._before_s + time.monotonic() - self._started
+
+    def finish(self, weights: dict[str, torch.Tensor]) -> None:
+        """Save the weights if asked to, and say where everything is."""
+        if self._recorder is None:
+            tell("dry run: one training step and one test batch went through; nothing was written.")
+            return
+        if self._recorder.rows and not self._past_first_epoch and not self.ended:
+            tell(
+                f"all {self._options.epochs} epochs were done before: nothing was left to do (more: --epochs)"
+            )
+        if self.ended:
+            tell(f"ended before its last epoch: {self.ended}")
+        of_ranks = self._recorder.of_ranks
+        peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
+        if len(peaks) > 1:
+            tell(f"peak memory of each device, MB: {', '.join(map(str, peaks))}")
+        if self._options.save_model:
+            tell(f"weights: {self._save(weights)}")
+        tell(f"results: {self._recorder.path}")
+
+    def _save(self, weights: dict[str, torch.Tensor]) -> Path:
+        path = self._options.results_dir / "models" / f"{self.run_id}.pt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, "wb") as file:
+                torch.save(weights, file)  # loads into a plain network
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"the weights cannot be saved to {path} ({reason(error)}). "
+                f"The results are in {self._recorder.path}."
+            ) from None
+        return path
+
+
+def facts_of_run(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
+    """What is the same in all rows of a training, or of a measurement of its steps."""
+    return options.columns() | {
+        "dataset": dataset,
+        "model": name_of(model),
+        "precision": precision_of(model),
+        "device_name": machine.device_name(here.device),
+        "threads_per_worker": torch.get_num_threads(),
+        "world_size": here.size,
+        "nodes": here.nodes,
+        "torch_version": str(torch.__version__),
+    }
+
+
+def _configuration(options: Options, here: World, batch_per_device: int) -> str:
+    """The line that tells how the processes were started, and what each has to do."""
+    started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
+    learning_rate = f"learning rate {options.scaled_lr:.6g}"
+    if options.lr_scale != "none":
+        learning_rate += f" ({options.lr_scale}: {options.lr:.6g} at batch {BASE_BATCH})"
+    if options.lr_warmup_images:
+        learning_rate += f" after {options.lr_warmup_images} images of warm-up"
+    return (
+        f"nodes {here.nodes} · ranks {here.size} ({started_by}) · batch {batch_per_device} per device · "
+        f"{learning_rate}"
+    )

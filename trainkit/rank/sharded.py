@@ -1,0 +1,105 @@
+"""A training of which each rank holds another part: each writes its own, and any number of ranks reads it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from trainkit.runtime import process_group
+from trainkit.runtime.errors import UserError, reason
+
+NEEDED = "2.9"
+
+
+def check_pytorch() -> None:
+    """Raise a UserError if this PyTorch cannot split a network over the ranks, or not save it then."""
+    if torch.__version__ < NEEDED:
+        raise UserError(
+            f"a network that is split over the ranks needs PyTorch {NEEDED} or newer, and this is "
+            f"{torch.__version__}: update it, or train with mnist_ddp.py."
+        )
+
+
+class Sharded:
+    """A network that is split over the ranks, and its optimizer.
+
+    Either by `fully_shard`, or so that each rank has some of the layers, under names that no other rank has.
+    All ranks make one, and call its methods at the same points.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        # What the optimizer keeps goes by the names of the weights: their numbers are others on every rank.
+        self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def parameters(self) -> int:
+        """How many of the network are trained, on all ranks together."""
+        trained = (weights for weights in self._model.parameters() if weights.requires_grad)
+        return sum(process_group.gather(sum(local(weights).numel() for weights in trained)))
+
+    def finite(self) -> bool:
+        """Whether all weights are numbers, on every rank."""
+        own = all(local(weights).isfinite().all() for weights in self._model.parameters())
+        return all(process_group.gather(own))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """On rank 0, where they have to fit into memory: all weights, as of a network that is not split.
+
+        With NCCL each rank also needs room on its GPU for the largest part that another one has.
+        """
+        own = {}
+        for name, value in self._model.state_dict().items():
+            if not _is_split(value):
+                own[name] = value.cpu()
+            else:
+                whole = value.full_tensor()  # on every rank, one after the other
+                if process_group.is_rank_0():
+                    own[name] = whole.cpu()
+        if not process_group.is_rank_0():
+            dist.gather_object(own, dst=0)
+            return {}
+        of_ranks = [{}] * process_group.count()
+        dist.gather_object({}, of_ranks, dst=0)  # its own need not travel
+        return own | {name: value for part in of_ranks for name, value in part.items()}
+
+    def save(self, folder: Path) -> str:
+        """Write what this rank holds to `folder`, a new one; returns why that failed on a rank, or ""."""
+        try:
+            dcp.save(self._state(), checkpoint_id=folder)
+        except dcp.api.CheckpointException as error:
+            return _why(error)
+        return ""
+
+    def load(self, folder: Path) -> None:
+        """Take what this rank holds from `folder`, whatever ranks have written it.
+
+        Raises:
+            ValueError: if that is of another network or optimizer.
+        """
+        state = self._state()
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except dcp.api.CheckpointException as error:
+            raise ValueError(_why(error)) from None
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self._model, self._optimizer, **parts, options=self._by_name)
+
+    def _state(self) -> dict[str, dict]:
+        parts = get_state_dict(self._model, self._optimizer, options=self._by_name)
+        return dict(zip(("model", "optimizer"), parts, strict=True))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it: all, but for a share of what fully_shard has split."""
+    return tensor.to_local() if _is_split(tensor) else tensor
+
+
+def _is_split(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # DTensor, which has come from another module than today's
+
+
+def _why(error: dcp.api.CheckpointException) -> str:
+    return reason(next(iter(error.failures.values()))[0])

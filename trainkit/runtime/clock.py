@@ -1,0 +1,26 @@
+"""The clock of a run: it stops when the work is done and not merely queued, on the slowest rank."""
+
+import time
+
+import torch
+
+from trainkit.runtime import process_group
+
+
+def start(device: torch.device) -> float:
+    """A clock that starts when every rank is here and every GPU idle; for `stop`."""
+    process_group.barrier()
+    wait_for(device)
+    return time.perf_counter()
+
+
+def stop(device: torch.device, started: float) -> float:
+    """Seconds since `started`, on the slowest rank."""
+    wait_for(device)
+    return process_group.largest(time.perf_counter() - started, device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done all that is queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,86 @@
+"""What all command lines of the project share: a parser that tells a mistake in one sentence, and types."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from trainkit.runtime.errors import UserError
+
+LARGEST = 1e38  # about what a float32 holds
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser. Its mistakes are `UserError`s, and a half-written option is one."""
+
+    def __init__(self, **how: object) -> None:
+        how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | how
+        super().__init__(**how)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help.")
+
+
+def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """An argparse type: a whole number, `smallest` or more, up to `most`."""
+
+    def whole_number(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not smallest <= number <= most:
+            size = "small" if number < smallest else "large"
+            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {most}")
+        return number
+
+    return whole_number
+
+
+def above_0(most: float = LARGEST) -> Callable[[str], float]:
+    """An argparse type: a number above 0, `most` or less."""
+
+    def positive_number(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not 0 < number <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be more than 0 and at most {most:g}")
+        return number
+
+    return positive_number
+
+
+def time_limit(text: str) -> int:
+    """An argparse type: minutes, rounded up, of what `duration` takes."""
+    return math.ceil(duration(text) / 60)
+
+
+def duration(text: str) -> float:
+    """An argparse type: seconds above 0, of Slurm's [days-]hours:minutes:seconds or of minutes."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    try:
+        if not parts:
+            return 60 * above_0()(text)
+        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+        return above_0()(str(((days * 24 + hours) * 60 + minutes) * 60 + seconds))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither HH:MM:SS nor a number of minutes") from None
+
+
+def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
+    """An argparse type: values of `kind`, separated by commas."""
+    return lambda text: tuple(kind(part.strip()) for part in text.split(","))
+
+
+def one_of(words: Iterable[str]) -> Callable[[str], str]:
+    """An argparse type: one of `words`, to be used in a `list_of`."""
+
+    def word(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(words)}")
+        return text
+
+    return word

@@ -1,0 +1,88 @@
+"""--debug: what each rank knows of itself, and where it is when it stands still, in a file of its own."""
+
+import faulthandler
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from trainkit.runtime import machine
+from trainkit.runtime.errors import UserError, tell
+
+# The variables that decide who a rank is, and how it connects.
+TOLD = re.compile(
+    r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
+    r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
+)
+
+
+def begin(folder: Path, rank: int, every: float) -> None:
+    """Have NCCL, PyTorch and Python write down what they do, before the ranks meet.
+
+    `debug-rank-N.txt` gets, behind what an earlier start of the job has left there, the variables that decide
+    how the ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt`
+    what NCCL tells. PyTorch's own errors become more exact: see TORCH_DISTRIBUTED_DEBUG in its manual.
+
+    Raises:
+        UserError: if the folder cannot be written to.
+    """
+    path = folder / f"debug-rank-{rank}.txt"
+    settings = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
+        # With DETAIL, DistributedDataParallel crashes on gloo (PyTorch 2.15).
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    }
+    os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
+    dist.set_debug_level_from_env()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
+        file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
+        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
+        file.write(f"Where this rank is, every {every:g} s:\n")
+        file.flush()
+    except OSError as error:
+        raise UserError(
+            f"--debug cannot write to {folder} ({error.strerror}): free the space, mend the permissions, or "
+            "give another --results-dir."
+        ) from None
+    faulthandler.enable(file)  # and where NCCL aborts it
+    faulthandler.dump_traceback_later(every, repeat=True, file=file)
+
+
+def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
+    """Print on rank 0 where each rank is, and how it reaches rank 0."""
+    cores = ",".join(map(str, sorted(machine.cores()[1])))
+    backend = dist.get_backend() if dist.is_initialized() else "no group"
+    names = gather(
+        f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, core(s) {cores}, "
+        f"{backend}, interface {_interface()}"
+    )
+    if rank == 0:
+        for name in names:
+            tell(name)
+        tell(f"where each rank stands, again and again, and what NCCL tells: {folder}/debug-rank-*.txt")
+
+
+def _interface() -> str:
+    """The one that was asked for, else the one towards rank 0; gloo and NCCL may choose another."""
+    if asked := os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return asked
+    with suppress(OSError, KeyError):
+        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+        with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
+            way.connect((address, 1))
+            own = way.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in [entry.address for entry in addresses]:
+                return f"{name} towards rank 0"
+    return "unknown"

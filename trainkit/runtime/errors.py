@@ -1,0 +1,184 @@
+"""One clear sentence instead of a traceback for every mistake a user can mend."""
+
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from trainkit.runtime import startup
+
+
+def _quiet_on_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+# Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+sys.excepthook = _quiet_on_ctrl_c  # from here on, as `run` may be seconds away, behind `import torch`
+
+
+class UserError(Exception):
+    """A mistake the user can mend; its text says what is wrong and what to do."""
+
+
+class PeerError(UserError):
+    """Another rank made the mistake, and tells it."""
+
+
+class Stopped(Exception):  # noqa: N818  not an error: the run did what it was asked to
+    """The run has saved its state and ends before its last epoch; the text says how it goes on."""
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Call `main` and leave the process, with its return value as the exit code.
+
+    A `UserError` prints its sentence on stderr and exits with 1, `Stopped` exits with 0, Ctrl-C with
+    130. In a job each rank also leaves a note on how it ended (`note`).
+    """
+    startup.mark("imports")
+    note("started")
+    if _rank() is not None:  # NCCL aborts a rank that has waited for too long
+        with suppress(ValueError):  # a hard limit of 0
+            # Of 1 byte: too small for a file, and Linux does not start a program that collects dumps either.
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
+    words = ""
+    try:
+        code = main()
+    except Stopped as stop:
+        code, words = 0, str(stop)
+    except UserError as error:
+        fail(str(error), "lost" if isinstance(error, PeerError) else "failed")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit as left:
+        note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
+        raise
+    except Exception as error:
+        if told := _told_by_pytorch(error):
+            fail(told)
+        # A rank that stops takes its peers down in whatever they were waiting for. Only the first
+        # to stop knows why, so the others point there instead of adding a traceback each.
+        if _lost_a_peer(error):
+            fail(
+                f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
+                "that is the reason.",
+                "lost",
+            )
+        note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
+        raise
+    note("finished", words)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # to be stopped now would make a failure of it
+    tell()  # while an error of the output can still be overlooked
+    sys.exit(code)
+
+
+def tell(text: str | None = None) -> None:
+    """Print, and go on even if nobody can read it: `| head` has ended, or the disk of the log is full."""
+    try:
+        if text is not None:
+            print(text)
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(text: str, state: str = "failed") -> NoReturn:
+    """End the process with this error; a rank from any thread, and whatever the others are stuck in."""
+    text = f"error{_which_rank()}: {text}"
+    note(state, text)
+    tell()
+    if _rank() is None and threading.current_thread() is threading.main_thread():
+        sys.exit(text)
+    # The rank's group is still open, and at Python's own end one of its threads could abort the process.
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def note(state: str, text: str = "") -> None:
+    """In a job, tell how this rank is: started, finished, failed, or lost (its peers went away).
+
+    The note is the file `rank-N.<state>` in $TRAINKIT_JOB_DIR and replaces the rank's earlier one; that
+    of a rank that started holds the name of its node. `first-failed` is a link to the note of the rank
+    that failed first. srun often reports another exit code than that rank's, and a log mixes the ranks'
+    lines; from the notes slurm/job_env.sh and submit.py tell which rank it was, and one that is still
+    "started" when all is over was killed.
+    """
+    folder, rank = os.environ.get("TRAINKIT_JOB_DIR"), _rank()
+    if not folder or rank is None:
+        return
+    path = Path(folder, f"rank-{rank}.{state}")
+    if state == "started":
+        text = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    else:
+        with suppress(OSError):  # there was none; renaming also works on a full disk
+            path.with_suffix(".started").rename(path)
+    if state == "failed":
+        with suppress(OSError):  # a link can be made once only, whatever the clocks of the nodes say
+            Path(folder, "first-failed").symlink_to(path.name)
+    with suppress(OSError):  # a full disk must not hide the error that is being noted
+        path.write_text(f"{text}\n" if text else "")
+
+
+def first_line(error: Exception) -> str:
+    """The line of its text that tells why: NCCL's own words, else the first; C++ frames may follow."""
+    text = str(error).strip()
+    by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
+    by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
+    return by_nccl[1].rstrip(" .") if by_nccl else text.partition("\n")[0]
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be saved; PyTorch hides the system's answer behind one of its own."""
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    return getattr(cause, "strerror", None) or first_line(cause)
+
+
+def printable(text: str) -> str:
+    """Text from logs, names of files and other programs, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _rank() -> str | None:
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+
+
+def _which_rank() -> str:
+    """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
+    return f" on rank {_rank()}" if _rank() else ""
+
+
+def _told_by_pytorch(error: Exception) -> str | None:
+    """What a full GPU, or a network of which a step left out a part, means; None for other errors."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "out of memory" in text or "ALLOC_FAILED" in text:
+        return (
+            "the memory of this process's GPU is full: lower --batch-size, and see with nvidia-smi whether "
+            "anybody else uses that GPU."
+        )
+    if unused := re.search(r"Parameter.* which did not receive grad for rank \d+: .*", text):
+        return (
+            "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
+            f"({unused[0].strip()}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, "
+            "or see 03_multigpu_ddp/beyond/unused.py."
+        )
+    return None
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    kinds = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+    if not isinstance(error, RuntimeError):
+        return False
+    # The second text is gloo's too, after its timeout, when the backward pass was waiting.
+    return type(error).__name__ in kinds or any(text in str(error) for text in ("gloo", "pair closure"))

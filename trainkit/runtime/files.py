@@ -1,0 +1,57 @@
+"""Files that are there whole or not at all, and folders that are asked before work is done for them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from trainkit.runtime.errors import UserError
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
+    """A file to write to, which takes the place of `path` at once when the block ends well.
+
+    A reader, a kill or a full disk never meets half a file: it is written beside `path` as
+    `<name>.tmp`, synced, and renamed. If the block fails, what `path` held before stays.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    # A name that is not UTF-8 does not end a run.
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
+    try:
+        with temporary.open(mode, **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def check_regular(path: Path) -> None:
+    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe."""
+    if not path.is_file():
+        raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
+
+
+def check_writable(folder: Path, what: str, fix: str) -> None:
+    """Make `folder` if it is not there, and see that a file in it can be written.
+
+    Raises:
+        UserError: "<what> cannot be written to <folder> (<reason>): <fix>".
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))  # an empty file fits on a full disk
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise UserError(f"{what} cannot be written to {folder} ({error.strerror}): {fix}") from None

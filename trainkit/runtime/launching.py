@@ -1,0 +1,182 @@
+"""DDP from a notebook or a REPL: `trainkit.launch(train, workers=2)` calls train in fresh processes."""
+
+import codecs
+import linecache
+import math
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import cloudpickle  # comes with submitit
+
+from trainkit.runtime import errors, network
+from trainkit.runtime.errors import UserError, first_line
+
+Result = TypeVar("Result")
+PATIENCE_SECONDS = 5  # for ranks to end by themselves
+NO_RESULT = "train's result cannot be sent back ({}): return numbers, or a state_dict() instead of the model."
+
+
+class RankError(UserError):
+    """A rank has failed; the text says which one was the first, and why, with its traceback."""
+
+
+def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -> Result:
+    """Call `train(*arguments)` in so many fresh processes, and return what it returns in rank 0.
+
+    Each process is a rank as with torchrun: `process_group.join` finds the others, and takes one GPU each.
+    What they print appears here at once. Nothing of them stays, so call this as often as you like, also where
+    CUDA is in use. `train` may be defined in a cell: it is sent by value, with the globals that it names. Its
+    result comes back by pickle: best numbers, or tensors on the CPU. Ctrl-C ends all ranks, and so does the
+    end of this process.
+
+    Raises:
+        RankError: if `train` fails in a rank, or the rank is killed; the others are ended.
+        UserError: if `workers` is no number of processes, or `train` or its result cannot be sent.
+    """
+    if not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers is {workers!r}: give a whole number from 1 on; with GPUs, one for each.")
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as name:
+        folder, ranks = Path(name), []
+        _send(train, arguments, folder)
+        share = max(len(os.sched_getaffinity(0)) // workers, 1)
+        env = {"OMP_NUM_THREADS": str(share)} | os.environ | {
+            "WORLD_SIZE": str(workers),
+            "LOCAL_WORLD_SIZE": str(workers),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(network.free_port()),
+            "PYTHONIOENCODING": "utf-8",
+            "TRAINKIT_JOB_DIR": name,  # where `errors.run` leaves its notes
+        }  # fmt: skip
+        output, theirs = os.pipe()
+        printing = threading.Thread(target=_show, args=[output], daemon=True)
+        # Sessions of their own: Ctrl-C is for this process alone, which then ends them in an orderly way.
+        how = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+        try:
+            printing.start()
+            for rank in map(str, range(workers)):
+                command = [sys.executable, "-m", "trainkit.runtime.launching", name]
+                ranks.append(subprocess.Popen(command, env=env | {"RANK": rank, "LOCAL_RANK": rank}, **how))
+            _wait(ranks, folder)
+            failed = _failed(ranks, folder)
+        except KeyboardInterrupt:
+            _signal(ranks, signal.SIGTERM)  # a Run saves its checkpoint now
+            _wait(ranks, folder, PATIENCE_SECONDS)
+            raise
+        finally:
+            _signal(ranks, signal.SIGKILL)
+            for process in ranks:
+                process.wait()
+            os.close(theirs)
+            printing.join(PATIENCE_SECONDS)  # until nobody has the other end of the pipe
+        if failed:
+            raise RankError(_why(failed, ranks, folder))
+        if not (folder / "result").exists():  # a Run that a signal has stopped tells how it goes on
+            raise RankError((folder / "rank-0.finished").read_text())
+        try:
+            return pickle.loads((folder / "result").read_bytes())
+        except Exception as error:  # a DDP model has no group here
+            raise UserError(NO_RESULT.format(first_line(error))) from None
+
+
+def _send(train: Callable, arguments: tuple, folder: Path) -> None:
+    # Sources that are in no file, as a cell's: for tracebacks, and for who compiles functions.
+    sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+    try:
+        call = pickle.dumps((sys.path, sources, cloudpickle.dumps((train, arguments))))
+    except Exception as error:  # of any kind: every object has its own way to refuse
+        raise UserError(
+            f"train, or something that it uses, cannot be sent to other processes ({first_line(error)}): "
+            "open files, connections and locks inside of train."
+        ) from None
+    (folder / "call").write_bytes(call)
+
+
+def _show(output: int) -> None:
+    """Print what the ranks print until the last of them has ended."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while written := os.read(output, 1 << 16):
+        print(decoder.decode(written), end="", flush=True)
+    os.close(output)
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float = math.inf) -> None:
+    """Until the ranks have ended, or for `seconds`, fewer once one has failed."""
+    until = time.monotonic() + seconds
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        if _failed(ranks, folder):
+            until = min(until, time.monotonic() + PATIENCE_SECONDS)
+        time.sleep(0.05)
+
+
+def _signal(ranks: list[subprocess.Popen], number: signal.Signals) -> None:
+    """Send it to the ranks and to what they have started, which may outlive them."""
+    for process in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
+    """The ranks that have ended without the note that they finished, whatever their exit codes."""
+    ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
+    return [rank for rank in ended if not (folder / f"rank-{rank}.finished").exists()]
+
+
+def _why(failed: list[int], ranks: list[subprocess.Popen], folder: Path) -> str:
+    """What the first rank to fail tells, or what is known of one that could not."""
+    first = folder / "first-failed"
+    if first.exists():
+        trace = first.resolve().with_suffix(".traceback")
+        return first.read_text().removeprefix("error on ") + (trace.read_text() if trace.exists() else "")
+    silent = next((rank for rank in failed if not (folder / f"rank-{rank}.lost").exists()), failed[0])
+    return (
+        f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see what it "
+        "printed (-9: somebody killed it, perhaps for want of memory)."
+    )
+
+
+def _rank(folder: Path) -> None:
+    """Call train in this process, which is one of the ranks."""
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    # Whole lines, as those of all ranks go into one pipe: PYTHONUNBUFFERED would send their ends apart.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    try:
+        sys.path[:], sources, call = pickle.loads((folder / "call").read_bytes())
+        linecache.cache.update(sources)
+        train, arguments = pickle.loads(call)
+        result = train(*arguments)
+    except Exception as error:
+        if not isinstance(error, (UserError, errors.Stopped)):
+            lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+            (folder / f"rank-{os.environ['RANK']}.traceback").write_text("".join(lines))
+            sys.excepthook = lambda *_: None  # the caller shows it
+        raise
+    if os.environ["RANK"] == "0":
+        try:
+            (folder / "result").write_bytes(cloudpickle.dumps(result))
+        except Exception as error:
+            raise UserError(NO_RESULT.format(first_line(error))) from None
+
+
+def _end_with_the_caller() -> None:
+    """Wait until nobody can read what this rank prints, then end it and the processes that it started."""
+    watch = select.poll()
+    watch.register(1, 0)  # of a pipe whose reader is gone it tells without being asked, see poll(2)
+    watch.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv.pop())  # options.parse is not to see it
+    errors.run(lambda: _rank(folder))

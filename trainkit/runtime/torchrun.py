@@ -1,0 +1,39 @@
+"""torchrun, with the same options, that hands USR2 and SIGTERM on to its ranks.
+
+Where Slurm keeps the processes of a job in cgroups, it signals those that srun has started: torchrun, and not
+the ranks, which are to save and stop. torchrun itself dies of USR2, and kills its ranks on SIGTERM. In the
+ranks these signals wait until the run listens: a script without a `Run` has to unblock them itself.
+"""
+
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+
+from trainkit.runtime.errors import STOP_SIGNALS
+
+
+def main() -> None:
+    """Run torchrun. It ends as the ranks do."""
+    # They wait for the thread. The ranks inherit that, until they listen (trainkit/rank/checkpoint.py).
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    threading.Thread(target=_hand_on, daemon=True).start()
+    from torch.distributed import run  # takes seconds, in which a signal may come
+
+    run.main()
+
+
+def _hand_on() -> None:
+    while True:
+        number = signal.sigwait(STOP_SIGNALS)
+        while not (ranks := psutil.Process().children()):  # none has been started yet
+            time.sleep(0.1)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
+
+One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
+training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
+replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. Many
+runs may stand in one such file (compare/packed.py). And the file that a job of the doctor leaves, a row per
+size of its all-reduce.
+"""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit.runtime.errors import UserError
+from trainkit.runtime.files import check_regular, check_writable, replacing
+
+SCHEMA_VERSION = 1
+LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
+ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
+FLOAT32 = 3.5e38  # the largest one, rounded up
+
+
+def _text(longest: int = 200) -> Callable[[str], str]:
+    def text(cell: str) -> str:
+        if len(cell) > longest or not cell.isprintable():
+            raise ValueError(
+                f"{cell[:30]!r} has more than {longest} characters, or some that nobody can read"
+            )
+        return cell
+
+    return text
+
+
+def _number(kind: type, least: float, most: float = MOST) -> Callable[[str], float]:
+    def number(cell: str) -> float:
+        with suppress(ValueError):
+            if least <= kind(cell) <= most:
+                return kind(cell)
+        raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
+
+    return number
+
+
+def _or_nan(least: float, most: float) -> Callable[[str], float]:
+    return lambda cell: math.nan if cell == "nan" else _number(float, least, most)(cell)
+
+
+def _flag(cell: str) -> bool:
+    return bool(_number(int, 0, 1)(cell))
+
+
+# Column -> what reads its cells and refuses those that no run writes; results/README.md tells the meanings.
+Columns = dict[str, Callable[[str], object]]
+COLUMNS: Columns = {
+    "run_id": _text(),
+    "stage": _text(),
+    "launcher": _text(),
+    "epoch": _number(int, 1),
+    "warmup": _flag,
+    "dataset": _text(),
+    "model": _text(),
+    "loader": _text(),
+    "recipe": _text(),
+    "lr": _or_nan(0, FLOAT32),
+    "gamma": _or_nan(0, 1),
+    "lr_scale": _text(),
+    "lr_warmup_images": _number(int, 0),
+    "width": _number(int, 1),
+    "parameters": _number(int, 0),
+    "flops_per_image": _or_nan(0, MOST),
+    "world_size": _number(int, 1),
+    "nodes": _number(int, 1),
+    "devices": _number(int, 1),
+    "device_name": _text(),
+    "workers_per_loader": _number(int, 0),
+    "threads_per_worker": _number(int, 1),
+    "global_batch": _number(int, 1),
+    "batch_per_device": _number(int, 1),
+    "accumulate": _number(int, 1),
+    "precision": _text(),
+    "debug": _flag,
+    "steps": _number(int, 1),
+    "images": _number(int, 1),
+    "train_seconds": _number(float, ABOVE_0),
+    "images_per_s": _number(float, ABOVE_0),
+    "test_images": _number(int, 1),
+    "eval_seconds": _number(float, ABOVE_0),
+    "train_loss": _number(float, -FLOAT32, FLOAT32),
+    "test_loss": _number(float, -FLOAT32, FLOAT32),
+    "test_accuracy": _or_nan(0, 100),  # a regression has none
+    "learning_rate": _number(float, 0, FLOAT32),
+    "peak_memory_mb": _number(float, 0),
+    "elapsed_s": _number(float, 0),
+    "recorded_at": _text(),
+    "ended": _text(),
+    "seed": _number(int, 0),
+    "job_id": _text(),
+    "node_list": _text(longest=20_000),
+    "torch_version": _text(),
+    "cuda_version": _text(),
+    "git_commit": _text(),
+    "started_at": _text(),
+    "schema_version": _number(int, 1),
+}
+# Of the file beside it: how long the rank worked by itself (compute_time.py), and waited for its batches.
+RANK_COLUMNS: Columns = {
+    "epoch": COLUMNS["epoch"],
+    "rank": _number(int, 0),
+    "host": _text(),
+    "device": _text(),
+    "device_name": _text(),
+    "own_seconds": _or_nan(0, MOST),
+    "data_seconds": _or_nan(0, MOST),
+    "peak_memory_mb": COLUMNS["peak_memory_mb"],
+}
+# Of the file beside it that a training with metrics of its own has.
+METRIC_COLUMNS: Columns = {
+    "epoch": COLUMNS["epoch"],
+    "metric": _text(),
+    "of": _text(),
+    "value": _or_nan(-FLOAT32, FLOAT32),
+}
+# Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
+ALL_REDUCE_COLUMNS: Columns = {
+    "bytes": _number(int, 1),
+    "seconds": _number(float, ABOVE_0),
+    "ranks": _number(int, 1),
+    "nodes": _number(int, 1),
+    "backend": _text(),
+    "device_name": _text(),
+    "job": _text(),
+    "started_at": _text(),
+}
+SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
+NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
+# The rules of --lr-scale: the power of the batch size with which the learning rate grows.
+LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+# Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
+ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
+ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "flops_per_image": math.nan, "debug": 0}
+ADDED |= {"recorded_at": "", "ended": ""}
+ADDED_TO_RANKS = {"data_seconds": math.nan}
+
+
+class RecordError(UserError):
+    """A CSV that cannot be used; the text names the file and the reason."""
+
+
+class Recorder:
+    """Writes `<results_dir>/runs/<run_id>.csv`.
+
+    `rows` are the rows so far, `of_ranks` and `metrics` those of the files beside it.
+
+    Args:
+        results_dir: created if it is not there.
+        facts: the columns that are the same in every row of the run.
+
+    Raises:
+        UserError: if the directory cannot be written to, or a name of the run could not be read back:
+            before the training, and not after an epoch whose result would be lost.
+    """
+
+    def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
+        self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
+        for name in NAMES:
+            try:
+                COLUMNS[name](str(facts[name]))
+            except ValueError as error:
+                raise UserError(f"the {name}'s name cannot be recorded ({error}): give another.") from None
+        self._facts = facts | {"schema_version": SCHEMA_VERSION}
+        self.rows: list[dict[str, object]] = []
+        self.of_ranks: list[dict[str, object]] = []
+        self.metrics: list[dict[str, object]] = []
+        fix = "free the space, mend the permissions, or give another --results-dir."
+        check_writable(self.path.parent, "results", fix)
+
+    def add(
+        self,
+        of_ranks: Iterable[dict[str, object]] = (),
+        metrics: Iterable[dict[str, object]] = (),
+        **row: object,
+    ) -> None:
+        """Append the row of one epoch, those of its devices and its metrics, and put the files in place.
+
+        Raises:
+            UserError: if they cannot be written; those of the epochs before stay.
+        """
+        self.rows.append(self._facts | row)
+        self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
+        self.metrics += metrics
+        self._write()
+
+    def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
+        """Continue the file of an earlier process of the run, which had written `rows`, and those beside it.
+
+        `facts`, `run_id` among them, stay as they were there.
+
+        Raises:
+            UserError: if the file cannot be written.
+        """
+        self.path = self.path.with_name(f"{facts['run_id']}.csv")
+        self._facts |= facts
+        # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
+        self.rows = [ADDED | self._facts | row for row in rows]
+        epochs = {row["epoch"] for row in rows}
+        with suppress(RecordError):  # somebody may have removed it
+            self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
+        with suppress(RecordError):  # most runs have none
+            self.metrics = [row for row in read_metrics(self.path) if row["epoch"] in epochs]
+        if rows:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            put_table(self.path, COLUMNS, self.rows)
+            if self.of_ranks:  # a run of an earlier program, which goes on, had none
+                put_table(beside(self.path), RANK_COLUMNS, self.of_ranks, delimiter="\t")
+            if self.metrics:
+                put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}): free the space or give another "
+                "--results-dir. The epochs before are recorded."
+            ) from None
+
+
+def beside(path: Path, kind: str = "ranks") -> Path:
+    """The file with the rows of the ranks, or with the "metrics", for a run's CSV."""
+    return path.with_name(f"{path.stem}.{kind}.tsv")
+
+
+def verdict_file(path: Path) -> Path:
+    """The file with the verdict on the job of a run, for the run's CSV."""
+    return path.with_name(f"{path.stem}.monitor.json")
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """The rows of a run's CSV, each cell as its column in `COLUMNS` reads it; of several, if it has them.
+
+    Raises:
+        RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
+            no run writes.
+    """
+    return _read(path, COLUMNS, ADDED)
+
+
+def read_ranks(path: Path) -> list[dict[str, object]]:
+    """The rows of the file beside a run's CSV, each cell as its column in `RANK_COLUMNS` reads it.
+
+    `run_id` tells whose row it is where the CSV has several runs, and is "" elsewhere.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    columns = {"run_id": COLUMNS["run_id"]} | RANK_COLUMNS
+    return _read(beside(path), columns, {"run_id": ""} | ADDED_TO_RANKS, delimiter="\t")
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """The rows of the metrics beside a run's CSV, each cell as its column in `METRIC_COLUMNS` reads it.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
+
+
+def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
+    """The rows of each run of a file, by its `run_id`."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        found.setdefault(row["run_id"], []).append(row)
+    return found
+
+
+def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
+    """Write rows with the columns of `ALL_REDUCE_COLUMNS` to `path`, into a folder that is made if need be.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put_table(path, ALL_REDUCE_COLUMNS, rows, delimiter="\t")
+
+
+def read_all_reduce(path: Path) -> list[dict[str, object]]:
+    """The rows that `put_all_reduce` wrote, each cell as its column in `ALL_REDUCE_COLUMNS` reads it.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(path, ALL_REDUCE_COLUMNS, delimiter="\t")
+
+
+def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
+    """A clause on the rank that holds up the others, by the mean of its own seconds over all epochs.
+
+    "" if none is `SLOW`, if there is only one, or if the seconds of one are not known.
+    """
+    by_rank: dict[int, list[tuple[float, str]]] = {}
+    for row in of_ranks:
+        by_rank.setdefault(row["rank"], []).append((row["own_seconds"], row["host"]))
+    means = {rank: statistics.fmean(seconds for seconds, _ in found) for rank, found in by_rank.items()}
+    if len(means) < 2 or not all(mean > 0 for mean in means.values()):
+        return ""
+    slowest = max(means, key=means.get)
+    times = means.pop(slowest) / statistics.median(means.values())
+    if times < SLOW:
+        return ""
+    _, host = max(by_rank[slowest])  # where it was slowest: a job that was requeued may have moved
+    return f"rank {slowest} on {host} takes {times:.1f}x the median of the others for its own part of a step"
+
+
+def _read(
+    path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
+) -> list[dict[str, object]]:
+    try:
+        lines = csv.DictReader(io.StringIO(_content(path), newline=""), **dialect)
+        rows = []
+        for line in lines:
+            where = f"line {lines.line_num}"
+            if None in line or None in line.values():
+                raise ValueError(f"{where} is cut short or too long")
+            version = str(line.get("schema_version"))
+            if columns is COLUMNS and version != str(SCHEMA_VERSION):
+                raise ValueError(
+                    f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read here"
+                )
+            rows.append(_row((added or {}) | line, where, columns))
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
+    if not rows:
+        raise RecordError(f"{path}: not read, it has no rows.")
+    return rows
+
+
+def _content(path: Path) -> str:
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+    check_regular(path)
+    return path.read_text(encoding="utf-8")
+
+
+def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, object]:
+    missing = [name for name in columns if name not in cells]
+    if missing:
+        raise ValueError(f"it has no column {', '.join(missing)}")
+    row = {}
+    for name, read_cell in columns.items():
+        try:
+            row[name] = read_cell(str(cells[name]))
+        except ValueError as error:
+            raise ValueError(f"{where}, column {name}: {error}") from None
+    return row
+
+
+def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
+    """Write the rows to `path`, which is there whole or not at all; raises an OSError if it cannot be."""
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, **dialect)
+        writer.writeheader()
+        writer.writerows({name: _to_text(row[name]) for name in columns} for row in rows)
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):  # what is no number the reader takes as nan only
+        return f"{value:.6g}" if math.isfinite(value) else "nan"
+    return str(value)

@@ -1,0 +1,172 @@
+"""What the sampler writes of a job: its folder, its columns, a writer that survives a kill, a reader.
+
+`<job's folder>/monitor/` has a file per node, `<node>.csv`, with one row for each GPU, rank and the node
+itself at each moment; and `runs`, the paths of the CSVs of the trainings of that job, a line each.
+"""
+
+import csv
+import errno
+import io
+import math
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from trainkit.runtime.errors import UserError
+
+FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
+# What a row is of.
+NODE, GPU, RANK = "node", "gpu", "rank"
+# Column -> the kinds of rows that have it. An empty cell: it cannot be read here.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "time": (NODE, GPU, RANK),  # s, since 1970
+    "what": (NODE, GPU, RANK),
+    "number": (GPU, RANK),  # of the GPU in nvidia-smi, or the rank
+    "name": (GPU, RANK),  # of the GPU; of a rank, R, S, D or T: the state of its process in /proc
+    "memory_mb": (NODE, GPU, RANK),  # in use; of a rank with its loader workers, of a node by the job
+    "memory_limit_mb": (NODE, GPU),  # all of the GPU's; of a node what the job may have (--mem), or all
+    "cores": (NODE, RANK),  # in use, of a rank by its own process, of a node by the job
+    "core_list": (NODE, RANK),  # that may be used, such as 0-1,4
+    "waiting": (RANK,),  # 0 to 1: of the time that its threads could run, how long they waited for a core
+    "loaders": (RANK,),  # loader workers
+    "loader_cores": (RANK,),  # that they use together
+    "ranks": (GPU,),  # those with a process on this GPU, such as 0+1; - if none, ? if only others' are seen
+    "utilisation": (GPU,),  # %, of the time in which at least one kernel ran
+    "power_w": (GPU,),
+    "power_limit_w": (GPU,),
+    "energy_j": (GPU,),  # a counter
+    "clock_mhz": (GPU,),
+    "clock_limit_mhz": (GPU,),
+    "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
+    "temperature_c": (GPU,),
+    "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: of older samples, empty in new ones
+    "network_mb_s": (NODE,),  # both ways, of all jobs on the node
+    "disk_mb_s": (NODE,),  # read and written, by the job's processes
+}
+NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
+HEADER = ",".join(COLUMNS) + "\n"
+MOST = 1e15  # of numbers, so that sums and ratios of them are finite
+WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
+
+
+class Writer:
+    """Appends to `<folder>/<node>.csv`, which may have samples of an earlier start of the job.
+
+    Raises:
+        OSError: if it cannot be written, here and in `add`.
+    """
+
+    def __init__(self, folder: Path, node: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{node}.csv").open("a+b", buffering=0)
+        header = HEADER.encode()
+        self._file.seek(0)
+        there = self._file.read(len(header))
+        if len(there) < len(header) and header.startswith(there):  # new, or a full disk has cut it short
+            self._file.truncate(0)
+            self._put(header)
+        else:  # the last line of one that was killed may lack its end; an empty line is no row
+            self._put(b"\n")
+
+    def add(self, rows: Iterable[dict[str, object]]) -> None:
+        """Write rows with some of `COLUMNS`, so that a kill of the job, or of the node, cannot take them."""
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, COLUMNS, lineterminator="\n").writerows(
+            {name: _to_text(value) for name, value in row.items()} for row in rows
+        )
+        self._put(text.getvalue().encode())
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _put(self, text: bytes) -> None:
+        while text:  # a disk that is nearly full takes a part, and refuses the rest
+            text = text[self._file.write(text) :]
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in NO_FSYNC:
+                raise
+
+
+def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
+    """The samples of all nodes in the order of time, with a column `node`; NaN, or "", for an empty cell.
+
+    Of very many only those of one second in `every`. What a kill or a full disk has cut short is left out: a
+    line, or a file that ends within its header.
+
+    Raises:
+        UserError: if there are none, or a file cannot be read.
+    """
+    rows = []
+    for path in sorted(folder.glob("*.csv")):
+        try:
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                first = file.readline()
+                if first != HEADER and HEADER.startswith(first):
+                    continue  # a full disk, or the end of the node: those of the other nodes are still good
+                lines = csv.reader(file)
+                header = next(csv.reader([first]), [])
+                if missing := [name for name in COLUMNS if name not in header]:
+                    raise ValueError(f"it has no column {', '.join(missing)}")
+                time = header.index("time")
+                for cells in lines:
+                    with suppress(ValueError, IndexError):
+                        if every > 1 and float(cells[time]) % every >= 1:
+                            continue
+                        row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
+                        if row["time"] >= 0:  # as NaN has no place in an order
+                            rows.append(row)
+        except (OSError, ValueError, csv.Error) as error:
+            told = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"{path}: no samples of slurm/monitor.py ({told}): give the folder of a job."
+            ) from None
+    if not rows:
+        raise UserError(
+            f"there are no samples in {folder}: give a job that was sampled (SITE_MONITOR is not off)."
+        )
+    return sorted(rows, key=lambda row: row["time"])
+
+
+def natural(name: str) -> list[object]:
+    """To sort by, so that n2 comes before n10."""
+    return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def runs(folder: Path) -> list[Path]:
+    """The CSVs of the trainings that ran in this job, in their order; none if it had none with a record.
+
+    Of a recording that was put together by hand they are in its folder `training`.
+    """
+    try:
+        lines = (folder / RUNS).read_text(errors="replace").splitlines()
+    except OSError:
+        return sorted((folder / "training").glob("*.csv"))
+    return [folder / line for line in dict.fromkeys(filter(None, lines))]
+
+
+def note_run(path: Path) -> None:
+    """In a job that is sampled, leave word that its training writes the CSV `path`."""
+    folder = Path(os.environ.get("TRAINKIT_JOB_DIR", ""), FOLDER)
+    if os.environ.get("TRAINKIT_JOB_DIR") and folder.is_dir():
+        with suppress(OSError), (folder / RUNS).open("a") as file:
+            file.write(f"{path.absolute()}\n")
+
+
+def _row(cells: dict[str, str]) -> dict[str, object]:
+    return {name: cells[name] if name in WORDS else _number(cells[name]) for name in COLUMNS}
+
+
+def _number(cell: str) -> float:
+    number = float(cell or "nan")
+    return number if abs(number) <= MOST else math.nan
+
+
+def _to_text(value: object) -> str:
+    if value is None or value != value:
+        return ""
+    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
