@@ -74,7 +74,7 @@ def main() -> int:
             train_sizes=(own.train_size,),
             repeats=own.repeats or 1,
         )
-        return sweep.run(compared, compared.cells(matrix)[0], max_jobs=1)
+        return sweep.run(compared, compared.planned(matrix)[0], max_jobs=1)
 
 
 def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
@@ -95,8 +95,8 @@ def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse
         fewer = "--repeats 1 or " if repeats > 1 else ""
         print(f"{fewer}--workers {gpus // 2} takes less time")
     matrix = plan.matrix(gpus, batch_size, train_size, repeats)
-    cells = {cell: None for lists in matrix for cell in compared.cells(lists)[0]}
-    in_order = sorted(cells, key=lambda cell: (cell.repeat, cell.shape.gpus))
+    runs = {run: None for lists in matrix for run in compared.planned(lists)[0]}
+    in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
     return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
 
@@ -116,13 +116,13 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
     )
     stage = STAGES["single"].with_script(str(PROBES))
     lists = sweep.Grid((stage,), (1,), (largest,), train_sizes=(train_size,))
-    (cell,) = alone.cells(lists)[0]
-    measured, failed = f"{cell.name}/**", []
+    (run,) = alone.planned(lists)[0]
+    measured, failed = f"{run.name}/**", []
     # Once something is compared the sizes are chosen, also where a larger batch has failed.
-    if not (alone.finished(cell.name) or (alone.finished(measured) and compared.finished())):
+    if not (alone.finished(run.name) or (alone.finished(measured) and compared.finished())):
         told = ", ".join(map(str, batches))
         print(f"first a process on one GPU trains with batch {told}, to choose the sizes by", flush=True)
-        failed = sweep.finish(alone, [cell], 1, compared.folder)
+        failed = sweep.finish(alone, [run], 1, compared.folder)
     probes = plan.of_one_process(records.read(csv) for csv in alone.finished(measured))
     if not probes:
         raise UserError(

@@ -18,7 +18,7 @@ from trainkit.runtime.command_line import Parser, above_0, at_least, list_of, on
 from trainkit.runtime.errors import UserError
 
 NOTES = """\
-Grid are separated by commas. All other options go to every run unchanged, such as --recipe fast;
+Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
 `python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
 
 To go on after a break, give the same command with the --out that the sweep has printed. Finished runs
@@ -64,7 +64,7 @@ def main() -> int:
         own.cpus_per_gpu,
         own.partition,
     )
-    cells, left_out = asked.cells(
+    runs, left_out = asked.planned(
         sweep.Grid(
             stages,
             own.gpus,
@@ -77,23 +77,23 @@ def main() -> int:
         )
     )
     if own.until_known:
-        cells = until_known.of_use(cells)
+        runs = until_known.of_use(runs)
     for reason, count in left_out.items():
         print(f"left out ({count}): {reason}")
     if own.dry_run:
-        width = max(len(cell.name) for cell in cells)
-        for cell in cells:
-            state = "finished" if asked.finished(cell.name) else "to run"
-            print(f"{cell.name:{width}}  {state:8}  {cell.shape}")
-        sweep.tell(asked, cells)
+        width = max(len(run.name) for run in runs)
+        for run in runs:
+            state = "finished" if asked.finished(run.name) else "to run"
+            print(f"{run.name:{width}}  {state:8}  {run.shape}")
+        sweep.tell(asked, runs)
         return 0
     if here:
         print("no Slurm here (sbatch is not on PATH): one run at a time, as processes of this machine")
     question = _question(own)
     with asked.claim(stages[0].script if own.script else None):
         if own.until_known:
-            return until_known.run(asked, cells, question, own.spend or math.inf)
-        return sweep.run(asked, cells, own.max_jobs, question=question)
+            return until_known.run(asked, runs, question, own.spend or math.inf)
+        return sweep.run(asked, runs, own.max_jobs, question=question)
 
 
 def _question(own: argparse.Namespace) -> tuple[str, ...]:

@@ -187,14 +187,14 @@ def test_numbers_of_gpus_and_the_batches_that_they_can_share() -> None:
 def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> None:
     site = Site({}, *[tmp_path] * 3)
     compared = sweep.Sweep(tmp_path, (), options.Options(), site, 30, here=False)
-    cells = {cell for lists in plan.matrix(4, 1024, 600_000, 3) for cell in compared.cells(lists)[0]}
-    assert len(cells) == 36
-    alone = {(cell.batch_size, cell.repeat) for cell in cells if cell.stage.name == "single"}
+    runs = {run for lists in plan.matrix(4, 1024, 600_000, 3) for run in compared.planned(lists)[0]}
+    assert len(runs) == 36
+    alone = {(run.batch_size, run.repeat) for run in runs if run.stage.name == "single"}
     scaled = {}
-    for cell in cells:
-        assert (cell.batch_size, cell.repeat) in alone
-        assert cell.train_size == 600_000
-        scaled.setdefault(cell.stage.name, set()).add((cell.shape.gpus, cell.batch_size))
+    for run in runs:
+        assert (run.batch_size, run.repeat) in alone
+        assert run.train_size == 600_000
+        scaled.setdefault(run.stage.name, set()).add((run.shape.gpus, run.batch_size))
     several = {(2, 1024), (2, 2048), (4, 1024), (4, 4096)}
     assert scaled == {
         "single": {(1, 1024), (1, 2048), (1, 4096)},

@@ -94,7 +94,7 @@ class Replay:
     """A sweep with --until-known over runs that are there: `names` are those of the runs that it chose."""
 
     def __init__(self, rows: pd.DataFrame, wishes: Constraints) -> None:
-        self._rows, self._wishes, self._cells = rows, wishes, {}
+        self._rows, self._wishes, self._planned = rows, wishes, {}
         last = rows.sort_values("epoch").groupby("run_id").last().sort_values("started_at")
         self._hours = last.devices * last.elapsed_s / 3600
         repeats: Counter[tuple] = Counter()
@@ -103,10 +103,10 @@ class Replay:
             repeats[key] += 1
             stage = STAGES[one.stage]
             shape = resources(stage, one.devices, one.nodes)
-            self._cells[PlannedRun(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
+            self._planned[PlannedRun(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
         self.names: list[str] = []
         self.told = StringIO()
-        planned = sorted(self._cells, key=lambda run: (run.repeat, run.shape.gpus))
+        planned = sorted(self._planned, key=lambda run: (run.repeat, run.shape.gpus))
         with redirect_stdout(self.told):
             until_known.search(until_known.of_use(planned), self._ask, self._finish)
 
@@ -117,7 +117,7 @@ class Replay:
         return first | {
             "goal": everything.goal,
             "deadline_s": self._wishes.deadline_s or "",
-            "all_runs": len(self._cells),
+            "all_runs": len(self._planned),
             "all_hours": self._hours.sum(),
             "all_choose": _label(everything.best),
             "all_sure": everything.sure,
@@ -144,7 +144,7 @@ class Replay:
             return None
 
     def _runs(self) -> list[str]:
-        return [run for run, run in self._cells.items() if run.name in self.names]
+        return [run_id for run, run_id in self._planned.items() if run.name in self.names]
 
     def _spent(self) -> float:
         return float(self._hours[self._runs()].sum())
