@@ -11,11 +11,9 @@ from matplotlib.figure import Figure
 
 from trainkit.advice.advice import Constraints, Option, interval
 from trainkit.advice.answer import AnswerText, number
-from trainkit.compare import comparison
-from trainkit.compare.figures import COLOURS, LINES, MARKERS, save
+from trainkit.compare import comparison, style
 
 LEGEND = {"fontsize": 8, "title": "filled: measured, empty: predicted", "title_fontsize": 8}
-THIN = {"color": "black", "linewidth": 0.8}
 Draws = Callable[[Option], np.ndarray]
 
 
@@ -27,9 +25,8 @@ def draw(words: AnswerText, wishes: Constraints, out: Path) -> list[str]:
     Raises:
         OSError: if a file cannot be written.
     """
-    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of an own training is one
-    every = {"how_many_speedup.png": _speedup(words), "how_many_cost.png": _cost(words, wishes)}
-    return save(every, out, dpi=120)
+    figures = {"how_many_speedup.png": _speedup(words), "how_many_cost.png": _cost(words, wishes)}
+    return style.save(figures, out, dpi=120)
 
 
 def _speedup(words: AnswerText) -> Figure | None:
@@ -43,9 +40,11 @@ def _speedup(words: AnswerText) -> Figure | None:
         return None
     figure, axes = _panel(words, "Speedup over one device with the same batch")
     counts = sorted({1, *(option.shape.devices for line in lines.values() for option in line)})
-    axes.plot(counts, counts, color="silver", linewidth=4, label="ideal")
+    axes.plot(counts, counts, label="ideal", **style.IDEAL)
     for i, (name, line) in enumerate(lines.items()):
-        _group(axes, i, name, line, _devices, lambda option: option.efficiency * option.shape.devices, True)
+        _plot_options(
+            axes, i, name, line, _devices, lambda option: option.efficiency * option.shape.devices, True
+        )
     axes.set(xlabel=words.units, ylabel="speedup (x)", ylim=(0, None))
     axes.set_xticks([n for n in counts if n == 1 or n >= counts[-1] / 8])  # closer ones would overlap
     axes.legend(**LEGEND)
@@ -66,33 +65,32 @@ def _cost(words: AnswerText, wishes: Constraints) -> Figure | None:
         message = f"{words.choice(best)}: {minutes} min, {hours} {words.hours}"
     figure, axes = _panel(words, message)
     for i, (name, group) in enumerate(layouts.items()):
-        _group(axes, i, name, group, lambda option: option.seconds / 60, lambda option: option.hours)
+        _plot_options(axes, i, name, group, lambda option: option.seconds / 60, lambda option: option.hours)
     if best:
         ring = {"marker": "o", "markersize": 15, "fillstyle": "none", "linestyle": ""}
         here = interval(best.seconds / 60)[1], interval(best.hours)[1]
         axes.plot(*here, color="black", label="recommended", **ring)
     if wishes.deadline_s:
-        axes.axvline(wishes.deadline_s / 60, linestyle="--", label="deadline", **THIN)
+        axes.axvline(wishes.deadline_s / 60, linestyle="--", label="deadline", **style.THIN)
     if wishes.budget_hours:
-        axes.axhline(wishes.budget_hours, linestyle=":", label="budget", **THIN)
+        axes.axhline(wishes.budget_hours, linestyle=":", label="budget", **style.THIN)
     axes.set(xlabel=f"minutes ({words.answer.goal})", ylabel=words.hours, xlim=(0, None), ylim=(0, None))
     axes.legend(**LEGEND)
     return figure
 
 
-def _group(
-    axes: Axes, i: int, name: str, options: list[Option], x: Draws, y: Draws, joined: bool = False
+def _plot_options(
+    axes: Axes, number: int, name: str, options: list[Option], x: Draws, y: Draws, joined: bool = False
 ) -> None:
-    """The `i`-th group of options: their medians, with the 90 % intervals both ways."""
-    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    """Draw a group of options: their medians, with the 90 % intervals both ways."""
+    look = style.line_look(number) | ({} if joined else {"linestyle": ""})
     across, up = (np.array([interval(draws(option)) for option in options]) for draws in (x, y))
-    line = LINES[i % len(LINES)] if joined else ""
-    axes.plot(across[:, 1], up[:, 1], color=colour, marker=marker, linestyle=line, label=name)
+    axes.plot(across[:, 1], up[:, 1], label=name, **look)
     errors = [np.abs(ends[:, [0, 2]] - ends[:, [1]]).T for ends in (up, across)]
-    axes.errorbar(across[:, 1], up[:, 1], *errors, linestyle="", color=colour, elinewidth=0.6)
+    axes.errorbar(across[:, 1], up[:, 1], *errors, linestyle="", color=look["color"], elinewidth=0.6)
     predicted = [k for k, option in enumerate(options) if not option.runs]
-    white = {"markerfacecolor": "white", "markeredgecolor": colour, "linestyle": "", "zorder": 3}
-    axes.plot(across[predicted, 1], up[predicted, 1], marker=marker, **white)
+    white = {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "", "zorder": 3}
+    axes.plot(across[predicted, 1], up[predicted, 1], marker=look["marker"], **white)
 
 
 def _devices(option: Option) -> np.ndarray:

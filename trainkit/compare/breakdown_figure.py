@@ -9,19 +9,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.compare import comparison
-from trainkit.compare.figures import save
+from trainkit.compare.style import PHASES, save
 from trainkit.compare.text import markdown
 from trainkit.runtime.errors import UserError
 
-# Colour and hatch of each phase, in the order of the step: the hatches tell them apart on grey paper.
-PHASES = {
-    "data": ("#FFFFFF", "..."),
-    "forward": ("#D9D9D9", ""),
-    "backward": ("#9EC9E6", "//"),
-    "exchange": ("#D55E00", "xx"),
-    "waiting": ("#F7D9A0", "\\\\"),
-    "optimizer": ("#7F7F7F", ""),
-}
 # Panels differ in these, and the bars of a panel in those.
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
 SETTINGS += ["threads_per_worker", "debug"]
@@ -41,7 +32,6 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     """
     table = milliseconds(pd.concat([_read(file) for file in files], ignore_index=True))
     panels = list(table.groupby(SETTINGS))
-    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of a network is one
     heights = [len(panel) + 2.5 for _, panel in panels]
     figure = plt.figure(figsize=(7.5, 0.8 + 0.45 * sum(heights)), layout="constrained")
     every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat

@@ -2,13 +2,8 @@
 
 import math
 import textwrap
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # compute nodes have no screen
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -16,15 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from trainkit.compare import comparison, sizes
+from trainkit.compare import comparison, sizes, style
 
-# Colour is never the only difference: figures are read on grey paper too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
-BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
-OWN_BAR = ("#C5E8DA", "..")
-MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
-Looks = dict[str, dict[str, object]]  # the lines of a figure by their texts
+Looks = dict[str, style.Look]  # the lines of a figure by their texts
 
 
 def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
@@ -38,33 +27,13 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     Raises:
         OSError: if a file cannot be written.
     """
-    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of an own training is one
-    every = {
+    figures = {
         "throughput.png": _throughput(table[table.images_per_s.notna()]),
         "speedup.png": _speedup(table),
         "size.png": _size(table),
         "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
     }
-    return save(every, out)
-
-
-def save(every: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
-    """Write the figures into `out` by their names, and return the names of those that there are.
-
-    A file of an earlier call for which there is no figure goes.
-
-    Raises:
-        OSError: if a file cannot be written.
-    """
-    for name, figure in every.items():
-        # A figure of an earlier call would be taken for one of these runs.
-        (out / name).unlink(missing_ok=True)
-        if figure:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
-                figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
-            plt.close(figure)
-    return [name for name, figure in every.items() if figure]
+    return style.save(figures, out)
 
 
 def _figure(
@@ -106,7 +75,9 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
     spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
     spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
-    colours, hatches = zip(*(BARS.get(stage, OWN_BAR) for stage in section.stage), strict=True)
+    colours, hatches = zip(
+        *(style.STAGE_BARS.get(stage, style.OWN_BAR) for stage in section.stage), strict=True
+    )
     look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
     axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
     axes.tick_params(axis="y", labelsize=9)
@@ -169,8 +140,8 @@ def _speedup_and_efficiency(
 ) -> None:
     every = sorted({1}.union(*(line.index for _, line in lines)))
     most = every[-1]
-    left.plot([1, most], [1, most], color="silver", linewidth=4, label="ideal")
-    right.axhline(100, color="silver", linewidth=4)
+    left.plot([1, most], [1, most], label="ideal", **style.IDEAL)
+    right.axhline(100, **style.IDEAL)
     for text, line in lines:
         counts, efficiencies = list(line.index), list(line)
         if counts[0] > 1:  # the baseline is a row of another stage
@@ -206,16 +177,10 @@ def _title(device: str, dataset: str, model: str) -> str:
     return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
 
 
-def _look(text: str, looks: Looks) -> dict[str, object]:
-    """Label and style of a line: equal texts look alike in all panels of a figure."""
-    i = len(looks)
-    style = {
-        "label": text.lstrip("_"),  # a legend leaves out what begins with an underscore
-        "color": COLOURS[i % len(COLOURS)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "linestyle": LINES[i % len(LINES)],
-    }
-    return looks.setdefault(text, style)
+def _look(text: str, looks: Looks) -> style.Look:
+    """Return label and style of a line: equal texts look alike in all panels of a figure."""
+    label = text.lstrip("_")  # a legend leaves out what begins with an underscore
+    return looks.setdefault(text, {"label": label} | style.line_look(len(looks)))
 
 
 def _legend(figure: Figure) -> None:

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from trainkit.compare.figures import save
+from trainkit.compare import style
 from trainkit.monitor import sampled_job, waste
 from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
@@ -31,16 +31,6 @@ UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 MOST_EPOCHS = 60  # whose evaluations are shaded: those of more would leave nothing white
 FILLED = 0.86  # of a row; the rest is the space to the next one
 STATES = {"T": "stopped", "D": "waits for a disk"}  # of a process, in which it does nothing
-# Colour is never the only difference: figures are read on grey paper too.
-Look = dict[str, object]
-TRAINING: Look = {"facecolor": "#56B4E9"}
-POWER: Look = {"facecolor": "#0072B2"}
-MEMORY: Look = {"facecolor": "#E69F00"}
-CORES: Look = {"facecolor": "#009E73"}
-LOADERS: Look = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////", "linewidth": 0}
-SHADE: Look = {"facecolor": "#D0D0D0", "linewidth": 0, "zorder": 0.1}
-UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
-LINE: Look = {"color": "black", "linewidth": 0.9}
 
 
 class Row(NamedTuple):
@@ -65,7 +55,7 @@ class Panel(NamedTuple):
 
     title: str
     rows: list[Row]
-    looks: dict[str, Look]
+    looks: dict[str, style.Look]
     beside: str
     line: str = ""
 
@@ -84,7 +74,7 @@ def draw(folder: Path, out: Path) -> Path:
     if out.suffix.lower() != ".png":  # what is there may be no picture, and would be replaced
         raise UserError(f"the timeline is a PNG: give a file that ends in .png instead of {out.name!r}.")
     try:
-        save({out.name: figure(folder)}, out.parent)
+        style.save({out.name: figure(folder)}, out.parent)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): give another file.") from None
     return out
@@ -96,7 +86,6 @@ def figure(folder: Path) -> Figure:
     Raises:
         UserError: if there are no samples.
     """
-    plt.rcParams["text.parse_math"] = False  # a dollar sign in the name of a node is one
     job = sampled_job.Job(folder)
     verdict = waste.judge_job(job).lines(f"job {_name(folder)}")
     epochs = _epochs(job)
@@ -110,7 +99,7 @@ def figure(folder: Path) -> Figure:
         _draw_rows(axes, panel)
         if len(epochs) <= MOST_EPOCHS:
             for epoch in epochs.itertuples():
-                axes.axvspan(epoch.trained, epoch.tested, **SHADE)
+                axes.axvspan(epoch.trained, epoch.tested, **style.EVALUATION)
     _draw_time(
         axes, [row["time"] for series in job.rows.values() for rows in series.values() for row in rows]
     )
@@ -128,7 +117,7 @@ def _epochs(job: sampled_job.Job) -> pd.DataFrame:
 
 
 def _speed(epochs: pd.DataFrame) -> Panel:
-    looks, rows = {"training": TRAINING}, []
+    looks, rows = {"training": style.TRAINING}, []
     if len(epochs):
         steady = epochs[epochs.warmup == 0]
         median = (epochs if steady.empty else steady).images_per_s.median()
@@ -155,7 +144,7 @@ def _power(job: sampled_job.Job) -> Panel:
         warning = len(told) > 1 or job.busy(gpu) < waste.LOW
         rows.append(Row(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
     title = "power of each GPU, a full row is its limit"
-    return Panel(title, rows, {"power": POWER}, "median", "utilisation")
+    return Panel(title, rows, {"power": style.POWER}, "median", "utilisation")
 
 
 def _memory(job: sampled_job.Job) -> Panel:
@@ -166,12 +155,16 @@ def _memory(job: sampled_job.Job) -> Panel:
             if share.max() >= 0:
                 told = _of(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
                 rows.append(Row(label, share.to_frame("memory"), told, share.max() >= full))
-    return Panel("memory, a full row is all of it", rows, {"memory": MEMORY}, "most")
+    return Panel("memory, a full row is all of it", rows, {"memory": style.MEMORY}, "most")
 
 
 def _cores(job: sampled_job.Job) -> Panel:
     """In a job with GPUs only if there are loader workers."""
-    every, looks, rows = list(_each(job, RANK)), {"own process": CORES, "loader workers": LOADERS}, []
+    every, looks, rows = (
+        list(_each(job, RANK)),
+        {"own process": style.CORES, "loader workers": style.LOADERS},
+        [],
+    )
     if job.rows[GPU] and not any((rank.loaders > 0).any() for _, _, rank in every):
         every = []
     used = [(rank.cores + rank.loader_cores.fillna(0)).quantile(0.99) for _, _, rank in every]
@@ -213,7 +206,7 @@ def _draw_rows(axes: Axes, panel: Panel) -> None:
     middles = [number + FILLED / 2 for number in reversed(range(len(panel.rows)))]
     for middle, row in zip(middles, panel.rows, strict=True):
         bottom, top = middle - FILLED / 2, middle + FILLED / 2
-        axes.axhspan(bottom, top, **UNUSED)
+        axes.axhspan(bottom, top, **style.UNUSED)
         times, known = row.areas.index.to_numpy(), row.areas.notna().any(axis=1).to_numpy()
         below = np.full(len(times), bottom)
         for name, look in panel.looks.items():
@@ -224,8 +217,8 @@ def _draw_rows(axes: Axes, panel: Panel) -> None:
                 below, handles[name] = above, Patch(**look)
         if row.line is not None and (row.line > 0).any():
             line = bottom + FILLED * row.line.clip(0, 1).to_numpy()
-            axes.plot(times, line, drawstyle="steps-pre", **LINE)
-            handles[panel.line] = Line2D([], [], **LINE)
+            axes.plot(times, line, drawstyle="steps-pre", **style.THIN)
+            handles[panel.line] = Line2D([], [], **style.THIN)
         look = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "va": "center"}
         axes.text(1.01, middle, _wrapped(row.told, 30), weight="bold" if row.warning else "normal", **look)
     axes.set_yticks(middles, [row.label for row in panel.rows])

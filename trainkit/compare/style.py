@@ -1,0 +1,73 @@
+"""How every figure looks, and how it is written: colours, hatches, markers and lines.
+
+Colour is never the only difference: figures are read on grey paper too.
+"""
+
+import warnings
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # compute nodes have no screen
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
+
+Look = dict[str, object]  # keywords of matplotlib's artists
+# By Okabe and Ito: told apart by everybody who sees colours otherwise.
+BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
+COLOURS = (BLUE, VERMILION, GREEN, PINK, BLACK, ORANGE, SKY)
+MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
+# Colour and hatch of the bars of each stage, and of somebody's own training.
+STAGE_BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
+OWN_BAR = ("#C5E8DA", "..")
+# Colour and hatch of each phase of a step, in their order.
+PHASES = {
+    "data": ("#FFFFFF", "..."),
+    "forward": ("#D9D9D9", ""),
+    "backward": ("#9EC9E6", "//"),
+    "exchange": (VERMILION, "xx"),
+    "waiting": ("#F7D9A0", "\\\\"),
+    "optimizer": ("#7F7F7F", ""),
+}
+# Of a timeline.
+TRAINING: Look = {"facecolor": SKY}
+POWER: Look = {"facecolor": BLUE}
+MEMORY: Look = {"facecolor": ORANGE}
+CORES: Look = {"facecolor": GREEN}
+LOADERS: Look = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////", "linewidth": 0}
+EVALUATION: Look = {"facecolor": "#D0D0D0", "linewidth": 0, "zorder": 0.1}
+UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
+THIN: Look = {"color": "black", "linewidth": 0.9}
+IDEAL: Look = {"color": "silver", "linewidth": 4}
+MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
+
+
+def line_look(number: int) -> Look:
+    """Return colour, marker and line of the line with this number."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
+    }
+
+
+def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
+    """Write the figures into `out` by their names, and return the names of those that there are.
+
+    A file of an earlier call for which there is no figure goes: it would be taken for one of these runs.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    for name, figure in figures.items():
+        (out / name).unlink(missing_ok=True)
+        if figure:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
+                figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
+            plt.close(figure)
+    return [name for name, figure in figures.items() if figure]
