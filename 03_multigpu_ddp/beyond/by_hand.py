@@ -61,7 +61,7 @@ def average(tensors: list[torch.Tensor]) -> None:
 
 
 def average_in_one_call(tensors: list[torch.Tensor]) -> None:
-    """The same, with all of them behind each other in one tensor, as in DistributedDataParallel's buckets."""
+    """Do the same with all of them in one tensor, as in DistributedDataParallel's buckets."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     average([flat])
     means = flat.split([tensor.numel() for tensor in tensors])

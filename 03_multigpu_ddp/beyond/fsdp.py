@@ -83,7 +83,7 @@ def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def megabytes(tensors: Iterable[torch.Tensor]) -> float:
-    """What this rank holds of them."""
+    """Add up what this rank holds of them."""
     return sum(local(tensor).nbytes for tensor in tensors) / 1e6
 
 

@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """What the true next tokens cost, in nats, in float32 whatever the logits are."""
+    """Return what the true next tokens cost, in nats, in float32 whatever the logits are."""
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
@@ -97,7 +97,7 @@ def split(model: GPT, here: process_group.World) -> None:
 def optimizer_and_schedule(
     opts: Options, model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW, which pulls matrices towards 0 and nothing else; warm-up, then a cosine down to a tenth."""
+    """Return AdamW, which pulls only matrices towards 0, and a warm-up, then a cosine down to a tenth."""
     matrices, others = (
         [weights for weights in model.parameters() if (weights.dim() >= 2) == matrix]
         for matrix in (True, False)

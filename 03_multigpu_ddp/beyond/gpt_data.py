@@ -51,7 +51,7 @@ WORDS = sorted({word for rule in RULES.values() for text in rule for word in tex
 
 
 def entropy_rate() -> float:
-    """What a token costs a model that knows the grammar and all tokens before, in nats: no loss is lower."""
+    """Return what a token costs whoever knows the grammar and all before it, in nats: no loss is lower."""
     symbols = list(RULES)
     # Row i: what one symbol i becomes, in the mean.
     children = np.array([[_expected(rule, one) for one in symbols] for rule in RULES.values()])
@@ -67,7 +67,7 @@ def _expected(rule: dict[str, float], symbol: str) -> float:
 
 
 def tokens(seed: str) -> Iterator[int]:
-    """Sentences without end, each independent of the others, as places of words in `WORDS`."""
+    """Yield sentences without end, each independent of the others, as places of words in `WORDS`."""
     random = Random(seed)
     rules = {
         symbol: ([text.split()[::-1] for text in rule], list(itertools.accumulate(rule.values())))
@@ -123,7 +123,7 @@ class Text:
         return len(self._shards) * self._of_each
 
     def windows(self, indices: list[int]) -> torch.Tensor:
-        """int64 (n, context + 1)."""
+        """Return windows, int64 (n, context + 1)."""
         places = [divmod(index, self._of_each) for index in indices]
         starts = [(self._shards[shard], self._context * window) for shard, window in places]
         chosen = [shard[start : start + self._context + 1] for shard, start in starts]
@@ -146,7 +146,7 @@ class TextBatches(batches.Batches):
 
 
 def training(text: Text, opts: Options, here: World) -> TextBatches:
-    """This rank's share of the batches, in a new order every epoch, as `trainkit.rank.batches.training`."""
+    """Return this rank's share of the batches, in a new order every epoch, as `batches.training`."""
     options.check_sizes(opts, len(text), here.size)
     size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
     of_ranks = opts.batch_size, opts.seed, here.rank, here.size
@@ -156,7 +156,7 @@ def training(text: Text, opts: Options, here: World) -> TextBatches:
 
 
 def validating(text: Text, opts: Options, here: World) -> TextBatches:
-    """This rank's share of the windows for validation, each once, in batches as large as those of training.
+    """Return this rank's share of the windows for validation, each once, in batches as large as in training.
 
     Raises:
         UserError: if there are fewer windows than --test-size, or too few for each rank to have its share.

@@ -14,7 +14,7 @@ import gpt_data
 
 
 def flops_per_token(model: nn.Module) -> int:
-    """Operations of forward and backward of gpt.GPT, before it is split (PaLM, appendix B).
+    """Count the operations of forward and backward of gpt.GPT, before it is split (PaLM, appendix B).
 
     6 for each weight that is multiplied, and the attention, as if each token saw the whole context. What
     activation checkpointing computes anew does not count.
@@ -25,7 +25,7 @@ def flops_per_token(model: nn.Module) -> int:
 
 
 def of_epoch(trained: Trained, opts: Options, here: World, flops: int) -> list[Metric]:
-    """Of the epoch that was trained; `flops` are those of a window. MFU is NaN where no peak is known."""
+    """Return the metrics of an epoch; `flops` are those of a window. MFU is NaN where no peak is known."""
     windows_per_s = trained.steps * opts.batch_size / trained.seconds
     most = 1e12 * here.size * peak(device_name(here.device), opts.precision)
     return [

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Of BLOCKS blocks, one behind the other, those of one stage; the last stage has the classes, too.
+    """Those of BLOCKS blocks that belong to one stage; the last stage has the classes, too.
 
     Takes images (n, 1, 28, 28) or what the stage before has made of them, float32 (n, 784). Returns the
     latter, the last stage log-probabilities (n, 10). Under their names no other stage has weights.

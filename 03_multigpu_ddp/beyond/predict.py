@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def network_of(path: Path) -> Net:
-    """The network with the weights of a file, on the CPU.
+    """Return the network with the weights of a file, on the CPU.
 
     Raises:
         UserError: if the file cannot be read, or has the weights of another network.
@@ -130,7 +130,7 @@ def network_of(path: Path) -> Net:
 
 
 def run_of(path: Path) -> dict[str, object] | None:
-    """The last row of the record of the run that left these weights; None if it is not beside them.
+    """Return the last row of the record of the run that left these weights; None if it is not beside them.
 
     Raises:
         RecordError: if it cannot be read.
@@ -140,7 +140,7 @@ def run_of(path: Path) -> dict[str, object] | None:
 
 
 def read_image(path: Path, invert: bool) -> torch.Tensor:
-    """The image as bytes (1, 28, 28), black where it is not square.
+    """Read the image as bytes (1, 28, 28), black where it is not square.
 
     Raises:
         UserError: if it cannot be read.
@@ -162,7 +162,7 @@ def read_image(path: Path, invert: bool) -> torch.Tensor:
 
 
 def few(names: list[str]) -> str:
-    """The first of them, in words."""
+    """Name the first of them."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 

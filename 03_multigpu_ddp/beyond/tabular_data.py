@@ -14,7 +14,7 @@ CATEGORIES = (12, 8, 5, 3)  # columns with categories, by how many there are: si
 
 
 def load() -> tuple[Split, Split]:
-    """A table of 20,000 rows to train on and one of 5,000 for the test, the same in every call.
+    """Return a table of 20,000 rows to train on and one of 5,000 for the test, the same in every call.
 
     Inputs are float32 (n, 12): the numbers, then the category of each column, counted from 0. One tensor,
     since it is what a `Split` holds; float32 has every whole number up to 16 million. Targets are int64 (n,).
@@ -26,7 +26,7 @@ def load() -> tuple[Split, Split]:
 
 
 def balanced_weights(labels: torch.Tensor) -> torch.Tensor:
-    """A weight for each class, float32: the rarer, the larger; over these labels their mean is 1."""
+    """Return a weight for each class, float32: the rarer, the larger; over these labels their mean is 1."""
     counts = labels.bincount(minlength=len(CLASSES))
     return len(labels) / (len(CLASSES) * counts.clamp(min=1))
 

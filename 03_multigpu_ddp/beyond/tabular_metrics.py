@@ -24,7 +24,7 @@ class Counts:
         self.probabilities = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The cross entropy, without weights, of a batch: `evaluate` asks for it, and we count the rows."""
+        """Return the cross entropy, without weights, of a batch, and count its rows; `evaluate` calls it."""
         classes = len(self.confusion)
         probabilities = output.double().softmax(1)
         self.probabilities += probabilities.sum(0)
@@ -37,7 +37,7 @@ class Counts:
         return F.cross_entropy(output, targets, reduction=reduction)
 
     def metrics(self, names: tuple[str, ...]) -> list[Metric]:
-        """Those of all ranks' rows together, which all ranks have to ask for; `names` are the classes.
+        """Return the metrics of all ranks' rows together; all ranks have to call it. `names` are the classes.
 
         Per class precision, recall, F1, its share of the rows, and its mean probability, which should be that
         share; balanced accuracy; the confusion; the bins of the calibration, and its expected error. What has
@@ -74,7 +74,7 @@ class Counts:
 
 
 def in_one_line(metrics: list[Metric]) -> str:
-    """What a log is to show of them, in percent."""
+    """Format what a log is to show of them, in percent."""
     value = {(one.metric, one.of): f"{100 * one.value:.1f} %" for one in metrics}
     recalls = ", ".join(f"{of} {text}" for (metric, of), text in value.items() if metric == "recall")
     return (

@@ -24,7 +24,7 @@ COLUMNS = GENES, PLATES, LATENT
 
 
 def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cells of one known negative binomial model, the same on every rank and at every --seed.
+    """Draw cells of one known negative binomial model, the same on every rank and at every --seed.
 
     `part` is 1 for training, 2 for cells that are held out: others of the same model.
 
@@ -70,14 +70,14 @@ class CountsVAE(nn.Module):
         self.critic = nn.Linear(LATENT, PLATES)
 
     def encode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log-variance of each cell's latent state, float32 (n, LATENT) both."""
+        """Return mean and log-variance of each cell's latent state, float32 (n, LATENT) both."""
         counts, plates, _ = inputs.split(COLUMNS, dim=1)
         return self.encoder(torch.cat([counts.log1p(), plates], dim=1)).chunk(2, dim=1)
 
     def forward(
         self, inputs: torch.Tensor, noise: torch.Tensor | None = None, ask_critic: bool = False
     ) -> Output:
-        """`inputs` are of `draw_cells`; `noise`, float32 (n, LATENT), takes the place of each cell's own."""
+        """Reconstruct `inputs` of `draw_cells`; `noise`, float32 (n, LATENT), replaces each cell's own."""
         counts, plates, own_noise = inputs.split(COLUMNS, dim=1)
         mean, log_variance = self.encode(inputs)
         state = mean + (0.5 * log_variance).exp() * (own_noise if noise is None else noise)
@@ -95,7 +95,7 @@ def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 def negative_elbo(
     output: Output, counts: torch.Tensor, reduction: str = "mean", kl_weight: float = 1.0
 ) -> torch.Tensor:
-    """What a cell's counts cost given its latent state, and what that state costs, in nats: mean or sum."""
+    """Return what a cell's counts and its latent state cost together, in nats: mean or sum."""
     distribution = NegativeBinomial(output.dispersion, logits=output.logits, validate_args=False)
     of_counts = -distribution.log_prob(counts).sum(dim=1)
     kl = 0.5 * (output.mean.square() + output.log_variance.exp() - 1 - output.log_variance).sum(dim=1)
@@ -104,7 +104,7 @@ def negative_elbo(
 
 
 def noise_of(step: int, opts: Options, here: World) -> torch.Tensor:
-    """This rank's share of the noise for the batch of a step: N ranks together draw what one draws."""
+    """Draw this rank's share of the noise for the batch of a step: N ranks together draw what one draws."""
     random = batches.generator(opts.seed, -1 - step)  # the orders of the epochs have the numbers from 1 on
     noise = torch.randn(opts.batch_size, LATENT, generator=random)
     return noise.chunk(here.size)[here.rank].to(here.device)

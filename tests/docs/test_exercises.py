@@ -14,7 +14,7 @@ from conftest import ENVIRONMENT, REPOSITORY, STAGES
 from forking import Forking
 
 from trainkit.workshop.exercises import Exercise
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 FOLDERS = sorted(path.parent for path in REPOSITORY.glob("0*/exercises/*/check.py"))
 CHECKS = {folder: runpy.run_path(str(folder / "check.py")) for folder in FOLDERS}
@@ -197,7 +197,7 @@ def test_the_solution_is_shown_after_asking(clock: Learner) -> None:
 def test_numbers_as_they_are_written(tmp_path: Path) -> None:
     def number(text: str) -> float:
         (tmp_path / "answers.txt").write_text(f"answer = {text}  # what it was")
-        return Mine(tmp_path).answers().number("answer")
+        return Workspace(tmp_path).answers().number("answer")
 
     written = {"1,327": 1327, "1,234,567.5 images/s": 1234567.5, "98.5 %": 98.5, "98.5%": 98.5, "1.8x": 1.8}
     assert {text: number(text) for text in written} == written

@@ -17,7 +17,7 @@ from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY
 
 from trainkit.doctor import checkup, checkup_torch, cli, login_node
-from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings, read_lines
+from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.jobs import site, slurm
 from trainkit.monitor import processes
 from trainkit.runtime import machine, process_group
@@ -236,7 +236,7 @@ def test_what_pytorch_can_do_on_the_login_node(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(machine, "build", lambda: build)
     checkup_torch.look_from_login_node(REPOSITORY / "data", most_gpus)
-    told = findings(read_lines(capfd.readouterr().out))
+    told = findings_in(read_messages(capfd.readouterr().out))
     assert re.search(words, found(told, check, level)), told
     assert [finding.level for finding in told].count(FAULT) == (level == FAULT)
     assert found(told, "data", OK)
@@ -419,7 +419,7 @@ def test_a_step_that_fails_is_told(
         raise eval(raised)
 
     assert not checkup._step("software", fail)
-    _, line = read_lines(capfd.readouterr().out)
+    _, line = read_messages(capfd.readouterr().out)
     expected = {"check": "software", "level": FAULT, "node": "n2", "rank": 2} | told
     assert line["finding"] == line["finding"] | expected
 
@@ -428,7 +428,7 @@ def test_that_all_is_well_is_told_once_on_a_node(in_a_job: Callable, capfd: pyte
     for local_rank in ("0", "1"):
         in_a_job(SLURM_LOCALID=local_rank)
         assert checkup._step("shm", checkup._shared_memory, 0)
-    (fine,) = findings(read_lines(capfd.readouterr().out))
+    (fine,) = findings_in(read_messages(capfd.readouterr().out))
     assert (fine.level, fine.node, fine.rank) == (OK, "n2", None)
 
 
@@ -458,10 +458,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_a_slow_network_is_a_warning() -> None:
-    assert checkup_torch._judge_network(rows(), nodes=2).level == OK
-    slow = checkup_torch._judge_network(rows(2.0), nodes=2)
+    assert checkup_torch._network_finding(rows(), nodes=2).level == OK
+    slow = checkup_torch._network_finding(rows(2.0), nodes=2)
     assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")
-    assert checkup_torch._judge_network(rows(2.0), nodes=1).level == OK
+    assert checkup_torch._network_finding(rows(2.0), nodes=1).level == OK
 
 
 def test_what_ranks_cannot_tell_of_themselves() -> None:
@@ -474,7 +474,7 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
     lines = [{"rank": 0, "size": 3}, {"rank": 1, "begun": "shm"}, software(1, "2.5.0"), software(0, "2.4.0")]
     log = "some program's words\n" + "".join(f"1: checkup {json.dumps(line)}\n" for line in lines)
     log += 'checkup {"rank": 0, "ended": true}\ncheckup {"rank": 1, "end'
-    judged = cli.judge(list(read_lines(log)), Path("x.log"))
+    judged = cli.findings_of_ranks(list(read_messages(log)), Path("x.log"))
     assert found(judged, "ranks", FAULT).splitlines() == [
         "rank 1 ended without a word in its check of shm: killed, or crashed -> see x.log; "
         "more memory: sbatch --mem=32G",
@@ -497,7 +497,7 @@ def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
     program = "from trainkit.doctor import checkup; import time; checkup.LIMIT = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = here([sys.executable, "-c", program], {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
-    begun, told, ended = read_lines(done.stdout)
+    begun, told, ended = read_messages(done.stdout)
     assert (done.returncode, done.stderr, begun["begun"], ended["ended"]) == (0, "", "gpus", True)
     assert (told["finding"]["message"], told["finding"]["rank"]) == ("not done after 0.1 s", 1)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from trainkit.doctor.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_of, has_fault
+from trainkit.doctor.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_from, has_fault
 from trainkit.runtime import errors, files
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line
@@ -56,7 +56,7 @@ def main() -> None:
     speaks_for_node = env["SLURM_LOCALID"] == "0"
     folders = {"results": options.results_dir, "job": Path(env["TRAINKIT_JOB_DIR"])}
 
-    tell(size=size, folder=env["TRAINKIT_JOB_DIR"])
+    send(size=size, folder=env["TRAINKIT_JOB_DIR"])
     _step("cores", _cores, options.num_workers)
     able = _step("names", _names)
     if speaks_for_node:
@@ -76,19 +76,19 @@ def main() -> None:
     _end()
 
 
-def tell(**facts: object) -> None:
-    """A line for the doctor. One write, and short: the lines of several ranks go through one pipe."""
+def send(**facts: object) -> None:
+    """Print a line for the doctor. One write, and short: those of several ranks go through one pipe."""
     line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def node() -> str:
-    """This node's name in Slurm."""
+    """Return this node's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
 def _end() -> NoReturn:
-    tell(ended=True)
+    send(ended=True)
     errors.note("finished")
     os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
 
@@ -101,13 +101,13 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
 
     def tell_of(finding: Finding) -> None:
         rank = None if finding.level == OK else int(os.environ["SLURM_PROCID"])
-        tell(finding=finding._replace(node=node(), rank=rank)._asdict())
+        send(finding=finding._replace(node=node(), rank=rank)._asdict())
 
     def give_up() -> None:
         tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "tell your admin")))
         _end()  # the main thread hangs
 
-    tell(begun=step)
+    send(begun=step)
     watch = threading.Timer(LIMIT, give_up)
     watch.daemon = True
     watch.start()
@@ -115,7 +115,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
         found = list(check(*arguments))
     except Exception as error:  # whatever it is, the doctor tells it
         text = (first_line(error) or repr(error))[:500]
-        found = [fault_of(step, text, FIXES.get(step, "tell your admin"))]
+        found = [fault_from(step, text, FIXES.get(step, "tell your admin"))]
     watch.cancel()
     worse = [finding for finding in found if finding.level != OK]
     for finding in worse or (found if os.environ["SLURM_LOCALID"] == "0" else []):
@@ -190,7 +190,7 @@ def _shared_memory(num_workers: int) -> Iterator[Finding]:
 
 
 def in_words(number_of_bytes: int) -> str:
-    """Such as 4 MB."""
+    """Format a size such as 4 MB."""
     return f"{number_of_bytes // 2**10} KB" if number_of_bytes < 2**20 else f"{number_of_bytes // 2**20} MB"
 
 

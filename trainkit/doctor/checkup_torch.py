@@ -8,7 +8,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.doctor.checkup import FIXES, LIMIT, in_words, node, tell
+from trainkit.doctor.checkup import FIXES, GB, LIMIT, in_words, node, send
 from trainkit.doctor.finding import FAULT, OK, WARNING, Finding
 from trainkit.monitor import processes
 from trainkit.rank import data, run  # noqa: F401  what a rank imports
-from trainkit.runtime import machine, process_group
+from trainkit.runtime import clock, machine, process_group
 
-GB = 1e9
 # What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
 # main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
 # are reported to take 2 to 4 GB of the host's memory.
@@ -36,19 +34,19 @@ SLOW_NETWORK_GB_S = 0.1  # what gigabit Ethernet carries
 
 
 def software() -> Iterator[Finding]:
-    """What this rank has imported."""
+    """Tell what this rank has imported."""
     commit = machine.git_commit() or "unknown (no git there)"
     yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
 
 
 def mnist(data_dir: Path) -> Iterator[Finding]:
-    """Whether the data can be read here."""
+    """Check that the data can be read here."""
     data.load("mnist", data_dir)
     yield Finding("data", OK, f"MNIST in {data_dir}")
 
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
-    """This rank's GPU, as the training would choose it, and for one rank those of its node's `tasks`."""
+    """Check this rank's GPU, as the training would choose it; one rank of a node those of all `tasks`."""
     device = process_group.own_device(use_cuda=True)
     if device.type == "cuda":
         free, size = torch.cuda.mem_get_info(device)
@@ -93,7 +91,7 @@ def _software_of_gpus() -> str:
 
 
 def look_from_login_node(data_dir: str, most_gpus: int) -> None:
-    """The job's Python and, read by it, the data; `most_gpus` are those of the largest node.
+    """Check the job's Python and, read by it, the data; `most_gpus` are those of the largest node.
 
     Raises:
         UserError: if the data cannot be read.
@@ -105,13 +103,13 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
         found.append(Finding("gpus", FAULT, message, fix))
     for finding in found:
-        tell(finding=finding._asdict())
+        send(finding=finding._asdict())
     data.load("mnist", Path(data_dir))
-    tell(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
+    send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
 
 
 def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
-    """Whether what the node has left, and the job may take of it, is enough for its ranks."""
+    """Check that what the node has left, and the job may take of it, is enough for its ranks."""
     room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
     least = tasks * (GPU_RANK_GB if torch.cuda.is_available() else RANK_GB)
     need = least + tasks * num_workers * LOADER_WORKER_GB
@@ -137,7 +135,7 @@ def join() -> Iterator[Finding]:
 
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
-    """Whether sums over all ranks are correct, and what the network carries; rank 0 tells the rows."""
+    """Check that sums over all ranks are correct, and time them; rank 0 tells the rows."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -159,12 +157,12 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
     if process_group.is_rank_0() and process_group.count() == 1:
         yield Finding("all-reduce", OK, "one rank only: nothing to exchange")
     elif process_group.is_rank_0():
-        tell(rows=rows)
-        yield _judge_network(rows, nodes)
+        send(rows=rows)
+        yield _network_finding(rows, nodes)
     process_group.leave()
 
 
-def _wrong_sums(number_of_bytes: int, device: object) -> int:
+def _wrong_sums(number_of_bytes: int, device: torch.device) -> int:
     """How many of the numbers of a sum over all ranks are wrong on this one."""
     rank, size = process_group.rank(), process_group.count()
     ramp = torch.arange(number_of_bytes // 4, device=device, dtype=torch.float32) % 1000
@@ -172,21 +170,15 @@ def _wrong_sums(number_of_bytes: int, device: object) -> int:
     return int((process_group.sum_in_place(ramp + rank) != expected).sum())
 
 
-def _time_one(values: object) -> float:
-    """Seconds of a sum over all ranks, by the slowest rank's clock."""
-    on_gpu = values.device.type == "cuda"
-    process_group.barrier()
-    if on_gpu:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
+def _time_one(values: torch.Tensor) -> float:
+    """Seconds of a sum over all ranks."""
+    started = clock.start(values.device)
     process_group.sum_in_place(values)
-    if on_gpu:
-        torch.cuda.synchronize()
-    return process_group.largest(time.perf_counter() - started, values.device)
+    return clock.stop(values.device, started)
 
 
 def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:
-    """What a sum over all ranks has shown: bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
+    """Return the row of an all-reduce: bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
 
     For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
     of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
@@ -196,7 +188,7 @@ def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, flo
     return {"bytes": number_of_bytes, "seconds": seconds} | rates
 
 
-def _judge_network(rows: list[dict], nodes: int) -> Finding:
+def _network_finding(rows: list[dict], nodes: int) -> Finding:
     rate = rows[-1]["bus_gb_s"]
     message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:

@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.doctor import checkup, login_node
-from trainkit.doctor.finding import FAULT, NOTE, OK, WARNING, Finding, findings, has_fault, read_lines
+from trainkit.doctor.finding import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.site import Site
@@ -153,14 +153,14 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
     found: list[Finding] = []
     try:
         found = [_run(options, site, name, log)]
-        told = _told_in(log)
-        found += judge(told, log) if told else []
-        rows += next((one["rows"] for one in told if "rows" in one), [])
+        messages = _messages(log)
+        found += findings_of_ranks(messages, log) if messages else []
+        rows += next((one["rows"] for one in messages if "rows" in one), [])
         if rows:
             found.append(_keep(rows, site.results_dir / "all_reduce", started))
     finally:
         # The job's folder by its own word: one of that number may be another's, from before.
-        for folder in {Path(one["folder"]) for one in _told_in(log) if "folder" in one}:
+        for folder in {Path(one["folder"]) for one in _messages(log) if "folder" in one}:
             shutil.rmtree(folder, ignore_errors=True)
             for note in site.results_dir.glob(NOTE.format(job=folder.name, node="*")):
                 note.unlink(missing_ok=True)
@@ -169,19 +169,19 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
     return found
 
 
-def _told_in(log: Path) -> list[dict]:
-    return list(read_lines(log.read_text(errors="replace"))) if log.exists() else []
+def _messages(log: Path) -> list[dict]:
+    return list(read_messages(log.read_text(errors="replace"))) if log.exists() else []
 
 
-def judge(told: list[dict], log: Path) -> list[Finding]:
-    """What the ranks found, and what they could not tell of themselves: whether all came to their end."""
-    found = findings(sorted(told, key=lambda one: one["rank"]))
+def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
+    """Return what the ranks found, and which of them did not come to their end."""
+    found = findings_in(sorted(messages, key=lambda one: one["rank"]))
     if len({finding.message for finding in found if finding.check == "software"}) > 1:
         message = "it is not the same on every node"
         found.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
-    size = max(one.get("size", 0) for one in told)
-    steps = {one["rank"]: one["begun"] for one in told if "begun" in one}  # the last of each
-    silent = sorted(set(range(size)) - {one["rank"] for one in told if "ended" in one})
+    size = max(one.get("size", 0) for one in messages)
+    steps = {one["rank"]: one["begun"] for one in messages if "begun" in one}  # the last of each
+    silent = sorted(set(range(size)) - {one["rank"] for one in messages if "ended" in one})
     if not silent:
         return [Finding("ranks", OK, f"{size} ranks reported"), *found]
     for rank in silent:

@@ -29,8 +29,8 @@ def has_fault(findings: Iterable[Finding]) -> bool:
     return any(finding.level == FAULT for finding in findings)
 
 
-def fault_of(check: str, error: str, fix: str = "") -> Finding:
-    """The fault that an error's text tells; `fix` is for one that does not say itself what to do.
+def fault_from(check: str, error: str, fix: str = "") -> Finding:
+    """Make a fault of an error's text; `fix` is for one that does not say itself what to do.
 
     A `UserError` mostly does: "what is wrong (why): what to do".
     """
@@ -38,12 +38,12 @@ def fault_of(check: str, error: str, fix: str = "") -> Finding:
     return Finding(check, FAULT, f"{what})" if own_fix else what, own_fix or fix)
 
 
-def read_lines(log: str) -> Iterator[dict]:
-    """What was told, from a job's log; lines that are no such lines, or cut short, are passed over."""
+def read_messages(log: str) -> Iterator[dict]:
+    """Yield the messages in a job's log; other lines, and those that are cut short, are passed over."""
     for text in re.findall(MARK + r'(\{"rank": .*)', log):
         with suppress(ValueError):
             yield json.loads(text)
 
 
-def findings(told: Iterable[dict]) -> list[Finding]:
-    return [Finding(**one["finding"]) for one in told if "finding" in one]
+def findings_in(messages: Iterable[dict]) -> list[Finding]:
+    return [Finding(**one["finding"]) for one in messages if "finding" in one]

@@ -8,7 +8,7 @@ import shlex
 import stat
 from pathlib import Path
 
-from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, fault_of, findings, read_lines
+from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
 from trainkit.jobs import slurm
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES
@@ -34,7 +34,7 @@ errors.run(lambda: checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[
 
 
 def check_site() -> tuple[Site | None, list[Finding]]:
-    """What slurm/site.sh says, if it can be read."""
+    """Read slurm/site.sh, and check its owner."""
     try:
         site = read_site()
     except UserError as error:
@@ -47,7 +47,7 @@ def check_site() -> tuple[Site | None, list[Finding]]:
 
 
 def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
-    """Whether nobody but the user (and root) could change `what` behind the user's back."""
+    """Check that nobody but the user (and root) could change `what` behind the user's back."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         message = f"{path} belongs to user {status.st_uid}, who can change {what}"
@@ -63,7 +63,7 @@ def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
 
 
 def check_slurm() -> list[Finding]:
-    """Whether Slurm's programs are here, and its controller answers."""
+    """Check that Slurm's programs are here, and its controller answers."""
     if not slurm.is_here():
         fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
         return [Finding("slurm", FAULT, "there is no Slurm here: sbatch is not on PATH", fix)]
@@ -76,7 +76,7 @@ def check_slurm() -> list[Finding]:
 
 
 def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
-    """The job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
+    """Check the job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
     # It may work on the compute nodes alone, which the job is going to tell.
     level = WARNING if in_job_too else FAULT
     most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
@@ -85,7 +85,7 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     if "srun's container" in done.stdout:
         message = "Python and data are seen from inside srun's container only"
         return [Finding("environment", WARNING, message, "see with `doctor.py --job`")]
-    found = findings(read_lines(done.stdout))
+    found = findings_in(read_messages(done.stdout))
     if not found:
         # What a command said, and what became of it.
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
@@ -94,12 +94,12 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
         return [Finding("environment", level, message, fix)]
     found = [finding._replace(level=level) if finding.level == FAULT else finding for finding in found]
     if done.returncode:
-        found.append(fault_of("data", done.stderr.strip().rpartition("\n")[2]))
+        found.append(fault_from("data", done.stderr.strip().rpartition("\n")[2]))
     return found
 
 
 def check_folders(site: Site) -> list[Finding]:
-    """Whether what jobs write to can be written to, and by nobody else."""
+    """Check that what jobs write to can be written to, and by nobody else."""
     own = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
     folders = {
         site.results_dir: ("results", own),
@@ -112,7 +112,7 @@ def check_folders(site: Site) -> list[Finding]:
             files.check_writable(folder, what, fix)
             slurm.check_path(folder)
         except UserError as error:
-            found.append(fault_of("folders", str(error)))
+            found.append(fault_from("folders", str(error)))
             continue
         found += check_owner(folder, f"the {what}", "folders")
     message = f"results, checkpoints and logs can be written: {', '.join(map(str, folders))}"

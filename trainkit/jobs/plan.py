@@ -33,7 +33,7 @@ class Probe:
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Probe":
-        """From the rows of its record."""
+        """Read a probe from the rows of its record."""
         steady = [row for row in rows if not row["warmup"]] or rows
         return cls(
             rows[0]["global_batch"],
@@ -42,12 +42,12 @@ class Probe:
         )
 
     def run_seconds(self, epochs: int, train_size: int) -> float:
-        """About how long a run on one GPU takes; on several it has about as much to do."""
+        """Estimate how long a run on one GPU takes; on several it has about as much to do."""
         return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
 
 
 def of_one_process(runs: Iterable[list[dict]]) -> list[Probe]:
-    """The probes, the smallest batch first, from the rows of each; of a batch that ran again, the last."""
+    """Return the probes by their rows, the smallest batch first; the last one of a batch that ran again."""
     latest = {probe.batch_size: probe for probe in map(Probe.of, runs)}
     return [latest[batch_size] for batch_size in sorted(latest)]
 
@@ -58,7 +58,7 @@ def device_counts(gpus: int) -> tuple[int, ...]:
 
 
 def batch_sizes(gpus: int, given: int | None, train_size: int | None) -> list[int]:
-    """The batch sizes of one GPU to choose from: those that all numbers of GPUs can share.
+    """Return the batch sizes of one GPU to choose from: those that all numbers of GPUs can share.
 
     Raises:
         UserError: if an epoch of `train_size` images has not one step with any of them on every GPU.
@@ -75,14 +75,14 @@ def batch_sizes(gpus: int, given: int | None, train_size: int | None) -> list[in
 
 
 def choose_batch(probes: Sequence[Probe]) -> Probe:
-    """That with the smallest batch among those that are nearly as fast as the fastest."""
+    """Choose the probe with the smallest batch of those that are nearly as fast as the fastest."""
     best = max(probe.images_per_s for probe in probes)
     near = [probe for probe in probes if probe.images_per_s >= NEAR_THE_BEST * best]
     return min(near, key=lambda probe: probe.batch_size)
 
 
 def choose_train_size(probe: Probe, gpus: int) -> int:
-    """Images of an epoch of about `EPOCH_SECONDS` on one GPU: whole passes over MNIST, or a part of one."""
+    """Choose the images of an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
     largest = probe.batch_size * gpus
     images = max(round(probe.images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
     if images < TRAIN_IMAGES:
@@ -91,7 +91,7 @@ def choose_train_size(probe: Probe, gpus: int) -> int:
 
 
 def told(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
-    """What was measured, and chosen, in words."""
+    """Say what was measured, and chosen."""
     speeds = ", ".join(f"{probe.images_per_s:,.0f} at batch {probe.batch_size}" for probe in probes)
     length = f" ({train_size / TRAIN_IMAGES:g} passes over MNIST)" if train_size > TRAIN_IMAGES else ""
     measured = f"measured on one GPU, images/s: {speeds}\n" if probes else ""
@@ -99,7 +99,7 @@ def told(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
 
 
 def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Grid]:
-    """What is run: strong scaling, with the same global batch on all GPUs, and weak, with the same on each.
+    """Plan strong scaling, with the same global batch on all GPUs, and weak, with the same on each.
 
     Every row has its baseline, the run on one GPU with the same global batch.
     """

@@ -49,7 +49,7 @@ REFUSALS = {
 
 
 def is_here() -> bool:
-    """Whether jobs can be submitted from this machine."""
+    """Return whether jobs can be submitted from this machine."""
     return shutil.which("sbatch") is not None
 
 
@@ -80,7 +80,7 @@ def ask(
 
 
 def job_facts(job_id: str) -> dict[str, str]:
-    """What `scontrol show job` tells, such as JobState, Reason, ExitCode, NodeList and Restarts.
+    """Ask `scontrol show job` for such facts as JobState, Reason, ExitCode, NodeList and Restarts.
 
     While Slurm does not answer, JobState is UNKNOWN and Reason what it says. For a job that it forgot
     there is only JobState, from accounting where there is any, else GONE.
@@ -95,19 +95,19 @@ def job_facts(job_id: str) -> dict[str, str]:
 
 
 def cluster() -> str:
-    """The cluster's name; empty if Slurm does not tell."""
+    """Return the cluster's name; empty if Slurm does not tell."""
     told = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
     return told[1] if told else ""
 
 
 def default_partition() -> str | None:
-    """The partition of jobs that name none; None if there is no such, or Slurm does not answer."""
+    """Return the partition of jobs that name none; None if there is no such, or Slurm does not answer."""
     names = ask("sinfo", "--noheader", "--format=%P").stdout.split()
     return next((name.rstrip("*") for name in names if name.endswith("*")), None)
 
 
 def most_gpus(partition: str | None = None) -> int:
-    """The most GPUs that any node has, of a partition or of the whole cluster; 0 if Slurm does not tell."""
+    """Return the most GPUs of any node, of a partition or of all of them; 0 if Slurm does not tell."""
     chosen = [f"--partition={partition}"] if partition else []
     return max(map(_gpus, ask("sinfo", "--noheader", "--format=%G", *chosen).stdout.split()), default=0)
 
@@ -126,14 +126,14 @@ def check_path(path: Path) -> None:
 
 
 def told_by_sbatch(text: str) -> str:
-    """What sbatch says on stderr, without what only says that it comes from sbatch."""
+    """Return what sbatch says on stderr, without what only says that it comes from sbatch."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("Try ")]
     empty = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"
     return "; ".join(dict.fromkeys(re.sub(empty, "", line) for line in lines))
 
 
 def advice(told: str) -> str:
-    """What to do about a refusal, `told` by sbatch, or about one of the reasons in `NEVER`."""
+    """Advise on a refusal, `told` by sbatch, or on one of the reasons in `NEVER`."""
     return next(fix for words, fix in REFUSALS.items() if re.search(words, told))
 
 

@@ -31,7 +31,7 @@ class Stage:
         return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
 
     def with_script(self, text: str) -> "Stage":
-        """The stage with the user's own script, a path from the current folder or from the stage's.
+        """Return the stage with the user's own script, a path from the current folder or from the stage's.
 
         Raises:
             UserError: if it is not there, or no Python script.
@@ -78,7 +78,7 @@ class Resources:
 
 
 def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Resources:
-    """The shape of a job of `stage` with `gpus` on all nodes together; 0: a process per node, on its CPU.
+    """Shape a job of `stage` with `gpus` on all nodes together; 0: a process per node, on its CPU.
 
     Raises:
         UserError: if the stage cannot use that many, or they do not divide among the nodes.

@@ -107,12 +107,12 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
 
 
 def new_folder(request: Request, site: Site) -> Path:
-    """A folder that no other job has had; it is not made."""
+    """Return a folder that no other job has had; it is not made."""
     return site.jobs_dir / "submitit" / local.new_name(request.job_name)
 
 
 def find(folder: Path, tasks: int, results: Path) -> Handle | None:
-    """The job that was submitted with this `folder`; None if there is none.
+    """Return the job that was submitted with this `folder`; None if there is none.
 
     One whose submitter was killed before it could name the pickle after the job ends by itself.
     """
@@ -127,7 +127,7 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
 
 
 def preview(request: Request, site: Site) -> str:
-    """What `submit` would do: the batch script that sbatch would get, or the local processes.
+    """Return what `submit` would do: the batch script that sbatch would get, or the local processes.
 
     Raises:
         UserError: as `submit`, as far as that can be told without writing anything.
@@ -145,7 +145,7 @@ def preview(request: Request, site: Site) -> str:
 
 
 def check(request: Request, site: Site) -> tuple[options.Options, bool]:
-    """The options, after the checks that the stage will make itself, and whether the job goes to Slurm.
+    """Return the options, checked as the stage will do itself, and whether the job goes to Slurm.
 
     Raises:
         UserError: for a wrong option, data that is not there, what this machine has not if it is to stand
@@ -165,7 +165,7 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
 
 
 def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
-    """The options that the stage will read, with the site's folders; a user's own script may know more.
+    """Parse the options of the stage, with the site's folders; a user's own script may know more.
 
     Raises:
         UserError: for an option that is not known or makes no sense.
@@ -261,7 +261,7 @@ def _overruling(request: Request, site: Site) -> dict[str, str]:
 
 
 def main(stage_name: str, description: str) -> int:
-    """What a submit.py does with its command line; returns the exit code.
+    """Submit what the command line of a submit.py asks for; returns the exit code.
 
     Raises:
         UserError: for everything the user can mend.

@@ -19,12 +19,12 @@ class Agreement:
         self._met_at = time.monotonic()
 
     def due(self) -> bool:
-        """Whether to meet now; to be called after every step."""
+        """Return whether to meet now; to be called after every step."""
         self._steps += 1
         return self._steps >= self._due_after
 
     def ask(self, *questions: bool) -> list[bool]:
-        """For each question, whether any rank says yes."""
+        """Return for each question whether any rank says yes."""
         clock.wait_for(self._device)  # steps done, not steps queued
         now, due_after = time.monotonic(), 0
         if process_group.is_rank_0():  # its clock decides, so that all ranks meet at the same step again

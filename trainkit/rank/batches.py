@@ -28,7 +28,7 @@ TEST_BATCH = {"cpu": 250, "cuda": 2_500}
 def training(
     split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
 ) -> "Batches":
-    """The training batches of this rank, in a new order every epoch; the last partial one is dropped.
+    """Return the training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
     Raises:
         UserError: if the global batch does not divide among the ranks or exceeds the data set.
@@ -43,7 +43,7 @@ def training(
 def testing(
     split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
 ) -> "Batches":
-    """This rank's share of the test set, every sample once on exactly one rank: no padding.
+    """Return this rank's share of the test set, every sample once on exactly one rank: no padding.
 
     Raises:
         UserError: if there are fewer samples than --test-size.
@@ -68,7 +68,7 @@ class RankSampler(Sampler[list[int]]):
     first_step = 0
 
     def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
-        """The indices of each step, on `device`."""
+        """Yield the indices of each step, on `device`."""
         # The order of the whole epoch goes there at once: a copy per step would make a GPU wait.
         indices = self.indices().to(device)
         for start in range(self.first_step * self.step_size, len(indices), self.step_size):
@@ -128,7 +128,7 @@ class UnpaddedTestSampler(RankSampler):
 
 
 def generator(seed: int, epoch: int) -> torch.Generator:
-    """Random numbers that are the same on every rank and different in every epoch.
+    """Return random numbers that are the same on every rank and different in every epoch.
 
     PyTorch's CPU generator reads the low 32 bits of its seed only, so both numbers are mixed into those.
     """

@@ -91,15 +91,15 @@ class Checkpoints:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def epochs(self) -> range:
-        """The epochs that are still to be trained."""
+        """Return the epochs that are still to be trained."""
         return range(self._first_epoch, self._options.epochs + 1)
 
     def part_of(self, epoch: int) -> PartialEpoch | None:
-        """What an earlier process did of `epoch`, or None."""
+        """Return what an earlier process did of `epoch`, or None."""
         return self._part if epoch == self._first_epoch else None
 
-    def wishes(self) -> tuple[bool, bool]:
-        """Whether this rank was asked to stop, and whether it is time to save within the epoch."""
+    def requests(self) -> tuple[bool, bool]:
+        """Return whether this rank was asked to stop, and whether it is time to save within the epoch."""
         overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
         return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
 
@@ -134,7 +134,7 @@ class Checkpoints:
         self._first_epoch, self._part = epoch, part
 
     def finish(self, ended: bool) -> None:
-        """After the end nobody goes on from the checkpoints in a job's own folder: remove them.
+        """Remove the checkpoints in a job's own folder, from which nobody goes on after the end.
 
         `ended`: the run is at its end, though there are more epochs.
         """
@@ -276,12 +276,12 @@ def _shards(path: Path) -> Path:
 
 
 def _checksums(path: Path) -> dict[str, int]:
-    """Of the files of the ranks, by their names."""
+    """Return the checksums of the files of the ranks, by their names."""
     return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shards(path).iterdir()}
 
 
 def _remove(path: Path) -> None:
-    """The file first: without it the rest does not count."""
+    """Remove a checkpoint, the file first: without it the rest does not count."""
     path.unlink(missing_ok=True)
     shutil.rmtree(_shards(path), ignore_errors=True)
 
@@ -307,7 +307,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
 
 
 def read_whole(path: Path) -> object:
-    """What torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
+    """Return what torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
     check_regular(path)
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():

@@ -36,7 +36,7 @@ class Split:
         return len(self.targets)
 
     def first(self, n: int) -> "Split":
-        """The first `n` samples of it."""
+        """Return the first `n` samples of it."""
         return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ class Split:
 
 
 def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
-    """The training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
+    """Return the training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
 
     Images are uint8 (n, 1, 28, 28), labels int64 (n,).
 
@@ -74,13 +74,13 @@ def _read(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """Bytes (n, 1, 28, 28) as float32 with mean 0 and standard deviation 1, channels_last."""
+    """Turn bytes (n, 1, 28, 28) into float32 with mean 0 and standard deviation 1, channels_last."""
     images = images.to(torch.float32, memory_format=torch.channels_last)
     return images.sub_(255 * MEAN).div_(255 * STD)
 
 
 def normalize_one(image: torch.Tensor) -> torch.Tensor:
-    """What torchvision's MNIST does for each image, bytes (1, 28, 28): to PIL, ToTensor, Normalize."""
+    """Do what torchvision's MNIST does for an image, bytes (1, 28, 28): to PIL, ToTensor, Normalize."""
     return _torchvision_transform()(image)
 
 

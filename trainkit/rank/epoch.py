@@ -46,7 +46,7 @@ class PartialEpoch:
 
 
 def not_a_number(what: str) -> UserError:
-    """The error of a training that has gone out of bounds; `what` is a clause, such as "the loss is nan"."""
+    """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
     return UserError(
         f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
         "The epochs before are recorded."
@@ -54,7 +54,7 @@ def not_a_number(what: str) -> UserError:
 
 
 def why_ended(rows: list[dict[str, object]], options: Options) -> str:
-    """Why a run with these epochs recorded ends before its last one, or "" if it goes on."""
+    """Return why a run with these epochs recorded ends before its last one, or "" if it goes on."""
     if not rows or rows[-1]["epoch"] >= options.epochs:
         return ""
     if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:

@@ -60,12 +60,12 @@ class Dropout(nn.Dropout):
 
 
 def name_of(model: nn.Module) -> str:
-    """What the class of the network is called; fully_shard puts "FSDP" before that."""
+    """Return the name of the network's class; fully_shard puts "FSDP" before that."""
     return type(bare(model)).__name__.removeprefix("FSDP")
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The network itself, out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
+    """Take the network out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
 
     They put "module." and "_orig_mod." before the names of the weights.
     """

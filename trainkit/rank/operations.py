@@ -15,7 +15,7 @@ INPUTS = 2  # BatchNorm refuses a single one
 
 
 def per_image(model: nn.Module, train_set: Split) -> float:
-    """Floating-point operations of a forward and a backward pass for one image; NaN where nobody can count.
+    """Count the operations of a forward and a backward pass for one image; NaN where nobody can.
 
     By PyTorch's formulas for matrix products and convolutions, of which a multiplication with its addition
     is two operations; the rest is little, and not counted. A copy of the network computes it, in every rank

@@ -9,7 +9,7 @@ from trainkit.rank.options import Options
 def optimizer_and_schedule(
     options: Options, model: torch.nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer for `model` and its learning rate schedule, as `--recipe` says."""
+    """Return the optimizer for `model` and its learning rate schedule, as `--recipe` says."""
     weights, lr = model.parameters(), options.scaled_lr
     if options.recipe == "fast":
         # fused: one kernel for the whole step. Older releases refuse the strides of DataParallel's gradients.
@@ -31,7 +31,7 @@ def optimizer_and_schedule(
 
 
 class _Chained(ChainedScheduler):
-    """As the other schedules have it: how many steps were done."""
+    """How many steps were done, under the name that other schedules have for it."""
 
     @property
     def last_epoch(self) -> int:

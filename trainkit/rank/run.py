@@ -4,6 +4,7 @@ import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few need it
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """One training, which the loop of a stage goes through.
 
@@ -43,60 +45,66 @@ class Run:
     Every rank has one and calls all of this; rank 0 prints and writes. With `--resume auto` the
     newest checkpoint is loaded here, into `model`, `optimizer` and `schedule`.
 
-    Args:
-        name: what the record calls the run: "single", "dp", "ddp", or a name of your own.
-        devices: the number of devices that really compute, on all ranks together.
-        accumulate: the number of micro-batches that each batch is cut into.
-        also: more of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
-        sharded: of a network that is split over the ranks; each then writes its own part of a checkpoint.
-        flops: operations of a forward and a backward pass for one sample, where you know better than a count.
-
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: Options,
-        here: World,
-        train_set: Split,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRScheduler,
-        devices: int,
-        accumulate: int = 1,
-        also: dict[str, object] | None = None,
-        sharded: "Sharded | None" = None,
-        flops: float | None = None,
-    ) -> None:
+    name: str  # what the record calls the run: "single", "dp", "ddp", or a name of your own
+    options: Options
+    here: World
+    train_set: Split
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    devices: int  # how many really compute, on all ranks together
+    _: KW_ONLY
+    accumulate: int = 1  # micro-batches that each batch is cut into
+    # More of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
+    also: dict[str, object] = field(default_factory=dict)
+    # A network that is split over the ranks: each rank then writes its own part of a checkpoint.
+    sharded: "Sharded | None" = None
+    flops: float | None = None  # of a forward and a backward pass for one sample; None: counted
+    # The epoch whose steps are done, until the next one begins.
+    trained: Trained | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         startup.mark("optimizer")
-        self._options, self._model, self._schedule, self._sharded = options, model, schedule, sharded
-        facts = {"stage": name, "devices": devices, "accumulate": accumulate, "flops_per_image": flops}
-        if flops is None:
-            facts["flops_per_image"] = math.nan if sharded else operations.per_image(model, train_set)
-        trained = (weights.numel() for weights in model.parameters() if weights.requires_grad)
-        facts["parameters"] = sharded.parameters() if sharded else sum(trained)
+        dataset, device = self.train_set.name, self.here.device
+        facts = self._facts()
         # None but on rank 0.
-        self._log = process_group.on_rank_0(lambda: RunLog(options, here, train_set.name, model, facts))
-        parts = {"optimizer": optimizer, "schedule": schedule} | (also or {})
-        self._checkpoints = Checkpoints(options, train_set.name, model, parts, self._log, sharded)
-        self._meeting = Agreement(here.device)
-        self._own_time = ComputeTime(model, optimizer, here.device)
-        self._device = here.device
+        self._log = process_group.on_rank_0(
+            lambda: RunLog(self.options, self.here, dataset, self.model, facts)
+        )
+        state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
+        self._checkpoints = Checkpoints(self.options, dataset, self.model, state, self._log, self.sharded)
+        self._agreement = Agreement(device)
+        self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
-        self.trained: Trained | None = None  # the epoch whose steps are done, until the next one begins
         startup.mark("record")
 
+    def _facts(self) -> dict[str, object]:
+        """Return the columns of the record that only the training itself knows."""
+        trained = (weights.numel() for weights in self.model.parameters() if weights.requires_grad)
+        flops = self.flops
+        if flops is None:
+            flops = math.nan if self.sharded else operations.per_image(self.model, self.train_set)
+        return {
+            "stage": self.name,
+            "devices": self.devices,
+            "accumulate": self.accumulate,
+            "flops_per_image": flops,
+            "parameters": self.sharded.parameters() if self.sharded else sum(trained),
+        }
+
     def epochs(self) -> Iterator[int]:
-        """The epochs that are still to be trained, counted from 1, until --stop-at or --patience end it."""
+        """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""
         for epoch in self._checkpoints.epochs():
             if self._ended:
                 return
             yield epoch
 
     def steps(self, epoch: int, batches: Batches) -> Iterator[Batch]:
-        """The batches of `epoch` that no earlier process has trained on, on the clock.
+        """Yield the batches of `epoch` that no earlier process has trained on, on the clock.
 
         Raises:
             UserError: if a loss was not a number, a second or so later; the text tells the step.
@@ -105,7 +113,7 @@ class Run:
         self.trained = None
         device = batches.device
         machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
-        learning_rate = self._schedule.get_last_lr()[0]
+        learning_rate = self.schedule.get_last_lr()[0]
         done = self._checkpoints.part_of(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
@@ -113,27 +121,20 @@ class Run:
         self._losses[: done.steps] = done.losses
         self._added, seconds = done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
-        bar = tqdm(
-            self._timed(batches),
-            initial=first,
-            total=len(batches),
-            desc=f"epoch {epoch}",
-            unit="step",
-            leave=False,
-            # None: shown on a terminal, not in a log file. It may be closed.
-            disable=None if process_group.is_rank_0() and sys.stderr else True,
-        )
+        bar = progress_bar(self._timed(batches), epoch, first, len(batches))
         started = clock.start(device)
-        self._own_time.begin()
+        self._compute_time.begin()
         for step, batch in enumerate(bar, start=first + 1):
             yield batch
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
-            self._own_time.end_of_step()
-            if not self._meeting.due():
+            self._compute_time.end_of_step()
+            if not self._agreement.due():
                 continue
             losses = self._losses[:step]
-            stop, save, broken = self._meeting.ask(*self._checkpoints.wishes(), not losses.isfinite().all())
+            stop, save, broken = self._agreement.ask(
+                *self._checkpoints.requests(), not losses.isfinite().all()
+            )
             # The first agreement is after the first step, and waits for its end.
             if self._log and (told := startup.told("first step")):
                 bar.clear()
@@ -145,7 +146,7 @@ class Run:
                 part = PartialEpoch(step, seconds, done.learning_rate, mean_over_ranks(losses).cpu())
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
-            self._own_time.begin()  # they have waited for each other
+            self._compute_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
 
         losses = mean_over_ranks(self._losses)
@@ -170,23 +171,23 @@ class Run:
         """
         if self.trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        # Of a mean, as an epoch that was interrupted has steps that an earlier process went through. Unknown
-        # where a network is split: such ranks wait for each other in the middle of a step, too.
-        own_seconds = math.nan if self._sharded else self._own_time.per_step() * self.trained.steps
-        of_ranks = rows_of_ranks(epoch, self._device, own_seconds, self._data_seconds)
+        # By the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown where
+        # a network is split: such ranks wait for each other in the middle of a step, too.
+        own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
+        of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
         process_group.on_rank_0(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, metrics))
-        stop, _, self._ended = self._meeting.ask(*self._checkpoints.wishes(), self._has_ended())
-        self._checkpoints.save(epoch + 1, stop=stop and epoch < self._options.epochs and not self._ended)
+        stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
+        self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
-        split = self._sharded and self._options.save_model
-        weights = self._sharded.weights() if split else bare(self._model).state_dict()
+        split = self.sharded and self.options.save_model
+        weights = self.sharded.weights() if split else bare(self.model).state_dict()
         process_group.on_rank_0(lambda: self._log.finish(weights))
         self._checkpoints.finish(self._ended)
 
     def _timed(self, batches: Batches) -> Iterator[Batch]:
-        """The batches, and the clock on how long each one is waited for."""
+        """Yield the batches, and add up how long each one is waited for."""
         loader = iter(batches)
         while True:
             asked = perf_counter()
@@ -197,14 +198,14 @@ class Run:
             yield batch
 
     def _has_ended(self) -> bool:
-        """Whether --stop-at or --patience end the run, as far as this rank knows: rank 0 has the record."""
+        """Return whether --stop-at or --patience end the run; only rank 0, with the record, knows."""
         return self._log is not None and self._log.ended != ""
 
 
 def rows_of_ranks(
     epoch: int, device: torch.device, own_seconds: float, data_seconds: float
 ) -> list[dict[str, object]]:
-    """A row for each device of every rank, of `records.RANK_COLUMNS`; NaN where seconds are not known."""
+    """Return a row of `records.RANK_COLUMNS` for each device of every rank; unknown seconds are NaN."""
     own = [
         {
             "epoch": epoch,
@@ -221,8 +222,22 @@ def rows_of_ranks(
     return sum(process_group.gather(own), [])
 
 
+def progress_bar(batches: Iterator[Batch], epoch: int, first: int, steps: int) -> tqdm:
+    """Wrap the batches from step `first` on of an epoch with so many `steps`; rank 0 shows the bar."""
+    return tqdm(
+        batches,
+        initial=first,
+        total=steps,
+        desc=f"epoch {epoch}",
+        unit="step",
+        leave=False,
+        # None: shown on a terminal, not in a log file. It may be closed.
+        disable=None if process_group.is_rank_0() and sys.stderr else True,
+    )
+
+
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean of each of the `values` over all ranks."""
+    """Return the mean of each of the `values` over all ranks."""
     return process_group.sum_in_place(values.clone()).div_(process_group.count())
 
 

@@ -36,17 +36,17 @@ class Sharded:
         self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def parameters(self) -> int:
-        """How many of the network are trained, on all ranks together."""
+        """Count the weights that are trained, on all ranks together."""
         trained = (weights for weights in self._model.parameters() if weights.requires_grad)
         return sum(process_group.gather(sum(local(weights).numel() for weights in trained)))
 
     def finite(self) -> bool:
-        """Whether all weights are numbers, on every rank."""
+        """Return whether all weights are numbers, on every rank."""
         own = all(local(weights).isfinite().all() for weights in self._model.parameters())
         return all(process_group.gather(own))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """On rank 0, where they have to fit into memory: all weights, as of a network that is not split.
+        """Gather all weights on rank 0, where they have to fit into memory, as of a network in one piece.
 
         With NCCL each rank also needs room on its GPU for the largest part that another one has.
         """
@@ -93,7 +93,7 @@ class Sharded:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it: all, but for a share of what fully_shard has split."""
+    """Return what this rank holds of a tensor: all, but for a share of what fully_shard has split."""
     return tensor.to_local() if _is_split(tensor) else tensor
 
 

@@ -38,7 +38,7 @@ def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1
 
 
 def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The seconds of each phase of a step, (ranks, repeats). Their sum is that of `together`.
+    """Return the seconds of each phase of a step, (ranks, repeats). Their sum is that of `together`.
 
     Args:
         together: seconds of the phases of `TIMED`, (ranks, repeats, steps, 4).
@@ -61,13 +61,13 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
-    """What was measured: the columns that are the same in all lines of its file. Every rank calls it."""
+    """Return the columns that are the same in all lines of the file. Every rank calls it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     return {"run_id": run_id} | facts_of_run(options, here, dataset, model)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:
-    """A table of the phases, and how their sum compares with the step as a whole.
+    """Format a table of the phases, and how their sum compares with the step as a whole.
 
     Args:
         seconds: by phase, (ranks, repeats); `step`: those of the step as a whole, (ranks, repeats).
@@ -90,7 +90,7 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
 
 
 def _milliseconds(seconds: torch.Tensor) -> torch.Tensor:
-    """Of each rank the median of its repeats, (ranks,)."""
+    """Return the median of each rank's repeats, (ranks,)."""
     return 1000 * seconds.quantile(0.5, dim=1)
 
 

@@ -16,7 +16,7 @@ _FONT = """
 
 
 def digits(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, uint8 (n, 1, 28, 28), and labels, int64 (n,): the same for the same seed.
+    """Draw images, uint8 (n, 1, 28, 28), and labels, int64 (n,): the same for the same seed.
 
     The digits vary in size, place and brightness, under noise.
     """

@@ -37,7 +37,7 @@ from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import replacing
-from trainkit.workshop.work import ANSWERS, OPEN, Mine, Wrong, as_wrong
+from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, as_wrong
 
 PROGRESS = "progress.json"
 PATIENCE = 120  # seconds for a check
@@ -49,7 +49,7 @@ class Exercise:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
-        self.mine = Mine(folder / "mine")
+        self.mine = Workspace(folder / "mine")
 
     @cached_property
     def title(self) -> str:
@@ -71,7 +71,7 @@ class Exercise:
 
     @cached_property
     def plain(self) -> dict[str, object]:
-        """Of what check.py defines, the plain texts, lists and dicts. To run it would load PyTorch."""
+        """The plain texts, lists and dicts that check.py defines. To run it would load PyTorch."""
         found = {}
         for node in ast.parse((self.folder / "check.py").read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -80,7 +80,7 @@ class Exercise:
         return found
 
     def check(self) -> str:
-        """What there was to see.
+        """Check the learner's work, and return what there was to see.
 
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
@@ -133,7 +133,7 @@ class Exercise:
                 shutil.copy(repository / name, runs)
 
     def diff(self) -> str:
-        """From the learner's files to those of the solution."""
+        """Return the diff from the learner's files to those of the solution."""
         lines = []
         for name, text in self.solution.items():
             path = self.mine.folder / name
@@ -167,7 +167,7 @@ class Workbook:
         self.read()
 
     def read(self) -> None:
-        """What is done, and how many hints were given: `done` is a list of names, `hints` has them by name.
+        """Read what is done, a list of names, and how many hints were given, by name.
 
         Raises:
             UserError: if the file is damaged.
@@ -180,7 +180,7 @@ class Workbook:
             raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
     def find(self, name: str) -> Exercise:
-        """By its name, its number, or the name of its folder."""
+        """Find an exercise by its name, its number, or the name of its folder."""
         for number, exercise in enumerate(self.exercises, start=1):
             if Path(name).name in (exercise.name, str(number), exercise.folder.name):
                 return exercise
@@ -197,7 +197,7 @@ class Workbook:
         return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
     def listed(self) -> str:
-        """A line for each, with a cross where it is done."""
+        """List the exercises, with a cross where one is done."""
         width = max(len(exercise.name) for exercise in self.exercises)
         return "\n".join(
             f"[{' ' if exercise in self.open else 'x'}] {number:2}  {exercise.name:{width}}"
@@ -206,7 +206,7 @@ class Workbook:
         )
 
     def bar(self) -> str:
-        """How much is done, and which exercise comes next."""
+        """Say how much is done, and which exercise comes next."""
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         if not self.open:
@@ -219,7 +219,7 @@ class Workbook:
 
 
 def main(folder: Path, description: str) -> int:
-    """The command line of the exercises in `folder`; returns the exit code.
+    """Do what the command line of the exercises in `folder` asks for; returns the exit code.
 
     Raises:
         UserError: if there is no such exercise, or its files cannot be read or written.
@@ -310,7 +310,7 @@ def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
 
 
 def without_answers(text: str) -> str:
-    """Lines `name = value  # comment` with a `?` for each value."""
+    """Put a `?` in the place of each value in lines `name = value  # comment`."""
     return re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", text, flags=re.MULTILINE)
 
 
@@ -325,7 +325,7 @@ def _too_long(*_: object) -> NoReturn:
 
 
 def indented(text: str) -> str:
-    """Paragraphs wrapped anew; a line that begins with a blank stays one, and a dash begins one."""
+    """Wrap paragraphs anew; a line that begins with a blank stays one, and a dash begins one."""
     paragraphs = [""]
     for line in text.splitlines():
         goes_on = line and not line.startswith((" ", "-"))
@@ -341,7 +341,7 @@ def indented(text: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """From the current folder where it is below it."""
+    """Show a path from the current folder where it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

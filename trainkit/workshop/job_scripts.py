@@ -10,7 +10,7 @@ from trainkit.workshop.work import Wrong
 
 
 def requested(text: str) -> dict[str, str]:
-    """The options with a value in the #SBATCH lines of a script, by their long names."""
+    """Return the options with a value in the #SBATCH lines of a script, by their long names."""
     found = {}
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for short, long in {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}.items():
@@ -20,7 +20,7 @@ def requested(text: str) -> dict[str, str]:
 
 
 def ask_slurm(script: Path, stage: Path) -> str:
-    """Whether Slurm would take it, submitted from the folder of the stage; in a sentence.
+    """Ask Slurm whether it would take the script, from the folder of the stage; returns a sentence.
 
     Raises:
         Wrong: if it would not.

@@ -20,14 +20,14 @@ class Wrong(Exception):  # noqa: N818  not an error of the program: what the lea
     """What is not right yet; its text says what, and gives a hint."""
 
 
-class Mine:
+class Workspace:
     """The learner's files of one exercise, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def text(self, name: str) -> str:
-        """What is in a file.
+        """Read a file.
 
         Raises:
             Wrong: if it is not there.
@@ -38,7 +38,7 @@ class Mine:
             raise Wrong(f"mine/{name} is not there: `reset` lays it out again.") from None
 
     def answers(self) -> "Answers":
-        """The lines `name = value` of answers.txt, all of them given.
+        """Read the lines `name = value` of answers.txt, all of them given.
 
         Raises:
             Wrong: if one is not given yet, or is not of that form.
@@ -64,7 +64,7 @@ class Mine:
         return answers
 
     def table(self, target: float | None = None, **equal: object) -> "pd.DataFrame":
-        """The comparison of the runs in mine/runs (`comparison.compare`), of those with `equal` columns.
+        """Compare the runs in mine/runs that have `equal` columns (`comparison.compare`).
 
         With a `target` (% accuracy) it has the columns of `comparison.summarize` on when it was reached.
 
@@ -89,7 +89,7 @@ class Mine:
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":
-        """The one row of `table`.
+        """Return the one row of `table`.
 
         Raises:
             Wrong: if the runs have other settings than each other, or there is none.
@@ -104,7 +104,7 @@ class Mine:
         return table.iloc[0]
 
     def module(self, name: str) -> ModuleType:
-        """The learner's program, imported. What it lacks is `Wrong`, and so is an error in it, also later on.
+        """Import the learner's program. What it lacks is `Wrong`, and so is an error in it, also later on.
 
         Raises:
             Wrong: if it is not there.
@@ -127,7 +127,7 @@ class Answers(dict):
         raise Wrong(f"mine/{ANSWERS}: `{name} = ...` is not there any more. Put the line back.")
 
     def number(self, name: str) -> float:
-        """The number in an answer; a unit or a % sign may follow it.
+        """Return the number in an answer; a unit or a % sign may follow it.
 
         Raises:
             Wrong: if it does not begin with a number.
@@ -144,7 +144,7 @@ class Answers(dict):
         return number
 
     def word(self, name: str, *allowed: str) -> str:
-        """The one of `allowed` that an answer is, in small letters.
+        """Return the one of `allowed` that an answer is, in small letters.
 
         Raises:
             Wrong: if it is none of them.
@@ -156,12 +156,12 @@ class Answers(dict):
 
 
 def near(given: float, true: float, share: float = 0.02) -> bool:
-    """Whether two numbers are equal up to rounding."""
+    """Return whether two numbers are equal up to rounding."""
     return abs(given - true) <= share * abs(true)
 
 
-def as_wrong(error: BaseException, mine: Mine) -> BaseException:
-    """What a learner is told of an error within a check: their program's, or of what it gave to the check.
+def as_wrong(error: BaseException, mine: Workspace) -> BaseException:
+    """Return what a learner is told of an error in a check: their program's, or of what it gave to the check.
 
     An `OSError` of ours, such as a full disk, stays one.
     """

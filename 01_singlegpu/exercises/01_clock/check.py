@@ -1,6 +1,6 @@
 """Gives the learner's clock a device whose time is computed, so that the true answer is known."""
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Too high or too low: what is the number of clock.py before you mend it?
@@ -51,7 +51,7 @@ class Device:
         return self.now
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     prediction = mine.answers().word("prediction", "high", "low")
     measure = mine.module("clock.py").images_per_second
     warm, cold = Device(warm=True), Device()

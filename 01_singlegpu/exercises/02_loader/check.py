@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +53,7 @@ WRONG = [
 ]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     resident, workers = mine.row(loader="resident"), mine.row(loader="workers", workers_per_loader=0)

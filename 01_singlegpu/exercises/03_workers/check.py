@@ -1,6 +1,6 @@
 """Finds the best number of workers in the learner's runs, and what limits it."""
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
 RECORDED = {
@@ -48,7 +48,7 @@ WRONG = [
 NUMBERS = ("0", "1", "2", "4")
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = int(answers.word("prediction", *NUMBERS))
     runs = {int(n): mine.row(loader="workers", workers_per_loader=int(n)) for n in NUMBERS}

@@ -1,6 +1,6 @@
 """Compares the learner's answers with the learner's runs at three batch sizes."""
 
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 RECORDED = {
     "results/sample/cpu-xeon-2-cores/width/runs.csv": [
@@ -54,7 +54,7 @@ WRONG = [
 BATCHES, TARGET = ("64", "256", "1024"), 97
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *BATCHES)
     runs = {batch: mine.row(TARGET, loader="resident", global_batch=int(batch)) for batch in BATCHES}

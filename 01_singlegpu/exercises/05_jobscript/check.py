@@ -7,7 +7,7 @@ from pathlib import Path
 from trainkit.runtime.command_line import time_limit
 from trainkit.jobs import slurm
 from trainkit.workshop.job_scripts import ask_slurm, requested
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 JOB = "job.sh"
 ANSWERS = """\
@@ -59,7 +59,7 @@ WRONG = [
 ]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", "terminal", "file")
     ignored = answers.word("ignored", "name", "nodes", "memory", "time")

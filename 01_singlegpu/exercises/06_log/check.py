@@ -1,6 +1,6 @@
 """The answers are in the texts of starter/, which do not change."""
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you open sacct.txt: how many of its 2 cores did job 3 keep busy, on average?
@@ -51,7 +51,7 @@ WRONG = [
 SPEEDS, SECONDS, CPU_SECONDS, MEGABYTES = (154, 227, 130), 139, 91.4, 808
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     _check_speed(answers.number("images_per_s"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you run: of 100 seconds of training, how many does it wait for images?
@@ -70,7 +70,7 @@ class Watched(NamedTuple):
     kinds: list[str]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     first, cured = _two([_watched(path) for path in sorted(mine.folder.glob("runs/*.csv"))])
@@ -138,7 +138,7 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     return first, cured
 
 
-def _check_images(mine: Mine, loader: str) -> None:
+def _check_images(mine: Workspace, loader: str) -> None:
     """Whether the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainkit.schema import records
 from trainkit.monitor import waste
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you look: which batch gains more, 64 or 1024?
@@ -51,7 +51,7 @@ EAGER = {64: "launch_bound_64_tf32", 1024: "batch_1024_bf16"}
 CAPTURED = {64: "captured_64_tf32", 1024: "captured_1024_bf16"}
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *map(str, EAGER))
     for batch in EAGER:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you change anything: the first name in state_dict() of the wrapped network.
@@ -61,11 +61,11 @@ WRONG = [
 
 
 def other() -> nn.Module:
-    """Another network, with parts called `module` and `submodule`."""
+    """Make another network, with parts called `module` and `submodule`."""
     return nn.Sequential(OrderedDict(module=nn.Linear(2, 3), submodule=nn.BatchNorm1d(3)))
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     program, network = mine.module("wrap.py"), other()
     wrapped = program.wrap(network)

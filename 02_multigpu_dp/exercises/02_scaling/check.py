@@ -1,6 +1,6 @@
 """Tries the learner's formulas on made-up epochs, and compares the answers with the learner's own runs."""
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you run: how many times the images/s of one will two devices do, with batch 128? As 1.5
@@ -64,7 +64,7 @@ EPOCHS = [
 ]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     _formulas(mine.module("scaling.py"))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you count: with four GPUs, how many times as many bytes does the first GPU of DataParallel send
@@ -59,7 +59,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction, program = answers.number("prediction"), mine.module("traffic.py")
     for kind, right in ((torch.float32, 60), (torch.float64, 120)):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 prediction = 2       # before you open ranks.txt: how many of the 4 processes have local rank 0?
@@ -51,7 +51,7 @@ BLOCK, CYCLIC = [0, 1, 0, 1], [0, 0, 1, 1]  # the local rank of each rank, in th
 
 
 def torchrun(rank: int, local_rank: int) -> dict[str, str]:
-    """What torchrun sets in a Slurm job, where it is the one task of each node."""
+    """Return what torchrun sets in a Slurm job, where it is the one task of each node."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
         "SLURM_PROCID": str(rank // 2), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
@@ -66,7 +66,7 @@ def srun(rank: int, local_rank: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     if answers.number("world_size") != 4:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from trainkit.workshop.ranks import in_ranks
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Before you start the script: from how many of its ten bugs do you expect an error or a warning,
@@ -48,7 +48,7 @@ CLOCK = time.perf_counter  # all processes of a machine have the same
 Seen = dict[str, object]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     prediction = mine.answers().number("prediction")
     program = mine.module(SCRIPT)
     ranks = in_ranks(lambda rank, size: behave(program, rank), size=2)
@@ -116,7 +116,7 @@ class Known(nn.Module):
 
 
 def behave(program: ModuleType, rank: int) -> Seen:
-    """What the functions of the script do in this rank."""
+    """Call the functions of the script in this rank, and return what they do."""
     program.EPOCHS, program.BATCH = 2, BATCH
     numbers = torch.arange(IMAGES)
     images = TensorDataset(numbers.float().unsqueeze(1), numbers % 10)
@@ -132,7 +132,7 @@ def behave(program: ModuleType, rank: int) -> Seen:
 
 
 def join(program: ModuleType, process: int) -> tuple[int, str]:
-    """The rank of one of two processes on each of two nodes, and the host where it looks for rank 0."""
+    """Return a rank of two processes on each of two nodes, and the host where it looks for rank 0."""
     place = {"MASTER_ADDR": "n1", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
     ranks = {"RANK": str(process), "LOCAL_RANK": str(process % 2)}
     meeting = Agreement()

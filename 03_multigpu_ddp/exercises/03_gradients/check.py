@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainkit.workshop.ranks import in_ranks
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you run the starter, which averages nothing: are the weights of the ranks then equal or different?
@@ -52,7 +52,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", "equal", "different")
     average = mine.module(SCRIPT).average
@@ -73,7 +73,7 @@ def check(mine: Mine) -> str:
 
 
 def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict[str, list]:
-    """Gradients of this rank: its own, what `average` makes of them, and those of the whole batch."""
+    """Return this rank's own gradients, what `average` makes of them, and those of the whole batch."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.workshop.ranks import in_ranks
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you run the starter: how often do the ranks exchange gradients in one step of 4 micro-batches?
@@ -61,7 +61,7 @@ class Optimizer:
         self.gradients.append(self.model.module.weight.grad.flatten().tolist())
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     prediction = mine.answers().number("prediction")
     program, text = mine.module(SCRIPT), mine.text(SCRIPT)
     for parts in (PARTS, 2):
@@ -77,7 +77,7 @@ def check(mine: Mine) -> str:
 
 
 def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, object]:
-    """One step of the learner's in this rank."""
+    """Take one step of the learner's in this rank."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(3, 2))
     exchanges, optimizer = program.count_exchanges(model), Optimizer(model)

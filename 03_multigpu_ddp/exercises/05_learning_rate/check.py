@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 RECORDED = {"results/sample/cpu-xeon-2-cores/learning_rate/runs.csv": []}
 ANSWERS = """\
@@ -70,7 +70,7 @@ TABLE = {
 }
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *RULES)
     runs = runs_of(mine)
@@ -88,8 +88,8 @@ def check(mine: Mine) -> str:
     )
 
 
-def runs_of(mine: Mine) -> dict[tuple[str, int, str], tuple[float, int]]:
-    """Accuracy and epochs of the runs, by recipe, global batch and rule; also of runs that were given up."""
+def runs_of(mine: Workspace) -> dict[tuple[str, int, str], tuple[float, int]]:
+    """Return accuracy and epochs by recipe, global batch and rule; also of runs that were given up."""
     from trainkit.compare import comparison  # loads pandas
 
     mine.table()  # or it says what is missing

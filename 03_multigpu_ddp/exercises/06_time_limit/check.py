@@ -3,7 +3,7 @@
 import re
 
 from trainkit.schema import records
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # How many steps will the job do twice?
@@ -50,7 +50,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     predicted = answers.number("prediction")
     logs = [name for name in ("runs/job.txt", "job.txt") if (mine.folder / name).exists()]
@@ -108,8 +108,8 @@ def check(mine: Mine) -> str:
     )
 
 
-def rows_of_one_run(mine: Mine) -> list[dict[str, object]]:
-    """The rows of the only CSV in mine/runs."""
+def rows_of_one_run(mine: Workspace) -> list[dict[str, object]]:
+    """Return the rows of the only CSV in mine/runs."""
     files = sorted((mine.folder / "runs").glob("*.csv"))
     if not files:
         raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainkit.workshop.work import Mine, Wrong
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you open the log: how many of the four ranks have written a traceback?
@@ -54,7 +54,7 @@ HOW = {
 }
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     predicted = answers.number("prediction")
     told = re.search(r"srun: error: (\w+): task (\d+): Killed", LOG)

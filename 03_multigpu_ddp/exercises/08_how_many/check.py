@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # How many times as fast as 8 GPUs are 16?
@@ -55,7 +55,7 @@ QUESTIONS = {
 }
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     predicted = answers.number("prediction")
     given = {
@@ -83,7 +83,7 @@ def check(mine: Mine) -> str:
 
 
 def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]:
-    """What belongs into the gaps of one row."""
+    """Return what belongs into the gaps of one row."""
     minutes, speedup = IMAGES / images_per_s / 60, images_per_s / of_one
     return {
         "speedup": speedup,

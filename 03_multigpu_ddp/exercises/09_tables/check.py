@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Which table would you have believed? A letter
@@ -76,7 +76,7 @@ WHY = {
 }
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", "a", "b", "c", "d", "e").upper()
     for letter, lie in LIES.items():
@@ -111,18 +111,18 @@ def check(mine: Mine) -> str:
 
 
 def speed(run: str, since: int = 2) -> float:
-    """Mean images/s from the epoch `since` on."""
+    """Return the mean images/s from the epoch `since` on."""
     return statistics.fmean(row["images_per_s"] for row in epochs(run)[since - 1 :])
 
 
 def epochs(run: str) -> list[dict[str, object]]:
-    """The rows of its record."""
+    """Return the rows of its record."""
     file, run_id = RUNS[run]
     return records.by_run(records.read(SAMPLE / file))[run_id]
 
 
 def claims() -> dict[str, tuple[float, float]]:
-    """For each table what its bold cell says, and what it should say."""
+    """Return for each table what its bold cell says, and what it should say."""
     true = {batch: 50 * speed(f"two-{batch}") / speed(f"one-{batch}") for batch in (64, 256, 1024)}
     return {
         "C": (50 * speed("two-1024") / speed("one-256"), true[256]),
@@ -134,7 +134,7 @@ def claims() -> dict[str, tuple[float, float]]:
 
 
 def made() -> dict[str, str]:
-    """The text of starter/epochs.csv, and the tables of starter/tables.md (tests/docs/test_exercises.py)."""
+    """Make the text of starter/epochs.csv and the tables of starter/tables.md; a test compares."""
     lines = ["run,devices,global_batch,loader_workers,epoch,images,train_seconds,images_per_s"]
     for name in RUNS:
         for row in epochs(name):

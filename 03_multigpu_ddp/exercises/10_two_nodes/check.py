@@ -4,7 +4,7 @@ import re
 import statistics
 
 from trainkit.schema import records
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # Two GPUs on two nodes, against two on one: faster, same or slower?
@@ -52,7 +52,7 @@ WRONG = [
 MEGABYTES = 1_199_882 * 4 / 1e6  # two ranks send the gradients 2 (2 - 1) / 2 = 1 times
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", "faster", "same", "slower")
     one, two = run_on(1, mine), run_on(2, mine)
@@ -94,8 +94,8 @@ def check(mine: Mine) -> str:
     )
 
 
-def run_on(nodes: int, mine: Mine) -> dict[str, object]:
-    """The first epoch of the newest run of two ranks on so many nodes, and the mean `speed` of the others."""
+def run_on(nodes: int, mine: Workspace) -> dict[str, object]:
+    """Return the first epoch of the newest run of two ranks on `nodes`, and the others' mean `speed`."""
     found = []
     for path in (mine.folder / "runs").glob("*.csv"):
         try:
@@ -121,7 +121,7 @@ def run_on(nodes: int, mine: Mine) -> dict[str, object]:
     return row
 
 
-def check_interface(given: str, mine: Mine) -> None:
+def check_interface(given: str, mine: Workspace) -> None:
     """Compare an answer with the lines that --debug writes into the log of the run on two nodes."""
     logs = [name for name in ("runs/two.txt", "two.txt") if (mine.folder / name).exists()]
     if not logs:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainkit.schema import records
-from trainkit.workshop.work import Mine, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, near
 
 ANSWERS = """\
 # How many lines of mnist_ddp.py will you change or add?
@@ -55,7 +55,7 @@ WRONG = [
 STAGE = Path(__file__).resolve().parents[2] / "mnist_ddp.py"
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     predicted = mine.answers().number("prediction")
     text = mine.text("my_training.py")
     if "data.load(" in text:
@@ -89,7 +89,7 @@ def check(mine: Mine) -> str:
 def train(
     program: ModuleType, size: int, folder: Path, epochs: int
 ) -> tuple[list[dict[str, object]], list[list[float]]]:
-    """The rows of its CSV after so many epochs in `size` ranks, and by rank the samples trained on now."""
+    """Yield the CSV's rows after so many epochs in `size` ranks, and by rank the samples trained on now."""
     from trainkit.rank.batches import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 

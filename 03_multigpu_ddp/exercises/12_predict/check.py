@@ -4,7 +4,7 @@ import math
 
 from trainkit.advice import advice
 from trainkit.compare import comparison
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # Four devices, global batch 128: how many times the images/s of one?
@@ -60,7 +60,7 @@ ASKED = advice.Wishes(epochs=50, gpus=(1, 2, 4, 8), batches=(128, 512))
 LEAST = 0.7  # efficiency
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     one, two, serial = steps(mine, 128)
@@ -89,8 +89,8 @@ def check(mine: Mine) -> str:
     )
 
 
-def steps(mine: Mine, batch: int) -> tuple[float, float, float]:
-    """Seconds of a step on one device and on two, and of the part that they do not divide."""
+def steps(mine: Workspace, batch: int) -> tuple[float, float, float]:
+    """Return the seconds of a step on one device and on two, and of the part that they do not divide."""
     rows = (mine.row(stage=stage, devices=n, global_batch=batch) for stage, n in (("single", 1), ("ddp", 2)))
     one, two = (batch / row.images_per_s for row in rows)
     if two <= one / 2:
@@ -102,7 +102,7 @@ def steps(mine: Mine, batch: int) -> tuple[float, float, float]:
 
 
 def amdahl(batch: int, one: float, serial: float) -> float:
-    """Images/s of four devices."""
+    """Return the images/s of four devices."""
     return batch / (serial + (one - serial) / 4)
 
 
@@ -125,7 +125,7 @@ def check_amdahl(answers: Answers, one: float, two: float, serial: float) -> Non
 
 
 def check_most(answers: Answers, batch: int, one: float, two: float, serial: float) -> int:
-    """The largest count that keeps the efficiency; close to the next one, both are right."""
+    """Check the largest count that keeps the efficiency; close to the next one, both are right."""
     limit = (one / LEAST - (one - serial)) / serial
     given = answers.number(f"most_{batch}")
     if not math.floor(0.97 * limit) <= given <= math.floor(1.03 * limit):
@@ -136,8 +136,8 @@ def check_most(answers: Answers, batch: int, one: float, two: float, serial: flo
     return int(given)
 
 
-def asked(mine: Mine) -> tuple[float, float, float]:
-    """What how_many_gpus.py says of four devices at batch 128: low, middle and high."""
+def asked(mine: Workspace) -> tuple[float, float, float]:
+    """Ask how_many_gpus.py for four devices at batch 128: low, middle and high."""
     rows, _ = comparison.load([mine.folder / "runs"])
     for _, of_a_set in advice.sets(rows):
         for option in advice.advise(of_a_set, ASKED).options:

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # Two nodes, 256 images each: how many times the images/s of one worker with 256?
@@ -58,7 +58,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 WEIGHTS, BATCH = 1_199_882, 256
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     step, exchange = 1000 * BATCH / speed("one_node"), 1000 * exchange_seconds()
@@ -81,14 +81,14 @@ def check(mine: Mine) -> str:
 
 
 def speed(folder: str, batch: int = BATCH) -> float:
-    """Median images/s of the runs with that batch per worker, in all epochs but the warm-up."""
+    """Return the median images/s of the runs with that batch per worker, in all epochs but the warm-up."""
     rows = records.read(REPOSITORY / _SLOW / folder / "runs.csv")
     of_batch = [row for row in rows if row["batch_per_device"] == batch and not row["warmup"]]
     return statistics.median(row["images_per_s"] for row in of_batch)
 
 
 def exchange_seconds() -> float:
-    """Of all gradients, between the two sizes of the doctor's that they lie between."""
+    """Interpolate the exchange of all gradients between the two sizes of the doctor's around theirs."""
     seconds = {row["bytes"]: row["seconds"] for row in records.read_all_reduce(REPOSITORY / _DOCTOR)}
     less = max(size for size in seconds if size <= 4 * WEIGHTS)
     more = min(size for size in seconds if size > 4 * WEIGHTS)

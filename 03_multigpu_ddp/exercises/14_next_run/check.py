@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # Which of the six would you start?
@@ -58,7 +58,7 @@ WHY = {
 }
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *"abcdef").upper()
     prices = check_prices(mine)
@@ -83,8 +83,8 @@ def check(mine: Mine) -> str:
     )
 
 
-def check_prices(mine: Mine) -> dict[str, float]:
-    """The worker-hours of each candidate; says what is wrong with the learner's."""
+def check_prices(mine: Workspace) -> dict[str, float]:
+    """Return the worker-hours of each candidate, or say what is wrong with the learner's."""
     given = {
         row["run"]: row for row in csv.DictReader(mine.text("candidates.csv").splitlines()) if row.get("run")
     }
@@ -128,12 +128,12 @@ def check_choice(answers: Answers, prices: dict[str, float]) -> None:
 
 
 def efficiency() -> float:
-    """Of two workers at batch 512, in the run that was made."""
+    """Return the efficiency of two workers at batch 512, in the run that was made."""
     rows = records.read(Path(__file__).resolve().parents[3] / W32)
     one = speed(row for row in rows if (row["stage"], row["global_batch"]) == ("single", 512))
     return speed(row for row in rows if row["run_id"] == "ddp-20261122-052237-b6e7be4c") / one / 2
 
 
 def speed(rows: Iterable[dict[str, object]]) -> float:
-    """Median images/s of all epochs but the warm-up."""
+    """Return the median images/s of all epochs but the warm-up."""
     return statistics.median(row["images_per_s"] for row in rows if not row["warmup"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainkit.schema import samples
 from trainkit.workshop.job_scripts import ask_slurm, requested
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # From ended.txt alone: which job do you suspect? Its number.
@@ -69,7 +69,7 @@ class Job:
         self.ranks = len({row["number"] for row in rows if row["what"] == samples.RANK})
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     lines = map(str.split, (STARTER / "sacct.txt").read_text().splitlines())
@@ -135,7 +135,7 @@ def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
     return true
 
 
-def _check_script(mine: Mine) -> tuple[int, int]:
+def _check_script(mine: Workspace) -> tuple[int, int]:
     """The nodes that the script asks for, and its ranks on all of them."""
     for path in sorted(STARTER.glob("*.sh")):
         if path.stem != WASTEFUL and mine.text(path.name) != path.read_text():
@@ -174,6 +174,6 @@ def _commands(text: str) -> list[str]:
 
 
 def _number(value: str) -> int:
-    """That of `2` as of `gpu:a100:2`."""
+    """Return the count of `2` as of `gpu:a100:2`."""
     digits = value.rpartition(":")[2]
     return int(digits) if digits.isdigit() else 0

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.monitor import waste
-from trainkit.workshop.work import Answers, Mine, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, near
 
 ANSWERS = """\
 # From the table alone: which job wastes most, a, b or c?
@@ -80,7 +80,7 @@ NUMBERS = {
 values = runpy.run_path(str(Path(__file__).parent / "starter" / "look.py"))["values"]
 
 
-def check(mine: Mine) -> str:
+def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *CURES)
     for job in CURES:
@@ -187,6 +187,6 @@ def _trace(job: str) -> Path:
 
 
 def _means(job: str, what: str, column: str) -> list[float]:
-    """Of each GPU or rank, in the order of their numbers."""
+    """Means of each GPU or rank, in the order of their numbers."""
     of_each = values(_trace(job), what, column)
     return [statistics.fmean(found) for _, found in sorted(of_each.items())]
