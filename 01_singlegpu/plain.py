@@ -1,0 +1,78 @@
+"""Train the classic MNIST network on one GPU (on the CPU where there is none), in plain PyTorch.
+
+Try: python plain.py --epochs 2
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MNIST
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
+    parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
+    options = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(1)
+
+    normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
+    train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
+    test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
+    train_batches = DataLoader(train_set, options.batch_size, shuffle=True, drop_last=True)
+    test_batches = DataLoader(test_set, batch_size=1000)
+
+    model = Net().to(device)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+
+    for epoch in range(1, options.epochs + 1):
+        model.train()
+        losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+        started = time.perf_counter()
+        for images, labels in train_batches:
+            images, labels = images.to(device), labels.to(device)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses += loss.detach() * len(images)
+        trained = len(train_batches) * options.batch_size
+        mean = losses.item() / trained  # item waits for the GPU, and so the clock does
+        speed = trained / (time.perf_counter() - started)
+
+        model.eval()
+        right = torch.zeros(2, device=device)  # and of how many
+        with torch.no_grad():
+            for images, labels in test_batches:
+                right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+                right[1] += len(labels)
+        right, tested = right.tolist()
+        print(f"epoch {epoch}: loss {mean:.4f}, {right:.0f} of {tested:.0f} right, {speed:.0f} images/s")
+        torch.save(model.state_dict(), "plain.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+#!/bin/bash
+# plain_ddp.py on two nodes with four GPUs each, with nothing of the kit: sbatch plain_slurm.sh --epochs 2
+# For a script of yours, put its name in the last line. What makes your Python ready (module load, conda activate)
+# goes before srun, unless you have done it in the shell that you call sbatch from.
+
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4       # one process per GPU:
+#SBATCH --gpus-per-node=4         # keep these two equal
+#SBATCH --cpus-per-task=4         # CPU cores for each process
+#SBATCH --mem=32G                 # of each node
+#SBATCH --time=00:30:00
+
+set -euo pipefail
+# Where the ranks meet: the first node, and a port that no other job on it has.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+# Who each rank is, Slurm tells the process that srun has started: so it is read there (in single quotes), not here.
+# srun takes --cpus-per-task from the command line only. A rank that fails ends the others (--kill-on-bad-exit).
+# shellcheck disable=SC2016
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+    exec python plain_ddp.py "$@"' bash "$@"
