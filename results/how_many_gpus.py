@@ -25,22 +25,22 @@ def main() -> int:
     rows = _set(rows, own.set)
     all_reduces, not_read = advice.all_reduces(own.paths, rows)
     skipped += not_read
-    wishes = advice.Constraints(
+    constraints = advice.Constraints(
         own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
         own.gpus_per_node,
     )  # fmt: skip
-    words = AnswerText(checked(advice.advise(rows, wishes, all_reduces)), rows)
+    words = AnswerText(checked(advice.advise(rows, constraints, all_reduces)), rows)
     if own.json:
         tell(json.dumps(words.as_json() | {"skipped": skipped}, indent=1))
     else:
         from trainkit.advice.report import report  # loads matplotlib, which takes a second
 
-        report(words, wishes, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
+        report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
     return 0 if words.answer.best else 1
 
 
 def _set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
-    """The set that was chosen, or the only one."""
+    """Return the set that was chosen, or the only one."""
     found = advice.sets(rows)
     if len(found) == 1 and (number or 1) > 1:
         raise UserError("these runs are of one set: leave out --set.")

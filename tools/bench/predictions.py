@@ -21,7 +21,7 @@ from trainkit.advice.advice import (  # fmt: skip
     Answer,
     Constraints,
     Option,
-    Training,
+    RunSet,
     advise,
     all_reduces,
     interval,
@@ -166,7 +166,7 @@ def measure(law: Law, random: np.random.Generator) -> pd.DataFrame:
 
 
 def true_seconds(law: Law, devices: int, batch: int) -> float:
-    """Of a whole training."""
+    """Return the seconds of a whole training."""
     return START_SECONDS + EPOCHS * (IMAGES // batch * law(devices, batch) + EVALUATION_SECONDS)
 
 
@@ -200,9 +200,9 @@ def of_runs(folder: Path) -> pd.DataFrame:
     rows, _ = comparison.load([folder])
     tables = []
     for what, runs in sets(rows):
-        training = Training(runs, Constraints())
-        for stage in training.stages:
-            table = left_out(training.measured(stage))
+        run_set = RunSet(runs, Constraints())
+        for stage in run_set.stages:
+            table = left_out(run_set.measured(stage))
             tables.append(table.assign(set=what, stage=stage, error=table.predicted / table.seconds - 1))
     return pd.concat(tables)
 
@@ -223,7 +223,7 @@ def of_nodes(folder: Path) -> pd.DataFrame:
     """A step on two nodes, by the images of each: predicted from one node and the doctor's, and measured."""
     one, two = (comparison.load([folder / name])[0] for name in ("one_node", "two_nodes"))
     doctor, _ = all_reduces([folder / "two_nodes"], two)
-    alone, together = (Training(rows, Constraints()).measured("ddp") for rows in (one, two))
+    alone, together = (RunSet(rows, Constraints()).measured("ddp") for rows in (one, two))
     gradient_bytes = 4 * one.parameters.max()
     model = fit(alone, doctor, gradient_bytes)
     rows = []

@@ -23,7 +23,7 @@ from trainkit.schema import records
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
 SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
-PROBE_EPOCHS = 3  # that tell a speed: one to warm up, two to measure
+NEXT_EPOCHS = 3  # of a run that is to tell a speed: one to warm up, two to measure
 EPOCHS_SCATTER = (
     0.3  # per doubling of the batch, in logarithms, of the epochs needed at one that was not tried
 )
@@ -37,7 +37,7 @@ OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_ba
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the choice has to hold to.
+    """What the choice has to keep.
 
     With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
     `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the
@@ -54,6 +54,16 @@ class Constraints:
     gpus_per_node: int | None = None
 
 
+class NextRun(NamedTuple):
+    """A run that would help, of so many epochs, and what it costs at most, in device-hours."""
+
+    stage: str
+    shape: Shape
+    epochs: int
+    hours: float
+    tells: str
+
+
 @dataclass(frozen=True)
 class Option:
     """One way to train, and `DRAWS` equally likely values of each number that it would show."""
@@ -65,8 +75,8 @@ class Option:
     images_per_s: np.ndarray
     efficiency: np.ndarray  # speedup over one device with the same global batch, divided by the devices
     seconds: np.ndarray  # start, training and evaluations; infinite where the target was not reached
-    probe_epochs: int  # of a run that would measure it
-    probe_hours: float
+    next_epochs: int  # of a run that would measure it
+    next_hours: float  # device-hours of that run
     break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device
 
     @property
@@ -78,23 +88,17 @@ class Option:
         """Device-hours."""
         return self.shape.devices * self.seconds / 3600
 
-
-class Probe(NamedTuple):
-    """A run that would help, of so many epochs, and what it costs at most, in device-hours."""
-
-    stage: str
-    shape: Shape
-    epochs: int
-    hours: float
-    tells: str
+    def next_run(self, tells: str) -> NextRun:
+        """Return the run that measures this option."""
+        return NextRun(self.stage, self.shape, self.next_epochs, self.next_hours, tells)
 
 
 @dataclass(frozen=True)
 class Answer:
     """What one set of runs says.
 
-    `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`. `probes`
-    are there if it is below `SURE`, cheapest first. `unknown` has a sentence for what is not predicted.
+    `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`.
+    `next_runs` are there if it is below `SURE`, cheapest first. `unknown` tells what is not predicted.
     """
 
     goal: str
@@ -102,13 +106,13 @@ class Answer:
     best: Option | None
     why: str
     sure: float
-    probes: list[Probe]
+    next_runs: list[NextRun]
     unknown: list[str]
     models: dict[str, Scaling]
 
 
 def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of `comparison.load` in sets that may be pooled, each with what tells it from the others."""
+    """Split the rows of `comparison.load` into sets that may be pooled, each with what tells it apart."""
     power = rows.lr_scale.map(records.LR_SCALES).fillna(0)
     base = pd.to_numeric(rows.lr, errors="coerce") / rows.global_batch**power
     on_cpu = rows.device_name.map(comparison.is_cpu)
@@ -124,7 +128,7 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
-    """What the doctor measured on the devices of `rows`, and a sentence for every file that cannot be read.
+    """Read what the doctor measured on the devices of `rows`; with a sentence for every unreadable file.
 
     It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
     they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
@@ -152,84 +156,78 @@ def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllRedu
     return found, skipped
 
 
-def advise(rows: pd.DataFrame, wishes: Constraints, all_reduces: Sequence[AllReduce] = ()) -> Answer:
-    """The choice that one set of `sets` supports under these wishes.
+def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[AllReduce] = ()) -> Answer:
+    """Recommend what one set of `sets` supports under these constraints.
 
     Raises:
         UserError: if no epoch of it was measured, or the target was reached in no run.
     """
-    training = Training(rows, wishes)
-    options, unknown, gaps, models = {}, {}, {}, {}
-    for stage in training.stages:
-        measured = training.measured(stage)
-        model = models[stage] = scaling.fit(measured, all_reduces, 4 * int(rows.parameters.max()))
-        for shape in training.shapes(stage, model):
-            one = Shape(1, 1, shape.devices * shape.batch)
-            name = "single" if shape.devices == 1 and (rows.stage == "single").any() else stage
+    runs = RunSet(rows, constraints)
+    gradient_bytes = 4 * int(rows.parameters.max())
+    models = {stage: scaling.fit(runs.measured(stage), all_reduces, gradient_bytes) for stage in runs.stages}
+    options, unknown, missing = _predict_options(runs, models)
+    if all_reduces and not gradient_bytes:
+        why = "these runs do not tell how many weights the network has"
+        unknown.append(f"from the doctor's all-reduce: {why}")
+    if not options:
+        what = "; ".join(unknown) or "no batch can be shared out evenly"
+        raise UserError(f"nothing of what is to be chosen from can be predicted ({what}): change it.")
+    choice = _choose(options, constraints)
+    only_one_device = bool(missing) and all(option.shape.devices == 1 for option in options)
+    if only_one_device:
+        told = "; ".join(missing)
+        choice = choice._replace(best=None, why=f"runs on one device tell nothing of several: {told}")
+    next_runs = []
+    if choice.best and choice.sure < SURE:
+        next_runs = _runs_to_be_sure(choice)
+    elif not choice.best and not only_one_device and _is_any_efficiency_known(options):
+        next_runs = _runs_that_may_keep_the_rules(choice)
+    if choice.sure < SURE:
+        next_runs = sorted(next_runs or missing.values(), key=_hours)
+    return Answer(runs.goal, options, choice.best, choice.why, choice.sure, next_runs, unknown, models)
+
+
+def _predict_options(
+    runs: "RunSet", models: dict[str, Scaling]
+) -> tuple[list[Option], list[str], dict[str, NextRun]]:
+    """Return the options, a clause for what is not predicted, and by the reason the cheapest run for it."""
+    options: dict[tuple[str, Shape], Option] = {}
+    unknown: dict[str, list[Shape]] = {}
+    missing: dict[str, NextRun] = {}
+    for stage, model in models.items():
+        for shape in runs.shapes(model):
+            name = runs.stage_on(shape.devices, stage)
             if why := model.unknown(shape):
                 unknown.setdefault(f"{comparison.stage_name(stage)}: {why}", []).append(shape)
-                if (shape == one or not model.unknown(one)) and training.may_reach(one.batch):
-                    hours = shape.devices * training.probe_seconds(one, model) / 3600
-                    probe = Probe(name, shape, training.probe_epochs, hours, f"what is missing ({why})")
-                    gaps[why] = min(gaps.get(why, probe), probe, key=_hours)
+                if run := runs.missing_run(name, shape, model, why):
+                    missing[why] = min(missing.get(why, run), run, key=_hours)
             elif (name, shape) not in options:
-                options[name, shape] = training.option(name, shape, model)
-    told = [f"{why}: {_listed(shapes)}" for why, shapes in unknown.items()]
-    if all_reduces and not rows.parameters.max():
-        told.append("from the doctor's all-reduce: these runs do not tell how many weights the network has")
-    options = list(options.values())
-    if not options:
-        what = "; ".join(told) or "no batch can be shared out evenly"
-        raise UserError(f"nothing of what is to be chosen from can be predicted ({what}): change it.")
-    best, why, kept, good = _choose(options, wishes)
-    alone = bool(gaps) and all(option.shape.devices == 1 for option in options)
-    if alone:
-        best, why = None, f"runs on one device tell nothing of several: {'; '.join(gaps)}"
-    sure = float(good[options.index(best)].mean()) if best else 0.0
-    probes = []
-    if best and sure < SURE:
-        probes = _probes(options, good)
-    elif not best and not alone and not all(np.isnan(option.efficiency).all() for option in options):
-        probes = _hopes(options, kept)
-    if sure < SURE and not probes:
-        probes = sorted(gaps.values(), key=_hours)
-    return Answer(training.goal, options, best, why, sure, probes, told, models)
+                options[name, shape] = runs.option(name, shape, model)
+    return list(options.values()), [f"{why}: {_in_words(shapes)}" for why, shapes in unknown.items()], missing
 
 
-class Training:
-    """What all shapes of a set have in common: its data, its epochs, its start."""
+class RunSet:
+    """The runs of one set, and what all their shapes have in common: the data, the epochs, the start."""
 
-    def __init__(self, rows: pd.DataFrame, wishes: Constraints) -> None:
-        self._wishes = wishes
+    def __init__(self, rows: pd.DataFrame, constraints: Constraints) -> None:
+        self._constraints = constraints
         steady = rows[~rows.warmup]
         if steady.empty:
             raise UserError("no epoch after the warm-up was measured: train for --epochs 3 or more.")
         self._steady = steady.assign(step_seconds=steady.global_batch / steady.images_per_s)
-        self.images = rows.images.max()
+        self._has_single = (rows.stage == "single").any()
+        self._images = rows.images.max()
+        self._epochs = constraints.epochs or int(rows.epoch.max())
+        self.goal = f"{self._epochs} epoch(s) of {self._images:,} images"
+        self._next_epochs = NEXT_EPOCHS
+        self._curves: dict[int, np.ndarray] | None = None
         # Runs on less data learn less in an epoch.
-        whole = rows[rows.images + rows.global_batch > self.images]
-        target = wishes.target
-        if target is None and not wishes.epochs:
+        whole = rows[rows.images + rows.global_batch > self._images]
+        target = constraints.target
+        if target is None and not constraints.epochs:
             target = _reached_by_most(whole)
-        self._curves = None
-        self._epochs = wishes.epochs or int(rows.epoch.max())
-        # To know how many a batch needs to the target takes as many as the other runs had.
-        self.probe_epochs = PROBE_EPOCHS if target is None else self._epochs
-        self.goal = f"{self._epochs} epoch(s) of {self.images:,} images"
         if target is not None:
-            self._target, best = target, whole.test_accuracy.max()
-            chosen = "" if wishes.target else " (half of the batches reach it)"
-            self.goal = f"{target:g} % test accuracy{chosen}, on {self.images:,} images"
-            if not best >= target:
-                raise UserError(
-                    f"no run has reached {target:g} % (the best had {best:.2f} %): lower --target, or train "
-                    "for more --epochs first."
-                )
-            curves = {
-                batch: _curves(runs, target, self._epochs) for batch, runs in whole.groupby("global_batch")
-            }
-            self._curves = {batch: known for batch, known in curves.items() if len(known)}
-            self._by_chance = _by_chance(target, whole)
+            self._aim_at(target, whole)
         outside = rows.groupby("run_id").agg(
             devices=("devices", "first"), trained=("train_seconds", "sum"), tested=("eval_seconds", "sum"),
             elapsed=("elapsed_s", "max"),
@@ -244,8 +242,27 @@ class Training:
                 "DataParallel on one device is the plain model: run stage single, or more devices."
             )
 
+    def _aim_at(self, target: float, rows: pd.DataFrame) -> None:
+        """Count the time until this test accuracy (%), by the runs on all of the data."""
+        best = rows.test_accuracy.max()
+        if not best >= target:
+            raise UserError(
+                f"no run has reached {target:g} % (the best had {best:.2f} %): lower --target, or train "
+                "for more --epochs first."
+            )
+        chosen = "" if self._constraints.target else " (half of the batches reach it)"
+        self.goal = f"{target:g} % test accuracy{chosen}, on {self._images:,} images"
+        # To know how many a batch needs to the target takes as many as the other runs had.
+        self._next_epochs = self._epochs
+        self._target, self._accuracy_error = target, _accuracy_error(target, rows)
+        self._curves = {
+            batch: curves
+            for batch, runs in rows.groupby("global_batch")
+            if len(curves := _accuracy_curves(runs, target, self._epochs))
+        }
+
     def measured(self, stage: str) -> Measured:
-        """The seconds of its steps; on one device those of stage single, where there are any."""
+        """Return the seconds of its steps; on one device those of stage single, where there are any."""
         of_stage = self._steady[
             (self._steady.stage == stage) & ((self._steady.devices > 1) | (stage != "dp"))
         ]
@@ -258,18 +275,22 @@ class Training:
             measured.setdefault(Shape(devices, nodes, batch), []).append(list(run.step_seconds))
         return measured
 
-    def shapes(self, stage: str, model: Scaling) -> list[Shape]:
-        """What there is to choose from."""
-        seen = [*model.measured, *model.all_reduces]
+    def stage_on(self, devices: int, stage: str) -> str:
+        """Return the stage that trains there: on one device single, where there are runs of it."""
+        return "single" if devices == 1 and self._has_single else stage
+
+    def shapes(self, model: Scaling) -> list[Shape]:
+        """Return what there is to choose from."""
+        seen, constraints = [*model.measured, *model.all_reduces], self._constraints
         found = {s.devices for s in seen}
-        counts = self._wishes.gpus or sorted({1, *found, 2 * max(found)})
+        counts = constraints.gpus or sorted({1, *found, 2 * max(found)})
         crossed = any(s.nodes > 1 for s in seen)
         per_node = max(s.devices // s.nodes for s in seen) if crossed else max(counts)
-        per_node = self._wishes.gpus_per_node or per_node
-        batches = self._wishes.batches or sorted({s.devices * s.batch for s in model.measured})
+        per_node = constraints.gpus_per_node or per_node
+        batches = constraints.batches or sorted({s.devices * s.batch for s in model.measured})
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
         layouts |= {(count, math.ceil(count / per_node)) for count in counts}
-        if self._wishes.gpus_per_node:
+        if constraints.gpus_per_node:
             layouts = {(devices, nodes) for devices, nodes in layouts if devices <= per_node * nodes}
         return [
             Shape(devices, nodes, batch // devices)
@@ -279,109 +300,127 @@ class Training:
         ]
 
     def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
-        batch = shape.devices * shape.batch
-        step, one = model.step_seconds(shape), Shape(1, 1, batch)
+        """Return what a training of this shape would show, by what was measured or the model."""
+        batch, one = shape.devices * shape.batch, _on_one_device(shape)
+        step = model.step_seconds(shape)
         alone = np.full(DRAWS, math.nan) if model.unknown(one) else model.step_seconds(one)
-        epochs, steps = self._epochs_needed(batch), self.images // batch
-        around, around_one = (self._around(devices, epochs) for devices in (shape.devices, 1))
+        epochs, steps = self._epochs_needed(batch), self._images // batch
+        outside, outside_alone = (self._seconds_outside_steps(n, epochs) for n in (shape.devices, 1))
         with np.errstate(all="ignore"):
             gained = epochs * (alone - step) / batch  # seconds, by each image of an epoch
-            even = np.where(gained > 0, np.maximum((around - around_one) / gained, 0), math.inf)
+            even = np.where(gained > 0, np.maximum((outside - outside_alone) / gained, 0), math.inf)
+        guessed = self._curves is not None and batch not in self._curves
         return Option(
             stage,
             shape,
-            model.basis(shape) + self._epochs_basis(batch),
+            model.basis(shape) + ", its epochs guessed from other batches" * guessed,
             len(model.measured.get(shape, [])),
             batch / step,
             alone / step / shape.devices,
-            around + epochs * steps * step,
-            self.probe_epochs,
-            shape.devices * self.probe_seconds(shape, model) / 3600,
+            outside + epochs * steps * step,
+            self._next_epochs,
+            self._next_run_hours(shape, shape, model),
             np.where(even < 1, 0, even),
         )
 
-    def probe_seconds(self, shape: Shape, model: Scaling) -> float:
-        """Of a run that would measure it."""
-        steps = self.images // (shape.devices * shape.batch)
-        trained = self.probe_epochs * steps * float(np.median(model.step_seconds(shape)))
-        return float(self._around(shape.devices, self.probe_epochs)) + trained
+    def missing_run(self, stage: str, shape: Shape, model: Scaling, why: str) -> NextRun | None:
+        """Return the run that tells what is not predicted; None if nothing is known of what it costs."""
+        one = _on_one_device(shape)
+        if shape != one and model.unknown(one) or not np.isfinite(self._epochs_needed(one.batch)).any():
+            return None
+        hours = self._next_run_hours(shape, one, model)
+        return NextRun(stage, shape, self._next_epochs, hours, f"what is missing ({why})")
 
-    def _around(self, devices: int, epochs: np.ndarray | int) -> np.ndarray | float:
-        """Seconds of a run outside its training steps: its start and its evaluations."""
+    def _next_run_hours(self, shape: Shape, timed_as: Shape, model: Scaling) -> float:
+        """Return the device-hours of a run that measures `shape`, were it as fast as `timed_as`."""
+        steps = self._images // (timed_as.devices * timed_as.batch)
+        trained = self._next_epochs * steps * float(np.median(model.step_seconds(timed_as)))
+        outside = float(self._seconds_outside_steps(timed_as.devices, self._next_epochs))
+        return shape.devices * (outside + trained) / 3600
+
+    def _seconds_outside_steps(self, devices: int, epochs: np.ndarray | int) -> np.ndarray | float:
+        """Return the seconds of the start and of all evaluations of a run."""
         start, evaluation = (np.interp(devices, of.index, of) for of in (self._start, self._evaluation))
         shared = min(1, self._evaluation.index.max() / devices)  # each device evaluates its part
         return start + epochs * evaluation * shared
 
-    def may_reach(self, batch: int) -> bool:
-        """Whether a training with this batch may come to the target, if there is one."""
-        return bool(np.isfinite(self._epochs_needed(batch)).any())
-
     def _epochs_needed(self, batch: int) -> np.ndarray:
-        """Draws; infinite where the target was not reached."""
+        """Draw how many epochs a training with this batch takes; infinite where it misses the target."""
         if self._curves is None:
             return np.full(DRAWS, float(self._epochs))
         random = np.random.default_rng(batch)  # the same for every number of devices
         if batch in self._curves:
             curves = self._curves[batch]
             drawn = curves[random.integers(len(curves), size=DRAWS)]
-            return _first(drawn + random.normal(0, self._by_chance, (DRAWS, 1)) >= self._target)
+            return _first_epoch(drawn + random.normal(0, self._accuracy_error, (DRAWS, 1)) >= self._target)
         # Of a batch that did not get there one epoch more than it had: at least that is needed.
-        found = {
-            math.log2(known): np.log(np.median(np.minimum(_first(curves >= self._target), self._epochs + 1)))
-            for known, curves in self._curves.items()
-        }
-        near = min(abs(math.log2(batch) - known) for known in found)
-        middle = np.interp(math.log2(batch), list(found), list(found.values()))
+        most, wanted = self._epochs + 1, math.log2(batch)
+        tried = [math.log2(known) for known in self._curves]
+        first = [_first_epoch(curves >= self._target) for curves in self._curves.values()]
+        near = min(abs(wanted - known) for known in tried)
+        middle = np.interp(wanted, tried, np.log([np.median(np.minimum(epochs, most)) for epochs in first]))
         return np.maximum(np.round(np.exp(random.normal(middle, EPOCHS_SCATTER * near, DRAWS))), 1)
 
-    def _epochs_basis(self, batch: int) -> str:
-        return (
-            "" if self._curves is None or batch in self._curves else ", its epochs guessed from other batches"
-        )
+
+class _Choice(NamedTuple):
+    """The best of the options, if any, and why; whether each keeps the rules, and is as good as the best."""
+
+    options: list[Option]
+    best: Option | None
+    why: str
+    kept: np.ndarray  # (options, draws)
+    good: np.ndarray  # (options, draws)
+
+    @property
+    def sure(self) -> float:
+        return float(self.good[self.options.index(self.best)].mean()) if self.best else 0.0
 
 
-def _choose(options: list[Option], wishes: Constraints) -> tuple[Option | None, str, np.ndarray, np.ndarray]:
-    """The best option and why; whether each keeps the rules, and is as good as the best, (options, draws)."""
+def _choose(options: list[Option], constraints: Constraints) -> _Choice:
     seconds, hours = (
         np.array([getattr(option, name) for option in options]) for name in ("seconds", "hours")
     )
     efficiency = np.array([option.efficiency for option in options])
     alone = np.array([[option.shape.devices == 1] for option in options])
-    efficient = alone | (efficiency >= wishes.min_efficiency)
+    efficient = alone | (efficiency >= constraints.min_efficiency)
+    deadline_s, budget_hours = constraints.deadline_s, constraints.budget_hours
     limits = {}
-    if wishes.deadline_s:
-        limits[f"the deadline of {minutes(wishes.deadline_s)} min"] = seconds <= wishes.deadline_s
-    if wishes.budget_hours:
-        limits[f"the budget of {wishes.budget_hours:g} GPU-hours"] = hours <= wishes.budget_hours
+    if deadline_s:
+        limits[f"the deadline of {_minutes(deadline_s)} min"] = seconds <= deadline_s
+    if budget_hours:
+        limits[f"the budget of {budget_hours:g} GPU-hours"] = hours <= budget_hours
     within = reduce(np.logical_and, limits.values(), np.isfinite(seconds))
     kept = efficient & within
-    what, cost, other = ("cheapest", hours, seconds) if wishes.deadline_s else ("fastest", seconds, hours)
+    what, cost, other = ("cheapest", hours, seconds) if deadline_s else ("fastest", seconds, hours)
     least = np.where(kept, cost, math.inf).min(axis=0)
     good = kept & (cost <= (1 + AS_GOOD) * least)
-    rules = {f"{100 * wishes.min_efficiency:g} % efficiency": efficient} | limits
-    if np.isnan(efficiency).all():
+    rules = {f"{100 * constraints.min_efficiency:g} % efficiency": efficient} | limits
+    if not _is_any_efficiency_known(options):
         rules = {"an efficiency that is not known without a run on one device with the same batch": efficient}
     # Limits are to be kept surely, if that can be.
     for share, how in ((0.95, ""), (0.5, ", as likely as not")):
-        able = (within.mean(axis=1) >= share) & (efficient.mean(axis=1) >= 0.5)
-        if able.any():
-            middle = np.where(able, np.median(cost, axis=1), math.inf)
+        eligible = (within.mean(axis=1) >= share) & (efficient.mean(axis=1) >= 0.5)
+        if eligible.any():
+            middle = np.where(eligible, np.median(cost, axis=1), math.inf)
             as_good = middle <= (1 + AS_GOOD) * middle.min()
             best = np.where(as_good, np.median(other, axis=1), math.inf).argmin()
-            return options[best], f"the {what} that keeps {' and '.join(rules)}{how}", kept, good
+            why = f"the {what} that keeps {' and '.join(rules)}{how}"
+            return _Choice(options, options[best], why, kept, good)
     rules = {"the target": np.isfinite(seconds)} | rules
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
-    return None, f"nothing keeps {' and '.join(never or rules)}{_nearest(options)}", kept, good
+    why = f"nothing keeps {' and '.join(never or rules)}{_what_would_be_possible(options)}"
+    return _Choice(options, None, why, kept, good)
 
 
-def _nearest(options: list[Option]) -> str:
+def _what_would_be_possible(options: list[Option]) -> str:
+    """Tell of the fastest and of the cheapest option that reach the target; "" if none does."""
     reached = [option for option in options if np.isfinite(np.median(option.seconds))]
     if not reached:
         return ""
     told = []
     for what, of in (("fastest", lambda option: option.seconds), ("cheapest", lambda option: option.hours)):
         option = min(reached, key=lambda option, of=of: np.median(of(option)))
-        time = f"{minutes(np.median(option.seconds))} min, {np.median(option.hours):.2g} GPU-hours"
+        time = f"{_minutes(np.median(option.seconds))} min, {np.median(option.hours):.2g} GPU-hours"
         name = comparison.stage_name(option.stage)
         known = "" if option.runs else ", predicted"
         told.append(
@@ -390,57 +429,59 @@ def _nearest(options: list[Option]) -> str:
     return f": {', '.join(told)}"
 
 
-def _probes(options: list[Option], good: np.ndarray) -> list[Probe]:
-    """Runs that make the choice surer, cheapest first."""
-    now, found = good.mean(axis=1).max(), []
-    for option in options:
+def _is_any_efficiency_known(options: list[Option]) -> bool:
+    return not all(np.isnan(option.efficiency).all() for option in options)
+
+
+def _runs_to_be_sure(choice: _Choice) -> list[NextRun]:
+    now, found = choice.good.mean(axis=1).max(), []
+    for option in choice.options:
         if option.runs < ENOUGH_RUNS:
             order = np.argsort(option.seconds, kind="stable")
             # What the run shows tells in which part of the draws the truth is; there one chooses anew.
-            then = np.mean([good[:, part].mean(axis=1).max() for part in np.array_split(order, BINS)])
+            parts = np.array_split(order, BINS)
+            then = np.mean([choice.good[:, part].mean(axis=1).max() for part in parts])
             if then > now + 0.02:
                 tells = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
-                found.append((then - now, probe_of(option, tells)))
+                found.append((then - now, option.next_run(tells)))
     most = max((gain for gain, _ in found), default=0)
-    return sorted((probe for gain, probe in found if gain >= most / 2), key=_hours)
+    return [run for gain, run in found if gain >= most / 2]
+
+
+def _runs_that_may_keep_the_rules(choice: _Choice) -> list[NextRun]:
+    return [
+        option.next_run(f"the wishes may be kept after all, in {100 * share:.0f} %")
+        for option, share in zip(choice.options, choice.kept.mean(axis=1), strict=True)
+        if share >= UNLIKELY and option.runs < ENOUGH_RUNS
+    ]
 
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The lower end, the middle and the upper end of what the draws say."""
+    """Return the lower end, the middle and the upper end of what the draws say."""
     # Nearest, as nothing lies between infinite ones.
     return tuple(np.percentile(values, INTERVAL, method="nearest").tolist())
 
 
-def _hopes(options: list[Option], kept: np.ndarray) -> list[Probe]:
-    """Runs of what may keep the rules after all, cheapest first."""
-    found = [
-        probe_of(option, f"the wishes may be kept after all, in {100 * share:.0f} %")
-        for option, share in zip(options, kept.mean(axis=1), strict=True)
-        if share >= UNLIKELY and option.runs < ENOUGH_RUNS
-    ]
-    return sorted(found, key=_hours)
+def _hours(run: NextRun) -> float:
+    return run.hours
 
 
-def _hours(probe: Probe) -> float:
-    return probe.hours
+def _on_one_device(shape: Shape) -> Shape:
+    """Return the shape on one device with the same global batch."""
+    return Shape(1, 1, shape.devices * shape.batch)
 
 
-def probe_of(option: Option, tells: str) -> Probe:
-    """The run that measures the option."""
-    return Probe(option.stage, option.shape, option.probe_epochs, option.probe_hours, tells)
-
-
-def minutes(seconds: float) -> str:
-    """With as many digits as are of use."""
+def _minutes(seconds: float) -> str:
+    """Return minutes with as many digits as are of use."""
     return f"{seconds / 60:,.0f}" if seconds >= 600 else f"{seconds / 60:.2g}"
 
 
-def _listed(shapes: list[Shape]) -> str:
+def _in_words(shapes: list[Shape]) -> str:
     return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
 
 
-def _curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:
-    """Test accuracies of the runs that reached the target or had so many epochs, (seeds, epochs).
+def _accuracy_curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:
+    """Return test accuracies of the runs that reached the target or had so many epochs, (seeds, epochs).
 
     NaN where a run was shorter. Runs with one seed differ in their devices and hardly in what they learn:
     they count as one.
@@ -450,18 +491,18 @@ def _curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:
     return curves[(curves >= target).any(axis=1) | ~np.isnan(curves[:, -1])]
 
 
-def _first(reached: np.ndarray) -> np.ndarray:
-    """The first epoch that has reached it, by rows of epochs; infinite where none has."""
+def _first_epoch(reached: np.ndarray) -> np.ndarray:
+    """Return the first epoch that has reached it, by rows of epochs; infinite where none has."""
     return np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, math.inf)
 
 
 def _reached_by_most(rows: pd.DataFrame) -> float | None:
-    """The highest half percent that half of the batches clearly reach; None where there are no accuracies."""
+    """Return the highest half percent that half of the batches clearly reach; None without accuracies."""
     best = rows.groupby(["global_batch", "run_id"]).test_accuracy.max().groupby("global_batch").median()
     middle = best.dropna().median()
-    return math.floor(2 * (middle - 2 * _by_chance(middle, rows))) / 2 if middle > 0 else None
+    return math.floor(2 * (middle - 2 * _accuracy_error(middle, rows))) / 2 if middle > 0 else None
 
 
-def _by_chance(accuracy: float, rows: pd.DataFrame) -> float:
-    """What an accuracy (%) on so many test images is known to: its standard deviation."""
+def _accuracy_error(accuracy: float, rows: pd.DataFrame) -> float:
+    """Return the standard deviation of an accuracy (%) that was found on so many test images."""
     return math.sqrt(accuracy * (100 - accuracy) / rows.test_images.median())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from trainkit.advice.advice import AS_GOOD, SURE, Answer, Option, Probe, interval, probe_of
+from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, interval
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
 from trainkit.schema import records
@@ -31,7 +31,7 @@ LEGEND = (
 
 
 def checked(answer: Answer) -> Answer:
-    """The answer, without a recommendation where the runs cannot be right or no model explains them."""
+    """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
     speedups = [
         np.median(option.efficiency)
         for option in answer.options
@@ -49,9 +49,9 @@ def checked(answer: Answer) -> Answer:
     else:
         return answer
     reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
-    again = min(reached, key=lambda option: option.probe_hours, default=None)
-    probes = [probe_of(again, "whether the machine was quiet")] if again else []
-    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, probes=probes)
+    again = min(reached, key=lambda option: option.next_hours, default=None)
+    next_runs = [again.next_run("whether the machine was quiet")] if again else []
+    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, next_runs=next_runs)
 
 
 class AnswerText:
@@ -69,18 +69,18 @@ class AnswerText:
         self.why = answer.why.replace("GPU-hours", self.hours)
 
     def choice(self, option: Option) -> str:
-        """As `2 GPUs on 1 node, DDP, batch 256`."""
+        """Name the option, as `2 GPUs on 1 node, DDP, batch 256`."""
         devices, nodes, _ = option.shape
         units = self.units if devices > 1 else self.units[:-1]
         where = f"{devices} {units} on {nodes} node{'s' * (nodes > 1)}"
         return f"{where}, {comparison.stage_name(option.stage)}, batch {option.global_batch}"
 
     def answered(self) -> str:
-        """The recommendation, and how sure it is."""
+        """Tell the recommendation, and how sure it is."""
         return f"{self.sentence()} {self.how_sure()}".strip()
 
     def sentence(self) -> str:
-        """The recommendation, or that there is none, and its reason."""
+        """Tell the recommendation, or that there is none, and its reason."""
         best, goal = self.answer.best, self.answer.goal
         if best is None:
             return f"No recommendation for {goal}: {self.why}."
@@ -91,7 +91,7 @@ class AnswerText:
         )
 
     def how_sure(self) -> str:
-        """Of the recommendation; "" if there is none."""
+        """Tell how sure the recommendation is; "" if there is none."""
         if not self.answer.best:
             return ""
         sure = self.answer.sure
@@ -104,11 +104,11 @@ class AnswerText:
         )
 
     def options(self) -> list[Option]:
-        """All, from few devices to many."""
+        """Return all options, from few devices to many."""
         return sorted(self.answer.options, key=lambda option: (*_layout(option), option.global_batch))
 
-    def few(self) -> list[Option]:
-        """Those worth a look: the fastest of each count of devices, and all with the best one's batch."""
+    def best_options(self) -> list[Option]:
+        """Return the fastest option of each count of devices, and all with the batch of the best one."""
         options, best = self.options(), self.answer.best
         fastest: dict[tuple, int] = {}
         for i in sorted(range(len(options)), key=lambda i: np.median(options[i].seconds)):
@@ -117,7 +117,7 @@ class AnswerText:
         return [o for i, o in enumerate(options) if o.global_batch == batch or i in fastest.values()]
 
     def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
-        """The options as texts, a row each, and what the marks in the column `note` mean."""
+        """Return the options as texts, a row each, and what the marks in the column `note` mean."""
         marks: dict[str, str] = {}
         rows = [
             {
@@ -138,7 +138,7 @@ class AnswerText:
         return table if (table.nodes != "1").any() else table.drop(columns="nodes"), list(marks.values())
 
     def numbers(self) -> pd.DataFrame:
-        """All options as numbers, a row each; the columns `_low` and `_high` bound the interval."""
+        """Return all options as numbers, a row each; columns `_low` and `_high` bound the interval."""
         table = pd.DataFrame(map(_as_json, self.options()))
         for name in INTERVALS:
             ends = pd.DataFrame(table[name].tolist(), columns=[f"{name}_low", name, f"{name}_high"])
@@ -146,7 +146,7 @@ class AnswerText:
         return table
 
     def trust(self) -> list[str]:
-        """How far the answer may be trusted: the model and its error, what was observed, what is left out."""
+        """Tell how far to trust the answer: the model and its error, what was observed, what is left out."""
         model, best = _model(self.answer), self.answer.best
         error = model.errors[model.model]
         tested = (
@@ -170,30 +170,30 @@ class AnswerText:
         return [*told, doubt] if doubt else told
 
     def unknown(self) -> list[str]:
-        """What is not predicted, and why."""
+        """Tell what is not predicted, and why."""
         return [f"Not predicted, {clause}." for clause in self.answer.unknown]
 
-    def probes(self) -> list[tuple[str, str]]:
-        """The runs that would help, cheapest first: what each tells and costs, and its command."""
-        best, probes = self.answer.best, self.answer.probes
-        if best and not best.runs and not probes:
-            probes = [probe_of(best, "whether the prediction holds")]
+    def next_runs(self) -> list[tuple[str, str]]:
+        """Return the runs that would help, cheapest first: what each tells and costs, and its command."""
+        best, runs = self.answer.best, self.answer.next_runs
+        if best and not best.runs and not runs:
+            runs = [best.next_run("whether the prediction holds")]
         ours = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
         own = "" if ours else " (with your script and its own options)"
         return [
-            (f"{probe.tells}, for {number(probe.hours)} {self.hours} at most{own}", self.command(probe))
-            for probe in probes
+            (f"{run.tells}, for {number(run.hours)} {self.hours} at most{own}", self.command(run))
+            for run in runs
         ]
 
-    def command(self, probe: Probe) -> str:
-        """What starts the run from the top folder, with the settings of the set."""
-        row, (devices, nodes, batch) = self.rows.iloc[0], probe.shape
+    def command(self, run: NextRun) -> str:
+        """Return what starts the run from the top folder, with the settings of the set."""
+        row, (devices, nodes, batch) = self.rows.iloc[0], run.shape
         words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
-        words += ["python", f"{FOLDERS.get(probe.stage, '03_multigpu_ddp')}/submit.py"]
-        if probe.stage not in comparison.TUTORIAL_STAGES:
+        words += ["python", f"{FOLDERS.get(run.stage, '03_multigpu_ddp')}/submit.py"]
+        if run.stage not in comparison.TUTORIAL_STAGES:
             words += ["--script", "YOUR_SCRIPT.py"]
-        words += ["--gpus", devices] * (probe.stage != "single") + ["--nodes", nodes] * (nodes > 1)
-        words += ["--batch-size", devices * batch, "--epochs", probe.epochs]
+        words += ["--gpus", devices] * (run.stage != "single") + ["--nodes", nodes] * (nodes > 1)
+        words += ["--batch-size", devices * batch, "--epochs", run.epochs]
         words += ["--train-size", self.rows.images.max()]
         # With a seed of an earlier run it would learn the same again.
         if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
@@ -216,7 +216,7 @@ class AnswerText:
         return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
 
     def as_json(self) -> dict[str, object]:
-        """What a program needs, with intervals as [low, middle, high], None where there is no number."""
+        """Return what a program needs; intervals are [low, middle, high], None where there is no number."""
         answer = self.answer
         return {
             "goal": answer.goal,
@@ -225,10 +225,10 @@ class AnswerText:
             "best": answer.best and _as_json(answer.best),
             "options": list(map(_as_json, answer.options)),
             "probes": [
-                _place(probe)
-                | {"epochs": probe.epochs, "gpu_hours": float(probe.hours), "tells": probe.tells}
-                | {"command": self.command(probe)}
-                for probe in answer.probes
+                _place(run)
+                | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.tells}
+                | {"command": self.command(run)}
+                for run in answer.next_runs
             ],
             "unknown": answer.unknown,
             "sentence": self.sentence(),
@@ -236,20 +236,20 @@ class AnswerText:
 
 
 def number(x: float, infinite: str = "never") -> str:
-    """With three digits; a dash if it is not known."""
+    """Write a number with three digits; a dash if it is not known."""
     if math.isnan(x):
         return "-"
     return format(float(format(x, ".3g")), ",.10g") if math.isfinite(x) else infinite
 
 
 def text(draws: np.ndarray, infinite: str = "never") -> str:
-    """The middle, and the interval in brackets if it is one."""
+    """Write the middle, and the interval in brackets if it is one."""
     low, middle, high = (number(x, infinite) for x in interval(draws))
     return middle if low == high else f"{middle} ({low}..{high})"
 
 
 def _model(answer: Answer) -> Scaling:
-    """That of the recommended training."""
+    """Return the model of the recommended training."""
     stage = answer.best.stage if answer.best else ""
     return answer.models.get(stage) or next(iter(answer.models.values()))
 
@@ -269,14 +269,14 @@ def _note(option: Option, marks: dict[str, str]) -> str:
 
 
 def _given_lr(row: pd.Series) -> str:
-    """What `--lr` said, before the rule by which it grows with the batch."""
+    """Return what `--lr` said, before the rule by which it grows with the batch."""
     if row.lr == "unknown":
         return row.lr
     base_batch = 64  # of --lr-scale
     return f"{float(row.lr) * (base_batch / row.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0):.4g}"
 
 
-def _place(what: Option | Probe) -> dict[str, object]:
+def _place(what: Option | NextRun) -> dict[str, object]:
     devices, nodes, batch = what.shape
     place = {"stage": what.stage, "devices": devices, "nodes": nodes}
     return place | {"global_batch": devices * batch}

@@ -17,7 +17,7 @@ LEGEND = {"fontsize": 8, "title": "filled: measured, empty: predicted", "title_f
 Draws = Callable[[Option], np.ndarray]
 
 
-def draw(words: AnswerText, wishes: Constraints, out: Path) -> list[str]:
+def draw(words: AnswerText, constraints: Constraints, out: Path) -> list[str]:
     """Write the figures that the answer supports into `out`, a folder that is there, and return their names.
 
     A figure of an earlier call that this answer does not support goes.
@@ -25,12 +25,12 @@ def draw(words: AnswerText, wishes: Constraints, out: Path) -> list[str]:
     Raises:
         OSError: if a file cannot be written.
     """
-    figures = {"how_many_speedup.png": _speedup(words), "how_many_cost.png": _cost(words, wishes)}
+    figures = {"how_many_speedup.png": _speedup(words), "how_many_cost.png": _cost(words, constraints)}
     return style.save(figures, out, dpi=120)
 
 
 def _speedup(words: AnswerText) -> Figure | None:
-    """A line for each training and global batch."""
+    """Draw a line for each training and global batch."""
     lines: dict[str, list[Option]] = {}
     for option in words.options():
         if option.shape.devices > 1 and np.isfinite(option.efficiency).all():
@@ -42,17 +42,15 @@ def _speedup(words: AnswerText) -> Figure | None:
     counts = sorted({1, *(option.shape.devices for line in lines.values() for option in line)})
     axes.plot(counts, counts, label="ideal", **style.IDEAL)
     for i, (name, line) in enumerate(lines.items()):
-        _plot_options(
-            axes, i, name, line, _devices, lambda option: option.efficiency * option.shape.devices, True
-        )
+        _plot_options(axes, i, name, line, _devices, _speedups, joined=True)
     axes.set(xlabel=words.units, ylabel="speedup (x)", ylim=(0, None))
     axes.set_xticks([n for n in counts if n == 1 or n >= counts[-1] / 8])  # closer ones would overlap
     axes.legend(**LEGEND)
     return figure
 
 
-def _cost(words: AnswerText, wishes: Constraints) -> Figure | None:
-    """Device-hours against minutes of each option that gets there in nearly all cases."""
+def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
+    """Draw device-hours against minutes of each option that gets there in nearly all cases."""
     layouts: dict[str, list[Option]] = {}
     for option in words.options():
         if np.isfinite(interval(option.seconds)).all():
@@ -70,10 +68,10 @@ def _cost(words: AnswerText, wishes: Constraints) -> Figure | None:
         ring = {"marker": "o", "markersize": 15, "fillstyle": "none", "linestyle": ""}
         here = interval(best.seconds / 60)[1], interval(best.hours)[1]
         axes.plot(*here, color="black", label="recommended", **ring)
-    if wishes.deadline_s:
-        axes.axvline(wishes.deadline_s / 60, linestyle="--", label="deadline", **style.THIN)
-    if wishes.budget_hours:
-        axes.axhline(wishes.budget_hours, linestyle=":", label="budget", **style.THIN)
+    if constraints.deadline_s:
+        axes.axvline(constraints.deadline_s / 60, linestyle="--", label="deadline", **style.THIN)
+    if constraints.budget_hours:
+        axes.axhline(constraints.budget_hours, linestyle=":", label="budget", **style.THIN)
     axes.set(xlabel=f"minutes ({words.answer.goal})", ylabel=words.hours, xlim=(0, None), ylim=(0, None))
     axes.legend(**LEGEND)
     return figure
@@ -95,6 +93,10 @@ def _plot_options(
 
 def _devices(option: Option) -> np.ndarray:
     return np.array([option.shape.devices])
+
+
+def _speedups(option: Option) -> np.ndarray:
+    return option.efficiency * option.shape.devices
 
 
 def _panel(words: AnswerText, message: str) -> tuple[Figure, Axes]:

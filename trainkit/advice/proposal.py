@@ -10,10 +10,10 @@ MOST_NODES = 10  # that are named
 
 
 def proposal(words: AnswerText, trainings: int, figures: list[page.Figure]) -> list[page.Block]:
-    """The page, for so many trainings with the recommended choice, which has to be there."""
+    """Return the page for so many trainings with the recommended choice, which has to be there."""
     rows, best = words.rows, words.answer.best
     low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
-    table, marks = words.table(words.few())
+    table, marks = words.table(words.best_options())
     how_known, *limits = words.trust()
     if rows.dataset.iloc[0] == "synthetic":
         limits.append("Measured with generated digits, not with MNIST: their accuracies say nothing of it.")

@@ -13,11 +13,11 @@ from trainkit.compare.text import no_formula, plain, wrapped
 from trainkit.runtime.errors import UserError, tell
 
 MOST_SETS = 4  # that a page has an answer for
-TRUST, PROBES = "How far may I trust this?", "To know better"
+TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
 
 
 def report(
-    words: AnswerText, limits: Constraints, out: Path, notes: list[str], trainings: int | None = None
+    words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None = None
 ) -> None:
     """Print the answer and write it to `out`, with a proposal for so many `trainings` if there are any.
 
@@ -26,24 +26,24 @@ def report(
     """
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    if limits.gpus:
-        notes = [f"Chosen among {', '.join(map(str, limits.gpus))} {words.units} (--gpus).", *notes]
-    few, marks = words.table(words.few())
+    if constraints.gpus:
+        notes = [f"Chosen among {', '.join(map(str, constraints.gpus))} {words.units} (--gpus).", *notes]
+    few, marks = words.table(words.best_options())
     tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
     tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
     tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
-    if probes := words.probes():
-        runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in probes]
-        tell(f"{PROBES}, the cheapest run first:\n" + "\n".join(runs))
+    if runs := words.next_runs():
+        runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in runs]
+        tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
         tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
     if trainings and not words.answer.best:
         tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
     with page.writing_to(out):
-        tell(f"Written to {out}: {', '.join(_write(words, limits, out, notes, trainings))}")
+        tell(f"Written to {out}: {', '.join(_write(words, constraints, out, notes, trainings))}")
 
 
 def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:
-    """The answer for the page of a comparison, of each set of its runs."""
+    """Return the answer for the page of a comparison, of each set of its runs."""
     found = sets(rows)
     made: list[page.Block] = [page.Heading("How many devices to ask for?")]
     if len(found) > MOST_SETS:
@@ -53,7 +53,7 @@ def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[
         try:
             measured, _ = all_reduces(paths, of_set)
             words = AnswerText(checked(advise(of_set, Constraints(target), measured)), of_set)
-            made += _blocks_of(words, words.few())
+            made += _blocks_of(words, words.best_options())
         except UserError as error:
             made.append(page.Text(str(error)))
     return [*made, page.Text("With a deadline or a budget: results/how_many_gpus.py --deadline or --budget.")]
@@ -64,20 +64,20 @@ def _blocks_of(words: AnswerText, options: list[Option], notes: list[str] | None
     made = [page.Text(words.answered()), page.Table(table)]
     made.append(page.Notes([LEGEND, *marks, *words.unknown(), *(notes or [])]))
     made += [page.Heading(TRUST), page.Text(" ".join(words.trust()))]
-    if probes := words.probes():
-        made.append(page.Heading(PROBES))
-    for tells, command in probes:
+    if runs := words.next_runs():
+        made.append(page.Heading(NEXT_RUNS))
+    for tells, command in runs:
         made += [page.Text(f"{tells}:"), page.Command(command)]
     return made
 
 
 def _write(
-    words: AnswerText, limits: Constraints, out: Path, notes: list[str], trainings: int | None
+    words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None
 ) -> list[str]:
-    """Returns the names of the files."""
+    """Write the files, and return their names."""
     numbers = words.numbers().apply(lambda column: column.map(no_formula))
     numbers.to_csv(out / "how_many_gpus.csv", index=False)
-    names = figures.draw(words, limits, out)
+    names = figures.draw(words, constraints, out)
     drawn = [page.Figure(out / name) for name in names]
     answer = [*_blocks_of(words, words.options(), notes), *drawn]
     for name in ("how_many_gpus.html", "how_many_gpus.md"):
@@ -91,7 +91,7 @@ def _write(
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
-    """With the intervals beneath the numbers, for a terminal."""
+    """Put the intervals beneath the numbers, for a terminal."""
     middle = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
     interval = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
     return pd.concat([middle, interval]).sort_index(kind="stable")

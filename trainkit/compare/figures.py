@@ -75,9 +75,8 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
     spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
     spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
-    colours, hatches = zip(
-        *(style.STAGE_BARS.get(stage, style.OWN_BAR) for stage in section.stage), strict=True
-    )
+    bars = [style.STAGE_BARS.get(stage, style.OWN_BAR) for stage in section.stage]
+    colours, hatches = zip(*bars, strict=True)
     look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
     axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
     axes.tick_params(axis="y", labelsize=9)

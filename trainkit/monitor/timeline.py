@@ -160,11 +160,8 @@ def _memory(job: sampled_job.Job) -> Panel:
 
 def _cores(job: sampled_job.Job) -> Panel:
     """In a job with GPUs only if there are loader workers."""
-    every, looks, rows = (
-        list(_each(job, RANK)),
-        {"own process": style.CORES, "loader workers": style.LOADERS},
-        [],
-    )
+    every, rows = list(_each(job, RANK)), []
+    looks = {"own process": style.CORES, "loader workers": style.LOADERS}
     if job.rows[GPU] and not any((rank.loaders > 0).any() for _, _, rank in every):
         every = []
     used = [(rank.cores + rank.loader_cores.fillna(0)).quantile(0.99) for _, _, rank in every]
