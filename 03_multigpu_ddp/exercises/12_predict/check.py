@@ -56,7 +56,7 @@ WRONG = [
     ("answers.txt", "refused = 8", "refused = 4", "twice as many as were measured"),
     ("runs/ddp-*.csv", ",128,64,1,fp32", ",132,66,1,fp32", "no run of stage ddp and devices 2"),
 ]  # fmt: skip
-ASKED = advice.Wishes(epochs=50, gpus=(1, 2, 4, 8), batches=(128, 512))
+ASKED = advice.Constraints(epochs=50, gpus=(1, 2, 4, 8), batches=(128, 512))
 LEAST = 0.7  # efficiency
 
 
