@@ -376,7 +376,7 @@ def test_a_day_is_judged_by_some_of_its_moments(
     assert [finding.kind for finding in some.findings] == [finding.kind for finding in whole.findings]
     assert some.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert some.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.03)
-    assert len(sampled_job.Job(folder).rows[samples.NODE]["n1", 0]) < 70
+    assert len(sampled_job.SampledJob(folder).rows[samples.NODE]["n1", 0]) < 70
 
 
 def test_what_is_kept(made: Callable[..., Path]) -> None:

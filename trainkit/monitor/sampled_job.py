@@ -28,6 +28,8 @@ ENERGY_MOMENTS = 10  # below, the seconds at both ends, of which only a part is 
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: hardly a sample lies in a shorter one, so they are judged with what is between them
 LONGEST_NUMBER = 9  # digits of that of a GPU or a rank
+MOST_CORES = 4096  # of a node
+UNSEEN = 0.9  # of the time that no rank is on a GPU that is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 IDLE_AT_MOST = 0.2  # of the limit of its power, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
@@ -37,7 +39,7 @@ Series = dict[Place, list[Row]]
 Window = tuple[float, float]  # s, since 1970
 
 
-class Job:
+class SampledJob:
     """The samples in a folder, and the records of the trainings that ran there.
 
     `rows` has all samples in the order of time, `judged` those of the epochs past the warm-up of each
@@ -77,6 +79,11 @@ class Job:
         """The rows of the epochs past the warm-up."""
         return [row for training in self.trainings for row in training.steady]
 
+    @property
+    def has_loaders(self) -> bool:
+        """Whether batches come from loader workers; what a resident loader takes is a rank's own work."""
+        return any(row["loader"] == "workers" for row in self.steady)
+
     @cached_property
     def uses(self) -> dict[Place, list[Place]]:
         """The GPUs of each rank that is seen on one."""
@@ -87,19 +94,28 @@ class Job:
                     found[place[0], int(rank)].add(place)
         return {rank: sorted(gpus) for rank, gpus in found.items()}
 
+    def judged_or_all(self, what: str, place: Place) -> list[Row]:
+        """Return the samples of a place to judge, or all where there are none."""
+        return self.judged[what].get(place) or self.rows[what][place]
+
+    def is_unused(self, gpu: Place) -> bool:
+        """Tell whether no rank uses the GPU."""
+        rows = self.judged_or_all(GPU, gpu)
+        return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
+
     def mean(self, what: str, places: Iterable[Place], column: str) -> float:
-        """Over all samples to judge of these places; NaN if it is not known."""
+        """Average a column over all samples to judge of these places; NaN if it is not known."""
         return mean([row for place in places for row in self.judged[what].get(place, [])], column)
 
     def place(self, rank: int) -> Place:
-        """Where a rank of the record is in the samples, at last: its host may have another name there."""
+        """Return where a rank of the record was sampled last: its host may have another name there."""
         for series in (self.judged[RANK], self.rows[RANK]):
             if places := [place for place in series if place[1] == rank]:
                 return max(places, key=lambda place: series[place][-1]["time"])
         return "?", rank
 
     def at_once(self, what: str) -> list[Place]:
-        """The most at one moment, on the nodes that were there in the end: before a requeue it had others."""
+        """Return the most of a moment, on the nodes there in the end: before a requeue it had others."""
         nodes = {place: rows[-1]["time"] for place, rows in self.rows[NODE].items()}
         there = [node for (node, _), last in nodes.items() if last > max(nodes.values()) - GAP]
         moments: dict[tuple[str, float], list[Place]] = defaultdict(list)
@@ -110,7 +126,7 @@ class Job:
         return sorted(place for places in of_nodes for place in max(places, key=len, default=[]))
 
     def busy(self, gpu: Place) -> float:
-        """The mean power of a GPU while it is judged, 0 when idle and 1 at its limit; NaN if it is not known.
+        """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if it is not known.
 
         What it takes when idle is the lowest that was seen, as far as that can be idle.
         """
@@ -120,13 +136,13 @@ class Job:
         return (self.mean(GPU, [gpu], "power_w") - idle) / (limit - idle) if limit else math.nan
 
     def busy_of(self, rank: Place) -> float:
-        """How busy a rank's GPUs are while it is judged, or on a CPU its first thread: 0 to 1, or NaN."""
+        """Return how busy a rank's GPUs are, or on a CPU its first thread: 0 to 1, or NaN."""
         if rank in self.uses:
             return statistics.fmean(map(self.busy, self.uses[rank]))
         return min(1.0, self.mean(RANK, [rank], "cores"))
 
     def waits_for_core(self, rank: Place) -> float:
-        """In what part of the time to judge a rank could run, and had no core; NaN if it is not known."""
+        """Return in what part of the time a rank could run, and had no core; NaN if it is not known."""
         waiting, cores = (self.mean(RANK, [rank], column) for column in ("waiting", "cores"))
         if not waiting < 1:
             return waiting
@@ -137,7 +153,7 @@ class Job:
         return min(waiting, cores * waiting / (1 - waiting), idle)
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> list[Row]:
-        """The samples of the longest time, of that to judge and later, that a rank and its GPUs did nothing.
+        """Return the samples of the longest time, once it is judged, that a rank and its GPUs did nothing.
 
         So its process is stopped, or uses fewer `cores`, and its GPUs have a lower `utilisation` (%).
         """
@@ -156,7 +172,7 @@ class Job:
         return longest
 
     def joules(self, began: float = -math.inf, ended: float = math.inf) -> tuple[float, str]:
-        """The energy of all GPUs in that time, and whether it is from the "counter" or from the "power".
+        """Sum up the energy of all GPUs in that time; also: is it from the "counter" or from the "power".
 
         NaN and "" if that of one of them is not known, or there is none.
         """
@@ -166,8 +182,8 @@ class Job:
         source = "counter" if all(counted for _, counted in every) else "power"
         return sum(joules for joules, _ in every), source
 
-    def joules_per_1000_images(self, trainings: list["Training"]) -> float:
-        """From the beginning of the first epoch to the end of the last; NaN of less than `ENERGY_MOMENTS`.
+    def joules_per_1000_images(self, trainings: list["TrainingRecord"]) -> float:
+        """Return the energy from the first epoch to the end of the last; NaN of less than `ENERGY_MOMENTS`.
 
         And NaN if another training ran at the same time, as nobody knows whose the energy was.
         """
@@ -182,6 +198,11 @@ class Job:
             return math.nan
         images = sum(row["images"] for training in trainings for row in training.epochs)
         return sum(self.joules(*span)[0] for span in spans) / images * 1000
+
+    def cores_in_use(self, node: str) -> float:
+        """Return what the job uses of the cores that it may use on a node, 0 to 1; NaN if it is not known."""
+        cores = parse_cores(row["core_list"] for row in self.judged[NODE].get((node, 0), []))
+        return self.mean(NODE, [(node, 0)], "cores") / len(cores) if cores else math.nan
 
     def _all_there(self) -> float:
         series = self.rows[RANK] or self.rows[NODE]
@@ -199,7 +220,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRecord:
     """The record of a training: a row for each epoch, and one for each epoch and rank."""
 
     path: Path
@@ -214,12 +235,12 @@ class Training:
     @property
     def span(self) -> Window:
         """From the first epoch's beginning to the last one's end; NaN in files that do not tell it."""
-        return _trained(self.epochs[0])[0], since_1970(self.epochs[-1]["recorded_at"])
+        return _training_window(self.epochs[0])[0], since_1970(self.epochs[-1]["recorded_at"])
 
     @property
     def windows(self) -> list[Window]:
         """When it was trained, without evaluations, unless the epochs are too short for that."""
-        found = [window for window in map(_trained, self.steady) if window[0] < window[1]]
+        found = [window for window in map(_training_window, self.steady) if window[0] < window[1]]
         if found and statistics.fmean(ended - began for began, ended in found) < SHORT_EPOCH:
             return [(found[0][0], found[-1][1])]
         return found
@@ -234,13 +255,13 @@ class Shares:
 
 
 def mean(rows: Iterable[Row], column: str) -> float:
-    """Of the cells that are known; NaN if none is."""
+    """Average the cells that are known; NaN if none is."""
     known = [row[column] for row in rows if not math.isnan(row[column])]
     return statistics.fmean(known) if known else math.nan
 
 
 def together(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each sample and the next, where none is missing in between."""
+    """Pair each sample with the next, where none is missing in between."""
     times = [row["time"] for row in rows]
     usual = statistics.median(after - before for before, after in pairwise(times)) if len(rows) > 1 else 0
     for before, after in pairwise(rows):
@@ -254,20 +275,20 @@ def _notes(folder: Path) -> list[str]:
     return []
 
 
-def _trainings(folder: Path) -> tuple[list[Training], list[str]]:
+def _trainings(folder: Path) -> tuple[list[TrainingRecord], list[str]]:
     found, notes = [], []
     for path in samples.runs(folder):
         try:
             epochs = records.read(path)
             of_ranks = records.read_ranks(path) if records.beside(path).exists() else []
-            found.append(Training(path, epochs, of_ranks))
+            found.append(TrainingRecord(path, epochs, of_ranks))
         except (UserError, OSError) as error:  # the second of a name that is too long
             notes.append(str(error))
     return found, notes
 
 
-def _shares(trainings: list[Training]) -> dict[int, Shares]:
-    """By the rank; none of less than `LEAST_SECONDS`."""
+def _shares(trainings: list[TrainingRecord]) -> dict[int, Shares]:
+    """Return the shares of each rank; none of less than `LEAST_SECONDS`."""
     train, own, data = defaultdict(float), defaultdict(float), defaultdict(float)
     for training in trainings:
         seconds = {row["epoch"]: row["train_seconds"] for row in training.steady}
@@ -283,13 +304,13 @@ def _shares(trainings: list[Training]) -> dict[int, Shares]:
     return {rank: Shares(own[rank] / train[rank], data[rank] / train[rank]) for rank in train}
 
 
-def _trained(epoch: Row) -> Window:
+def _training_window(epoch: Row) -> Window:
     ended = since_1970(epoch["recorded_at"]) - epoch["eval_seconds"]
     return ended - epoch["train_seconds"], ended
 
 
 def since_1970(text: str) -> float:
-    """Seconds, of a time in a record; NaN if it cannot be read."""
+    """Return the seconds of a time in a record; NaN if it cannot be read."""
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
@@ -297,7 +318,7 @@ def since_1970(text: str) -> float:
 
 
 def _joined(windows: Iterable[Window]) -> list[Window]:
-    """In the order of time, without overlaps."""
+    """Put windows in the order of time, without overlaps."""
     joined: list[Window] = []
     for began, ended in sorted(windows):
         if joined and began <= joined[-1][1]:
@@ -307,12 +328,22 @@ def _joined(windows: Iterable[Window]) -> list[Window]:
     return joined
 
 
+def parse_cores(core_lists: Iterable[str]) -> set[int]:
+    """Return the cores of lists such as "0-1,4": all that are in any."""
+    cores: set[int] = set()
+    for core_list in set(core_lists) - {""}:
+        with suppress(ValueError):
+            for ends in (part.split("-") for part in core_list.split(",")):
+                cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
+    return cores
+
+
 def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= LONGEST_NUMBER
 
 
 def _joules(rows: list[Row], began: float, ended: float) -> tuple[float, bool]:
-    """Of one GPU, and whether by its counter; NaN if neither that nor its power is known."""
+    """Sum up the energy of a GPU; also: by its counter? NaN if neither that nor its power is known."""
     counted = any(row["energy_j"] >= 0 for row in rows)
     total, known = 0.0, False
     for before, after in together(rows):

@@ -21,7 +21,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from trainkit.compare import style
-from trainkit.monitor import sampled_job, waste
+from trainkit.monitor import waste
+from trainkit.monitor.sampled_job import Place, SampledJob, since_1970, together
 from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
@@ -33,8 +34,8 @@ FILLED = 0.86  # of a row; the rest is the space to the next one
 STATES = {"T": "stopped", "D": "waits for a disk"}  # of a process, in which it does nothing
 
 
-class Row(NamedTuple):
-    """What is drawn of it, by the time in s since 1970, as shares of what it may use at most.
+class PanelRow(NamedTuple):
+    """What is drawn of a GPU, rank or node, by the time in s since 1970, as shares of its most.
 
     `areas` are one above the other, `line` is across. `told` stands on the right, in bold if it is a
     `warning`.
@@ -54,7 +55,7 @@ class Panel(NamedTuple):
     """
 
     title: str
-    rows: list[Row]
+    rows: list[PanelRow]
     looks: dict[str, style.Look]
     beside: str
     line: str = ""
@@ -81,12 +82,12 @@ def draw(folder: Path, out: Path) -> Path:
 
 
 def figure(folder: Path) -> Figure:
-    """The same as a figure, not written yet.
+    """Draw the same as a figure, not written yet.
 
     Raises:
         UserError: if there are no samples.
     """
-    job = sampled_job.Job(folder)
+    job = SampledJob(folder)
     verdict = waste.judge_job(job).lines(f"job {_name(folder)}")
     epochs = _epochs(job)
     panels = [panel for panel in (_speed(epochs), _power(job), _cores(job), _memory(job)) if panel.rows]
@@ -100,18 +101,17 @@ def figure(folder: Path) -> Figure:
         if len(epochs) <= MOST_EPOCHS:
             for epoch in epochs.itertuples():
                 axes.axvspan(epoch.trained, epoch.tested, **style.EVALUATION)
-    _draw_time(
-        axes, [row["time"] for series in job.rows.values() for rows in series.values() for row in rows]
-    )
+    times = [row["time"] for series in job.rows.values() for rows in series.values() for row in rows]
+    _draw_time(axes, times)
     axes.set_xlabel(f"{axes.get_xlabel()}\n{_wrapped(verdict[-1], 120)}", fontsize=9)
     drawn.suptitle(_wrapped(verdict[0], 95), x=0.01, ha="left", fontsize=11, weight="bold")
     return drawn
 
 
-def _epochs(job: sampled_job.Job) -> pd.DataFrame:
-    """Those of the records whose times are known: training from `began` to `trained`, then `tested` (s)."""
+def _epochs(job: SampledJob) -> pd.DataFrame:
+    """Return the epochs whose times are known: training from `began` to `trained`, then `tested` (s)."""
     table = pd.DataFrame([row for training in job.trainings for row in training.epochs], columns=EPOCH)
-    tested = table.recorded_at.map(sampled_job.since_1970).astype(float)
+    tested = table.recorded_at.map(since_1970).astype(float)
     trained = tested - table.eval_seconds
     return table.assign(tested=tested, trained=trained, began=trained - table.train_seconds).dropna()
 
@@ -125,49 +125,49 @@ def _speed(epochs: pd.DataFrame) -> Panel:
         both_ends = [share.set_axis(epochs[end]) for end in ("began", "trained")]
         after = pd.Series(math.nan, epochs.trained)  # nothing, until the next epoch
         areas = pd.concat([*both_ends, after]).sort_index(kind="stable").to_frame("training")
-        rows = [Row("all ranks", areas, f"{median:,.0f}")]
+        rows = [PanelRow("all ranks", areas, f"{median:,.0f}")]
     title = "images/s of each epoch's training (dark: evaluation), a full row is the fastest"
     return Panel(title, rows, looks, "median")
 
 
-def _power(job: sampled_job.Job) -> Panel:
+def _power(job: SampledJob) -> Panel:
     rows = []
-    for label, gpu, of_gpu in _each(job, GPU):
-        judged = pd.DataFrame(job.judged[GPU].get(gpu, job.rows[GPU][gpu]))
+    for label, gpu, of_gpu in _samples_of(job, GPU):
+        judged = pd.DataFrame(job.judged_or_all(GPU, gpu))
         limit, median = of_gpu.power_limit_w.max(), _median(judged.power_w)
-        told = [_of(median, limit, "W")]
-        if (judged.ranks == "-").mean() >= waste.UNSEEN:
+        told = [_of_limit(median, limit, "W")]
+        if job.is_unused(gpu):
             told.append("no rank")
-        if (hot := judged.throttled.str.contains("heat", na=False).mean()) >= waste.HOT:
+        if (hot := judged.throttled.str.contains("heat").mean()) >= waste.HOT:
             told.append(f"slowed by heat {100 * hot:.0f} % of the time")
         areas = (of_gpu.power_w / (limit if limit > 0 else of_gpu.power_w.max())).to_frame("power")
         warning = len(told) > 1 or job.busy(gpu) < waste.LOW
-        rows.append(Row(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
+        rows.append(PanelRow(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
     title = "power of each GPU, a full row is its limit"
     return Panel(title, rows, {"power": style.POWER}, "median", "utilisation")
 
 
-def _memory(job: sampled_job.Job) -> Panel:
+def _memory(job: SampledJob) -> Panel:
     rows = []
     for what, full in ((GPU, waste.GPU_FULL), (NODE, waste.HOST_FULL)):
-        for label, _, of_one in _each(job, what):
+        for label, _, of_one in _samples_of(job, what):
             share = of_one.memory_mb / of_one.memory_limit_mb
             if share.max() >= 0:
-                told = _of(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
-                rows.append(Row(label, share.to_frame("memory"), told, share.max() >= full))
+                told = _of_limit(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
+                rows.append(PanelRow(label, share.to_frame("memory"), told, share.max() >= full))
     return Panel("memory, a full row is all of it", rows, {"memory": style.MEMORY}, "most")
 
 
-def _cores(job: sampled_job.Job) -> Panel:
-    """In a job with GPUs only if there are loader workers."""
-    every, rows = list(_each(job, RANK)), []
+def _cores(job: SampledJob) -> Panel:
+    """Show cores, in a job with GPUs only if there are loader workers."""
+    every, rows = list(_samples_of(job, RANK)), []
     looks = {"own process": style.CORES, "loader workers": style.LOADERS}
     if job.rows[GPU] and not any((rank.loaders > 0).any() for _, _, rank in every):
         every = []
     used = [(rank.cores + rank.loader_cores.fillna(0)).quantile(0.99) for _, _, rank in every]
     most = max(1, math.ceil(np.nanmax([1, *used]) - 0.1))
     for label, place, rank in every:
-        judged = pd.DataFrame(job.judged[RANK].get(place, job.rows[RANK][place]))
+        judged = pd.DataFrame(job.judged_or_all(RANK, place))
         waiting, told = job.waits_for_core(place), [f"{_median(judged.cores):.1f} cores"]
         if (loaders := _median(judged.loaders)) > 0:
             told.append(f"{loaders:.0f} loader workers\xa0{_median(judged.loader_cores):.1f}")
@@ -176,19 +176,19 @@ def _cores(job: sampled_job.Job) -> Panel:
             if (part := (judged["name"] == state).mean()) >= waste.WORTH:
                 wrong.append(f"{words} {100 * part:.0f} % of the time")
         areas = (rank[["cores", "loader_cores"]] / most).set_axis(list(looks), axis=1)
-        rows.append(Row(label, areas, ", ".join([*told, *wrong]), bool(wrong), rank.waiting))
+        rows.append(PanelRow(label, areas, ", ".join([*told, *wrong]), bool(wrong), rank.waiting))
     return Panel(f"cores of each rank, a full row is {most}", rows, looks, "median", "waiting for a core")
 
 
-def _each(job: sampled_job.Job, what: str) -> Iterator[tuple[str, sampled_job.Place, pd.DataFrame]]:
-    """Label, place and samples of each GPU, rank or node, by their time; at the end of a gap, one of NaN."""
+def _samples_of(job: SampledJob, what: str) -> Iterator[tuple[str, Place, pd.DataFrame]]:
+    """Yield label, place and samples by time of each GPU, rank or node; at the end of a gap, one of NaN."""
     nodes = {node for node, _ in job.rows[NODE]}
     for place in sorted(job.rows[what], key=lambda place: (samples.natural(place[0]), place[1])):
         words = [_short(place[0])] if len(nodes) > 1 or what == NODE else []
         if what != NODE:
             words.append(f"{'GPU' if what == GPU else what} {place[1]}")
         rows = job.rows[what][place]
-        whole = {id(after) for _, after in sampled_job.together(rows)}
+        whole = {id(after) for _, after in together(rows)}
         ends = [{"time": row["time"]} for row in rows[1:] if id(row) not in whole]
         frame = pd.DataFrame([*ends, *rows]).sort_values("time", kind="stable")
         yield " ".join(words), place, frame.set_index("time")
@@ -240,8 +240,8 @@ def _draw_time(axes: Axes, times: list[float]) -> None:
     axes.set_xlabel(f"{units} since {datetime.fromtimestamp(start, timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
 
 
-def _of(value: float, limit: float, unit: str) -> str:
-    """Such as 290 of 400 W, or 34.1 of 79.6 GB."""
+def _of_limit(value: float, limit: float, unit: str) -> str:
+    """Tell a value and its limit, such as 290 of 400 W, or 34.1 of 79.6 GB."""
     digits = 1 if unit == "GB" else 0
     known, most = (f"{number:,.{digits}f}" if math.isfinite(number) else "?" for number in (value, limit))
     return f"{known} of {most} {unit}"
@@ -258,6 +258,6 @@ def _name(folder: Path) -> str:
 
 
 def _short(name: str, most: int = 18) -> str:
-    """Without its middle, as the names of nodes differ at their ends."""
+    """Leave out the middle, as the names of nodes differ at their ends."""
     name = printable(name.partition(".")[0])
     return name if len(name) <= most else f"{name[: most // 3]}..{name[-most // 2 :]}"

@@ -13,12 +13,11 @@ standard library is used, as a job ends with this.
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainkit.monitor.sampled_job import LEAST_MOMENTS, Job, Place, Row, mean
+from trainkit.monitor.sampled_job import LEAST_MOMENTS, Place, Row, SampledJob, mean, parse_cores
 from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
@@ -47,8 +46,6 @@ GPU_FULL, HOST_FULL, BRIM = 0.95, 0.9, 0.98
 HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GPU down
 # At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
 CAPPED_CLOCK, CAPPED = 0.6, 0.2
-MOST_CORES = 4096  # of a node
-UNSEEN = 0.9  # of the time that no rank is on a GPU
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
@@ -87,8 +84,8 @@ LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A waste, a danger, which is no loss yet, or what could be faster: its `grade`.
+class Issue:
+    """What is wrong: waste, a danger, which is no loss yet, or what could be faster: its `grade`.
 
     `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
     to 1; of a danger 0. What is `urgent` is told, however many are worse.
@@ -113,7 +110,7 @@ class Verdict:
     not be seen.
     """
 
-    findings: list[Finding]
+    findings: list[Issue]
     unknown: str
     seconds: float
     devices: str
@@ -124,10 +121,10 @@ class Verdict:
     notes: list[str]
 
     def lines(self, name: str) -> list[str]:
-        """At most five; the last one tells what was watched of the job called `name`."""
+        """Tell it in five lines at most; the last one tells what was watched of the job called `name`."""
         most = MOST_LINES - 1
-        kept = sorted(self.findings, key=lambda finding: not finding.urgent)[:most]
-        told = [finding.sentence for finding in self.findings if finding in kept]
+        kept = sorted(self.findings, key=lambda issue: not issue.urgent)[:most]
+        told = [issue.sentence for issue in self.findings if issue in kept]
         if left_out := len(self.findings) - len(told):
             told[-1] += f" ({left_out} more in {FILE}.)"
         told = told or [self.unknown or "no waste found"]
@@ -137,7 +134,7 @@ class Verdict:
         return [printable(line) for line in (*told, f"{name} was watched for {self._watched()}")]
 
     def facts(self) -> dict[str, object]:
-        """For JSON, which has no NaN: null."""
+        """Return it for JSON, which has no NaN: null."""
         facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
         del facts["of_runs"]
         for name in ("energy_kwh", "joules_per_1000_images"):
@@ -156,28 +153,25 @@ class Verdict:
 
 
 def judge(folder: Path) -> Verdict:
-    """The verdict on the job whose samples are in `folder`.
+    """Judge the job whose samples are in `folder`.
 
     Raises:
         UserError: if there are none.
     """
-    return judge_job(Job(folder))
+    return judge_job(SampledJob(folder))
 
 
-def judge_job(job: Job) -> Verdict:
-    """The same on samples that were read already."""
-    rules = [_unused, _pauses, _by_record, _crowded, _throttled, _full]
-    if not any(share.own > 0 for share in job.shares.values()):  # as of a captured step, or a split network
-        rules.append(_starved)
-    found = [finding for rule in rules for finding in rule(job)]
-    found += _by_power(job, {finding.kind for finding in found})
-    one_each: dict[str, Finding] = {}
-    for finding in found:
-        one_each.setdefault(finding.kind, finding)  # of two rules the first tells more
+def judge_job(job: SampledJob) -> Verdict:
+    """Judge a job whose samples were read already."""
+    found = [issue for rule in RULES for issue in rule(job)]
+    found += _find_low_power(job, {issue.kind for issue in found})
+    one_each: dict[str, Issue] = {}
+    for issue in found:
+        one_each.setdefault(issue.kind, issue)
     joules, source = job.joules()
     return Verdict(
-        findings=sorted(one_each.values(), key=lambda finding: (finding.grade == FASTER, -finding.share)),
-        unknown=_unknown(job),
+        findings=sorted(one_each.values(), key=lambda issue: (issue.grade == FASTER, -issue.share)),
+        unknown=_why_unknown(job),
         seconds=job.seconds,
         devices=_devices(job),
         energy_kwh=joules / 3.6e6,
@@ -203,21 +197,20 @@ def keep(folder: Path, verdict: Verdict) -> None:
             json.dump(content, file, indent=1)
 
 
-def _unused(job: Job) -> Iterator[Finding]:
-    series = job.judged[GPU]
-    unused = [gpu for gpu in series if _never_used(job, gpu)]
+def _find_unused_gpus(job: SampledJob) -> Iterator[Issue]:
+    gpus = job.judged[GPU]
+    unused = [gpu for gpu in gpus if job.is_unused(gpu)]
     if not unused:
         return
-    where, left = _where("GPU", unused), len(series) - len(unused)
+    where, left = _name_places("GPU", unused), len(gpus) - len(unused)
     remedy = "see why its log names the CPU as its device, or ask for none"
     if left:
         remedy = f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
-    sentence = f"no rank uses {where}: {remedy}."
-    yield Finding("no_rank", where, len(unused), sentence, len(unused) / len(series))
+    yield Issue("no_rank", where, len(unused), f"no rank uses {where}: {remedy}.", len(unused) / len(gpus))
 
 
-def _pauses(job: Job) -> Iterator[Finding]:
-    """Ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
+def _find_paused_ranks(job: SampledJob) -> Iterator[Issue]:
+    """Find ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
     paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
     seconds = {rank: rows[-1]["time"] - rows[0]["time"] for rank, rows in paused.items() if rows}
     held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
@@ -226,52 +219,60 @@ def _pauses(job: Job) -> Iterator[Finding]:
     states = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in held}
     state = next(state for state in PAUSED if state in (*states.values(), ""))
     ranks = [rank for rank in held if states[rank] == state] or held
-    where, most = _where("rank", ranks), max(seconds[rank] for rank in ranks)
-    sentence = PAUSED[state].format(where=where, seconds=most)
-    yield Finding("stalled_rank", where, most, sentence, most / max(job.seconds, most))
+    where, longest = _name_places("rank", ranks), max(seconds[rank] for rank in ranks)
+    sentence = PAUSED[state].format(where=where, seconds=longest)
+    yield Issue("stalled_rank", where, longest, sentence, longest / max(job.seconds, longest))
 
 
-def _by_record(job: Job) -> Iterator[Finding]:
-    """What the ranks have timed themselves: waiting for batches, for a slow rank, and in the exchange."""
-    if not job.shares:
+def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
+    """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
+    if waits := _timed_waits(job):
+        yield _waiting_for_batches(job, [job.place(rank) for rank in waits], max(waits.values()))
+    if any(share.own > 0 for share in job.shares.values()):
         return
-    limit = DATA_WAIT if _has_loaders(job) else DATA_WORK
-    data = {rank: share.data for rank, share in job.shares.items() if share.data >= limit}
-    if data:
-        yield _loader(job, [job.place(rank) for rank in data], max(data.values()))
-    own = {rank: share.own for rank, share in job.shares.items()}
-    if len(own) == 1 or not all(value > 0 for value in own.values()):
+    starved = {}  # as of a captured step, or a split network
+    for rank, rows in job.judged[RANK].items():
+        # Half of the loader workers may be of the test set, and rest.
+        loaders_full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+        if loaders_full and job.busy_of(rank) < (LOW if rank in job.uses else STARVED):
+            starved[rank] = job.busy_of(rank)
+    if starved:
+        yield _waiting_for_batches(job, list(starved), 1 - min(starved.values()))
+
+
+def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
+    """Find the rank that the others wait for, by what each has timed itself."""
+    own = _timed_work(job)
+    if not own:
         return
     slowest = max(own, key=own.get)
     times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
     lost = own[slowest] - statistics.fmean(own.values())
-    hindered = slowest in data or _is_hindered(job, job.place(slowest))  # which is told elsewhere
-    if times >= records.SLOW and lost >= WORTH and not hindered:
-        where = _where("rank", [job.place(slowest)])
+    explained = slowest in _timed_waits(job) or _is_hindered(job, job.place(slowest))
+    if times >= records.SLOW and lost >= WORTH and not explained:
+        where = _name_places("rank", [job.place(slowest)])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
         )
-        yield Finding("stalled_rank", where, times, sentence, lost)
-    if 1 - own[slowest] >= EXCHANGE and mean(job.steady, "train_seconds") >= LONG_EPOCH:
-        yield _exchange(job, 1 - own[slowest])
+        yield Issue("stalled_rank", where, times, sentence, lost)
 
 
-def _starved(job: Job) -> Iterator[Finding]:
-    """Waiting for batches in a training without a record, as far as it shows from outside."""
-    starved = {}
-    for rank, rows in job.judged[RANK].items():
-        part = job.busy_of(rank)
-        # Half of the loader workers may be of the test set, and rest.
-        full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
-        if full and part < (LOW if rank in job.uses else STARVED):
-            starved[rank] = part
-    if starved:
-        yield _loader(job, list(starved), 1 - min(starved.values()))
+def _find_slow_exchange(job: SampledJob) -> Iterator[Issue]:
+    share = 1 - max(_timed_work(job).values(), default=1)
+    if share < EXCHANGE or not mean(job.steady, "train_seconds") >= LONG_EPOCH:
+        return
+    remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
+    nodes = job.at_once(NODE)
+    network = job.mean(NODE, job.judged[NODE], "network_mb_s")
+    if len(nodes) > 1 and network >= 0:
+        remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
+    sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
+    yield Issue("network_bound", _name_places("node", nodes), 100 * share, sentence, share)
 
 
-def _crowded(job: Job) -> Iterator[Finding]:
-    """Ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
+def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
+    """Find ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
     waiting = {rank: job.waits_for_core(rank) for rank in job.judged[RANK]}
     crowded = [
         rank
@@ -283,23 +284,23 @@ def _crowded(job: Job) -> Iterator[Finding]:
     worst = max(crowded, key=waiting.get)
     node = worst[0], 0
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
-    cores = _numbers(row["core_list"] for rows in here for row in rows[-1:])
+    cores = parse_cores(row["core_list"] for rows in here for row in rows[-1:])
     loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
     if job.mean(NODE, [node], "cores") < CORES_FULL * len(cores):
         told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
-    elif len(cores) < len(_numbers(row["core_list"] for row in job.rows[NODE].get(node, []))):
+    elif len(cores) < len(parse_cores(row["core_list"] for row in job.rows[NODE].get(node, []))):
         told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
     else:
         told = f"{crowd} share {room}: more --cpus-per-task, or fewer threads (OMP_NUM_THREADS) and workers"
-    where = _where("rank", crowded)
+    where = _name_places("rank", crowded)
     sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {told}."
-    yield Finding("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
+    yield Issue("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
 
 
-def _throttled(job: Job) -> Iterator[Finding]:
-    """GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
+def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
+    """Find GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
     for why, (least, words) in SLOWED.items():
         slowed = {
             gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
@@ -307,7 +308,7 @@ def _throttled(job: Job) -> Iterator[Finding]:
         }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
-            where, worst = _where("GPU", gpus), max(gpus, key=parts.get)
+            where, worst = _name_places("GPU", gpus), max(gpus, key=parts.get)
             clock, most, power, heat = (
                 mean(slowed[worst], name)
                 for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
@@ -317,7 +318,7 @@ def _throttled(job: Job) -> Iterator[Finding]:
                 how += f", to {clock:,.0f} of {most:,.0f} MHz"
             lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
             sentence = words.format(how=how, heat=heat, power=power)
-            yield Finding("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
+            yield Issue("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
             return
 
 
@@ -325,44 +326,45 @@ def _is_slow(row: Row) -> bool:
     return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
 
 
-def _full(job: Job) -> Iterator[Finding]:
-    """GPUs, and nodes, whose memory was nearly full at any moment."""
+def _find_full_memory(job: SampledJob) -> Iterator[Issue]:
+    """Find GPUs, and nodes, whose memory was nearly full at any moment."""
     for what, (kind, most, of, remedy) in FULL.items():
         peaks = {place: max(rows, key=_memory_in_use) for place, rows in job.rows[what].items()}
         parts = {place: _memory_in_use(row) for place, row in peaks.items()}
         if full := [place for place in parts if parts[place] >= most]:
-            worst, where = max(full, key=parts.get), _where("GPU" if what == GPU else what, full)
+            worst, where = max(full, key=parts.get), _name_places("GPU" if what == GPU else what, full)
             used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
             sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
-            yield Finding(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
+            yield Issue(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
 
 
 def _memory_in_use(row: Row) -> float:
-    """As a part of all, 0 if it is not known."""
+    """Return the part of all memory, 0 if it is not known."""
     known = row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0
     return row["memory_mb"] / row["memory_limit_mb"] if known else 0.0
 
 
-def _by_power(job: Job, kinds: set[str]) -> Iterator[Finding]:
-    """GPUs without work, and those that wait for their next kernel; `kinds` were found before."""
-    busy = _known({gpu: job.busy(gpu) for gpu in job.judged[GPU] if not _never_used(job, gpu)})
+def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
+    """Find GPUs without work, and those that wait for their next kernel; `found`: kinds of before."""
+    parts = {gpu: job.busy(gpu) for gpu in job.judged[GPU] if not job.is_unused(gpu)}
+    busy = {gpu: part for gpu, part in parts.items() if not math.isnan(part)}
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and job.mean(GPU, [gpu], "utilisation") < NO_KERNELS]
-    explained = bool(kinds & WAITING)
+    explained = bool(found & WAITING)
     if idle and (not explained or max(busy.values()) >= LOW):
-        where, others = _where("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
+        where, others = _name_places("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
         sentence = (
             f"no work reaches {where}{others} ({_power(job, idle)}): see in the log which device its rank "
             "computes on."
         )
-        yield Finding("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
+        yield Issue("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
     low = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
-    some = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
-    if (low or some) and not explained:
-        yield _launch_bound(job, low or some, WASTE if low else FASTER)
+    with_gaps = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
+    if (low or with_gaps) and not explained:
+        yield _launch_bound(job, low or with_gaps, WASTE if low else FASTER)
 
 
-def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
-    where, few = _where("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
+def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
+    where, few = _name_places("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
     busy = statistics.fmean(map(job.busy, gpus))
     number, lost = busy, 1 - busy
     told = f"{'gaps between' if few else 'short'} kernels leave {where}"
@@ -381,22 +383,22 @@ def _launch_bound(job: Job, gpus: list[Place], grade: str) -> Finding:
     step = f", {1000 * seconds / steps:.3g} ms a step" if steps else ""
     how = f"at {_percent(busy)} of its power above idle ({_power(job, gpus)}{step})"
     share = lost * len(gpus) / len(job.judged[GPU])
-    return Finding("launch_bound", where, 100 * number, f"{told} {how}: {remedy}.", share, grade)
+    return Issue("launch_bound", where, 100 * number, f"{told} {how}: {remedy}.", share, grade)
 
 
-def _gaps(job: Job, gpu: Place) -> float:
-    """In what part of the time no kernel runs, though there is a batch to train on, or NaN.
+def _gaps(job: SampledJob, gpu: Place) -> float:
+    """Return in what part of the time no kernel runs, though there is a batch to train on, or NaN.
 
     So without the waiting for loader workers, and what is between epochs too short to be judged alone.
     """
     trained = sum(row["train_seconds"] for row in job.steady)
     judged = sum(ended - began for began, ended in job.windows)
     between = max(0.0, 1 - trained / judged) if trained else 0.0
-    waits = max((share.data for share in job.shares.values()), default=0.0) if _has_loaders(job) else 0.0
+    waits = max((share.data for share in job.shares.values()), default=0.0) if job.has_loaders else 0.0
     return 1 - job.mean(GPU, [gpu], "utilisation") / 100 - between - waits
 
 
-def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
+def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> Issue:
     # Of those that are seen, some are of the test set, and rest.
     seen = job.mean(RANK, ranks, "loaders")
     loaders = max((row["workers_per_loader"] for row in job.steady), default=seen)
@@ -407,7 +409,7 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
         told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
-        if _cores_in_use(job, ranks[0][0]) >= CORES_FULL:
+        if job.cores_in_use(ranks[0][0]) >= CORES_FULL:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
             remedy = "these wait, too: for files (stage them on the node) or for cores"
@@ -415,25 +417,34 @@ def _loader(job: Job, ranks: list[Place], share: float) -> Finding:
         remedy += ", or prepare less for each batch"
     else:
         remedy += ", or keep the data in memory (--loader resident)"
-    where = _where("rank", ranks)
+    where = _name_places("rank", ranks)
     sentence = (
         f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
     )
-    return Finding("waiting_for_loader", where, 100 * share, sentence, share)
+    return Issue("waiting_for_loader", where, 100 * share, sentence, share)
 
 
-def _exchange(job: Job, share: float) -> Finding:
-    remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
-    nodes = job.at_once(NODE)
-    network = job.mean(NODE, job.judged[NODE], "network_mb_s")
-    if len(nodes) > 1 and network >= 0:
-        remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
-    where = _where("node", nodes)
-    sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
-    return Finding("network_bound", where, 100 * share, sentence, share)
+def _timed_waits(job: SampledJob) -> dict[int, float]:
+    """Return, of each rank that waits long for its batches, for what part of the training time."""
+    limit = DATA_WAIT if job.has_loaders else DATA_WORK
+    return {rank: share.data for rank, share in job.shares.items() if share.data >= limit}
 
 
-def _unknown(job: Job) -> str:
+def _timed_work(job: SampledJob) -> dict[int, float]:
+    """Return in what part of the training time each rank works itself; {} for one alone, or if not known."""
+    own = {rank: share.own for rank, share in job.shares.items()}
+    return own if len(own) > 1 and all(value > 0 for value in own.values()) else {}
+
+
+def _is_hindered(job: SampledJob, rank: Place) -> bool:
+    """Tell whether a slow rank has fewer cores than the others, or a hot GPU: another rule tells that."""
+    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
+    crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
+    gpus = [row for gpu in job.uses.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
+    return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
+
+
+def _why_unknown(job: SampledJob) -> str:
     if not job.rows[GPU] and not job.rows[RANK]:
         return "nothing to judge: no process that has loaded PyTorch was seen"
     if job.moments < LEAST_MOMENTS:
@@ -442,36 +453,12 @@ def _unknown(job: Job) -> str:
     return ""
 
 
-def _has_loaders(job: Job) -> bool:
-    """Whether batches come from loader workers; what a resident loader takes is a rank's own work."""
-    return any(row["loader"] == "workers" for row in job.steady)
-
-
-def _never_used(job: Job, gpu: Place) -> bool:
-    rows = job.judged[GPU][gpu]
-    return sum(row["ranks"] == "-" for row in rows) >= UNSEEN * len(rows)
-
-
-def _is_hindered(job: Job, rank: Place) -> bool:
-    """Whether a slow rank has less of the cores than the others, or a GPU that is too hot: told elsewhere."""
-    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
-    crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
-    gpus = [row for gpu in job.uses.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
-    return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
-
-
-def _cores_in_use(job: Job, node: str) -> float:
-    """By the job on a node, as a part of those that it may use there; NaN if it is not known."""
-    cores = _numbers(row["core_list"] for row in job.judged[NODE].get((node, 0), []))
-    return job.mean(NODE, [(node, 0)], "cores") / len(cores) if cores else math.nan
-
-
-def _power(job: Job, gpus: list[Place]) -> str:
+def _power(job: SampledJob, gpus: list[Place]) -> str:
     power, limit, used = (job.mean(GPU, gpus, name) for name in ("power_w", "power_limit_w", "utilisation"))
     return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
 
 
-def _devices(job: Job) -> str:
+def _devices(job: SampledJob) -> str:
     gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
     names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
@@ -480,8 +467,8 @@ def _devices(job: Job) -> str:
     return devices + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")
 
 
-def _where(what: str, places: list[Place]) -> str:
-    """In words, such as "GPUs 0, 1 on n1"; of many only how many."""
+def _name_places(what: str, places: list[Place]) -> str:
+    """Name places in words, such as "GPUs 0, 1 on n1"; of many only how many."""
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 2 or len(places) > 8:
         return _count(len(places), what) + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
@@ -492,20 +479,6 @@ def _where(what: str, places: list[Place]) -> str:
         f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} on {node}"
         for node, numbers in by_node.items()
     )
-
-
-def _numbers(core_lists: Iterable[str]) -> set[int]:
-    """Of "0-1,4" 0, 1 and 4; of several all that are in any."""
-    cores: set[int] = set()
-    for core_list in set(core_lists) - {""}:
-        with suppress(ValueError):
-            for ends in (part.split("-") for part in core_list.split(",")):
-                cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
-    return cores
-
-
-def _known(numbers: dict[Place, float]) -> dict[Place, float]:
-    return {place: number for place, number in numbers.items() if not math.isnan(number)}
 
 
 def _count(number: int, what: str) -> str:
@@ -522,3 +495,16 @@ def _rounded(number: float) -> str:
 
 def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+# The first tells more where two find the same kind.
+RULES = (
+    _find_unused_gpus,
+    _find_paused_ranks,
+    _find_waiting_for_batches,
+    _find_slow_rank,
+    _find_slow_exchange,
+    _find_shared_cores,
+    _find_throttled_gpus,
+    _find_full_memory,
+)
