@@ -19,6 +19,7 @@ from trainkit.advice.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
+from trainkit.schema.columns import COLUMNS, lr_factor
 
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
@@ -113,15 +114,14 @@ class Answer:
 
 def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Split the rows of `comparison.load` into sets that may be pooled, each with what tells it apart."""
-    power = rows.lr_scale.map(records.LR_SCALES).fillna(0)
-    base = pd.to_numeric(rows.lr, errors="coerce") / rows.global_batch**power
+    base = pd.to_numeric(rows.lr, errors="coerce") / list(map(lr_factor, rows.lr_scale, rows.global_batch))
     on_cpu = rows.device_name.map(comparison.is_cpu)
     rows = rows.assign(
         base_lr=base.map("{:.4g}".format),
         # A GPU does not become faster by more CPU threads beside it.
         threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
     )
-    names = {name: comparison.MUST_BE_EQUAL[name] for name in OF_A_SET} | {"base_lr": "learning rate"}
+    names = {name: COLUMNS[name].words for name in OF_A_SET} | {"base_lr": COLUMNS["lr"].words}
     told = [name for name in names if rows[name].nunique() > 1]
     groups = [group for _, group in rows.groupby(list(names))]
     return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in told), group) for group in groups]

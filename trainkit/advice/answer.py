@@ -11,7 +11,7 @@ import pandas as pd
 from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, interval
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
-from trainkit.schema import records
+from trainkit.schema.columns import COLUMNS, UNKNOWN, Role, lr_factor
 
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
@@ -198,21 +198,13 @@ class AnswerText:
         # With a seed of an earlier run it would learn the same again.
         if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
             words += ["--seed", seeds.max() + 1]
-        for option, value, default in (
-            # The data of a script of one's own is no word of that option.
-            ("--dataset", row.dataset if row.dataset == "synthetic" else "mnist", "mnist"),
-            ("--width", row.width, 32),
-            ("--precision", row.precision, None),
-            ("--recipe", row.recipe, "classic"),
-            ("--lr", _given_lr(row), "unknown"),
-            ("--lr-scale", row.lr_scale, "none"),
-            ("--lr-warmup-images", row.lr_warmup_images, 0),
-            ("--gamma", row.gamma, "unknown"),
-            ("--loader", row.loader, "resident"),
-            ("--num-workers", row.workers_per_loader, 0),
-        ):
-            if value != default:
-                words += [option, value]
+        # The data of a script of one's own is no word of that option.
+        dataset = "synthetic" if row.dataset == "synthetic" else COLUMNS["dataset"].default
+        given = row.to_dict() | {"dataset": dataset, "lr": _given_lr(row)}
+        for name in comparison.MUST_BE_EQUAL:
+            column = COLUMNS[name]
+            if column.option and column.role != Role.SIZE and given[name] != column.default:
+                words += [column.option] if column.default is False else [column.option, given[name]]
         return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
 
     def as_json(self) -> dict[str, object]:
@@ -270,10 +262,9 @@ def _note(option: Option, marks: dict[str, str]) -> str:
 
 def _given_lr(row: pd.Series) -> str:
     """Return what `--lr` said, before the rule by which it grows with the batch."""
-    if row.lr == "unknown":
+    if row.lr == UNKNOWN:
         return row.lr
-    base_batch = 64  # of --lr-scale
-    return f"{float(row.lr) * (base_batch / row.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0):.4g}"
+    return f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
 
 
 def _place(what: Option | NextRun) -> dict[str, object]:

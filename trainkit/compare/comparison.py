@@ -16,52 +16,22 @@ import pandas as pd
 from trainkit.compare import packed, peaks, trust
 from trainkit.runtime.errors import UserError, printable
 from trainkit.runtime.files import check_regular
-from trainkit.schema import records, samples
+from trainkit.schema import columns, records, samples
+from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
-MUST_BE_EQUAL = {
-    "dataset": "dataset",
-    "model": "model",
-    "device_name": "device",
-    "loader": "loader",
-    "workers_per_loader": "loader workers",
-    "threads_per_worker": "threads per worker",
-    "recipe": "recipe",
-    "lr": "learning rate",
-    "gamma": "gamma",
-    "lr_scale": "--lr-scale",
-    "lr_warmup_images": "--lr-warmup-images",
-    "width": "width",
-    "precision": "precision",
-    "debug": "--debug",
-    "accumulate": "micro-batches per step",
-    "images": "images per epoch",
-    "global_batch": "global batch",
-}
-CONFIGURATION = ["stage", *MUST_BE_EQUAL, "world_size", "nodes", "devices"]
+MUST_BE_EQUAL = columns.with_role(*(role for role in Role if role < Role.LAYOUT))
+CONFIGURATION = [*columns.with_role(Role.LAYOUT), *MUST_BE_EQUAL]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = ["device_name", "dataset", "model"]
 LONGEST_VERDICT = 2**20  # characters
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
-TUTORIAL_MODEL = "Net"
-# The stages of the tutorial, in its order. Any other name is somebody's own training.
-TUTORIAL_STAGES = {"single": "single", "dp": "DataParallel", "ddp": "DDP"}
-# How a setting reads in a label, and the value that goes without saying.
-_LABELS = {
-    "loader": ("{} loader", "workers"),
-    "workers_per_loader": ("{} loader workers", 0),
-    "threads_per_worker": ("threads {}", None),
-    "recipe": ("{}", None),
-    "lr": ("lr {}", "unknown"),
-    "gamma": ("gamma {}", "unknown"),
-    "lr_scale": ("{} lr scale", "none"),
-    "lr_warmup_images": ("lr warm-up {}", 0),
-    "width": ("width {}", 32),
-    "precision": ("{}", None),
-    "debug": ("with --debug", False),
-    "accumulate": ("accumulate {}", 1),
-    "train_images": ("{} images", None),
+# What a label tells. Each batch size drops another rest of the same images, which `train_images` leaves in.
+_LABELLED = {
+    name if name != "images" else "train_images": COLUMNS[name]
+    for name in MUST_BE_EQUAL
+    if COLUMNS[name].label
 }
 # What these decide on needs no place in a label beside them.
 _FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
@@ -69,13 +39,13 @@ _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --ep
 
 
 def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """All epochs of all runs, one row each, and a sentence for every file, folder or run left out.
+    """Read all epochs of all runs, one row each, and tell by a sentence every file, folder or run left out.
 
     Args:
         paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with the columns of `records.COLUMNS`, and four that are of the whole run: `file`, its name;
+        Rows with all columns of a record, and four that are of the whole run: `file`, its name;
         `slow_rank`, a clause on the rank that holds up the others or "", `least_memory_mb`, the peak of the
         device with the lowest one, and `joules_per_1000_images` of all its GPUs: NaN where they are not
         known; then the sentences.
@@ -83,36 +53,14 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     Raises:
         UserError: if a path is not there.
     """
-    files, skipped = {}, []  # files: as they are named, by where they really are
-    for path in paths:
-        if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
-            raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
-        found = _searched(path, skipped) if path.is_dir() else [path]
-        files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
-    every: list[dict[str, object]] = []
-    for _, file in sorted(files.items()):
-        with _skipping(skipped):
-            runs = records.by_run(records.read(file))
-            of_ranks, joules = {}, {}
-            with _skipping(skipped):
-                of_ranks = records.by_run(records.read_ranks(file)) if records.beside(file).exists() else {}
-            with _skipping(skipped):
-                joules = _joules(records.verdict_file(file), runs)
-            for run_id, run in runs.items():
-                of_the_run = _by_rank(run, of_ranks.get(run_id, of_ranks.get("", [])))
-                of_the_run["file"] = printable(str(file))
-                of_the_run["joules_per_1000_images"] = joules.get(run_id, math.nan)
-                every += [row | of_the_run for row in run]
-    rows = pd.DataFrame(every, columns=None if every else list(records.COLUMNS))
-    # Files of earlier programs lack these: they pool among each other, and with no others.
-    for name in ("lr", "gamma"):
-        rows[name] = rows[name].map("{:g}".format).replace("nan", "unknown")
-    rows.loc[rows.recipe == "fast", "gamma"] = "unknown"  # which does not use it
+    skipped: list[str] = []
+    every = [row for file in _files(paths, skipped) for row in _rows_of(file, skipped)]
+    rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
     # A run copied into a second folder is still one run.
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     mixed = _mixed(rows)
-    skipped += mixed.values()
-    return rows[~rows.run_id.isin(mixed)], [printable(sentence) for sentence in skipped]
+    sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
+    return rows[~rows.run_id.isin(mixed)], sentences
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -236,25 +184,67 @@ def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str
     Without `count` it is `DDP, batch 256`; `weak` tells the batch of each device.
     """
     nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
-    devices = f" x{row.devices}{nodes}" if count and row.stage != "single" else ""
-    plain = " (plain model)" if row.stage == "dp" and row.devices == 1 else ""
+    devices = f" x{row.devices}{nodes}" if count and row.stage != SINGLE else ""
+    plain = " (plain model)" if row.stage == DP and row.devices == 1 else ""
     batch = f"batch {row.batch_per_device} each (weak)" if weak else f"batch {row.global_batch}"
     return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
 
 
 def with_model(dataset: str, model: str) -> str:
     """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
-    return dataset if model == TUTORIAL_MODEL else f"{dataset}, {model}"
+    return dataset if model == columns.TUTORIAL_MODEL else f"{dataset}, {model}"
 
 
 def common(section: pd.DataFrame) -> str:
     """The settings that all rows of one section have in common, in words."""
-    return _in_words(section.iloc[0], [name for name in _LABELS if section[name].nunique() == 1])
+    return _in_words(section.iloc[0], [name for name in _LABELLED if section[name].nunique() == 1])
 
 
-def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
-    """What the file beside a run's CSV tells of the whole run, its warm-up aside where there is more."""
-    measured = {row["epoch"] for row in run if not row["warmup"]} or {row["epoch"] for row in run}
+def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
+    """Find the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read.
+
+    Raises:
+        UserError: if a path is not there.
+    """
+    files = {}  # as they are named, by where they really are
+    for path in paths:
+        if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
+            raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
+        found = _searched(path, skipped) if path.is_dir() else [path]
+        files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
+    return [file for _, file in sorted(files.items())]
+
+
+def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
+    """Find the CSVs of runs at any depth."""
+
+    def skip(error: OSError) -> None:
+        skipped.append(f"{error.filename}: not read, {error.strerror}.")
+
+    for place, folders, names in os.walk(folder, onerror=skip):
+        folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
+        yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+
+
+def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
+    """Read the epochs of all runs of a file, with what the files beside it tell of each whole run."""
+    runs, of_ranks, joules = {}, {}, {}
+    with _skipping(skipped):
+        runs = records.by_run(records.read(file))
+    with _skipping(skipped):
+        of_ranks = records.by_run(records.read_ranks(file)) if runs and records.beside(file).exists() else {}
+    with _skipping(skipped):
+        joules = _joules(records.verdict_file(file), runs)
+    for run_id, epochs in runs.items():
+        of_the_run = _by_rank(epochs, of_ranks.get(run_id, of_ranks.get("", [])))
+        of_the_run["file"] = printable(str(file))
+        of_the_run["joules_per_1000_images"] = joules.get(run_id, math.nan)
+        yield from (epoch | of_the_run for epoch in epochs)
+
+
+def _by_rank(epochs: list[dict], of_ranks: list[dict]) -> dict[str, object]:
+    """Sum up what the file beside a run's CSV tells of it, the warm-up aside where there is more."""
+    measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
     of_ranks = [row for row in of_ranks if row["epoch"] in measured]
     most: dict[tuple, float] = {}
     for row in of_ranks:
@@ -264,15 +254,12 @@ def _by_rank(run: list[dict], of_ranks: list[dict]) -> dict[str, object]:
     return {"slow_rank": records.slow_rank(of_ranks), "least_memory_mb": least}
 
 
-def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
-    """The CSVs of runs at any depth; `skipped` gets a sentence for every folder that cannot be read."""
-
-    def skip(error: OSError) -> None:
-        skipped.append(f"{error.filename}: not read, {error.strerror}.")
-
-    for place, folders, names in os.walk(folder, onerror=skip):
-        folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
-        yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+def _alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """Give equal trainings equal settings: what is not told, or not used, has one value."""
+    for name in ("lr", "gamma"):
+        rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
+    rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
+    return rows
 
 
 @contextmanager
@@ -285,12 +272,12 @@ def _skipping(skipped: list[str]) -> Iterator[None]:
 
 
 def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
-    """What the verdicts on the jobs of these runs tell, where they know.
+    """Read the energy of these runs from the verdicts on their jobs, where those know it.
 
     Raises:
         RecordError: if it is not as a job writes it.
     """
-    if not file.exists():
+    if not run_ids or not file.exists():
         return {}
     try:
         check_regular(file)
@@ -299,7 +286,7 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
         verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
         found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
         known = {run_id: joules for run_id, joules in found.items() if joules is not None}
-        if not all(0 <= joules <= records.MOST for joules in known.values()):
+        if not all(0 <= joules <= columns.MOST for joules in known.values()):
             raise ValueError("its energy is no number")
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise records.RecordError(
@@ -324,7 +311,7 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
     for run_id in kinds.index[(kinds > 1).any(axis=1)]:
         run = rows.loc[rows.run_id == run_id, CONFIGURATION]
         changed = [name for name in run if run[name].nunique() > 1]
-        pairs = [(MUST_BE_EQUAL.get(name, name), *run[name].unique()[:2]) for name in changed]
+        pairs = [(COLUMNS[name].words or name, *run[name].unique()[:2]) for name in changed]
         what = ", ".join(f"{name} {after} after {before}" for name, before, after in pairs)
         sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
     return sentences
@@ -337,12 +324,13 @@ def _order(column: pd.Series) -> pd.Series:
 
 
 def _in_words(row: pd.Series, names: Iterable[str]) -> str:
-    return ", ".join(_LABELS[name][0].format(row[name]) for name in names if row[name] != _LABELS[name][1])
+    told = (name for name in names if row[name] != _LABELLED[name].unsaid)
+    return ", ".join(_LABELLED[name].label.format(row[name]) for name in told)
 
 
 def _variants(section: pd.DataFrame) -> pd.Series:
     varying = []
-    for name in _LABELS:
+    for name in _LABELLED:
         by = _FOLLOWS_FROM.get(name)
         kinds = section.groupby(by)[name].nunique().max() if by else section[name].nunique()
         varying += [name] if kinds > 1 else []
@@ -363,21 +351,21 @@ def _train_images(section: pd.DataFrame) -> pd.Series:
 
 def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
     """Of runs on one device that to compare `row` with, equal in the column `batch`, or why there is none."""
-    if row.stage == "dp" and row.devices == 1:
+    if row.stage == DP and row.devices == 1:
         return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
     if not row.images_per_s > 0:
         return None, _WARMUP_ONLY
-    ones = [one for one in ones if one.stage in ("single", row.stage)]
+    ones = [one for one in ones if one.stage in (SINGLE, row.stage)]
     if not ones:
         return None, "no 1-device run to compare with"
     unlike, unknown, _, one = min(
-        ((_unlike(row, one, batch), not one.images_per_s > 0, one.stage != "single", one) for one in ones),
+        ((_unlike(row, one, batch), not one.images_per_s > 0, one.stage != SINGLE, one) for one in ones),
         key=lambda choice: (len(choice[0]), *choice[1:3]),
     )
     if unlike == ["global_batch"]:
         return None, f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with"
     if unlike:
-        values = [f"{MUST_BE_EQUAL[name]} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
+        values = [f"{COLUMNS[name].words} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
         return None, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
     if unknown:
         return None, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
@@ -399,7 +387,7 @@ def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
 
 def _same_lr(row: tuple, one: tuple) -> bool:
     """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
-    if "unknown" in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
+    if UNKNOWN in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
-    scaled = float(one.lr) * (row.global_batch / one.global_batch) ** records.LR_SCALES.get(row.lr_scale, 0)
-    return math.isclose(float(row.lr), scaled, rel_tol=1e-4)
+    bases = (float(run.lr) / columns.lr_factor(run.lr_scale, run.global_batch) for run in (row, one))
+    return math.isclose(*bases, rel_tol=1e-4)

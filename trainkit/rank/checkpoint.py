@@ -33,6 +33,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.runtime import machine, process_group
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, replacing
+from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -183,7 +184,7 @@ class Checkpoints:
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
             # Those of earlier programs do not name the model, which was Net, and what was not an option.
-            was = {"model": "Net"} | Options().shaping() | state["options"]
+            was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
             own = [dict(group) for group in self._optimizer.param_groups]

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.schema.columns import DEFAULT_WIDTH
+
 
 class Net(nn.Module):
     """Two convolutions, one pooling, two linear layers, as in the PyTorch MNIST example.
@@ -14,7 +16,7 @@ class Net(nn.Module):
     "fp32", "bf16" or "fp16"; the weights are float32 either way.
     """
 
-    def __init__(self, width: int = 32, precision: str = "fp32") -> None:
+    def __init__(self, width: int = DEFAULT_WIDTH, precision: str = "fp32") -> None:
         super().__init__()
         self.precision = precision
         self.conv1 = nn.Conv2d(1, width, kernel_size=3)

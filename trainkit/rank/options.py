@@ -14,11 +14,11 @@ from pathlib import Path
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
 from trainkit.runtime.command_line import Parser, above_0, at_least
 from trainkit.runtime.errors import UserError
-from trainkit.schema.records import LR_SCALES
+from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
 DEFAULT_RESULTS = Path(__file__).resolve().parents[2] / "results"
 DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
-BASE_BATCH = 64
+LEARNING_RATES = ", ".join(f"{recipe} {lr}" for recipe, lr in DEFAULT_LR.items())
 MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
 
 
@@ -36,7 +36,12 @@ def _option(
 
     `shapes_training`: another value makes it another training, which a checkpoint does not go on
     with. `column`: the column of the record that holds its value.
+
+    Raises:
+        ValueError: for a column that the record does not have, or in which runs that are pooled may differ.
     """
+    if column and (column not in COLUMNS or COLUMNS[column].role > Role.REPEAT):
+        raise ValueError(f"column {column!r} is no setting of a run: trainkit/schema/columns.py has those.")
     if kind is None:
         reading = {"action": "store_true"}
     elif isinstance(kind, tuple):
@@ -63,7 +68,8 @@ class Options:
     )
     batch_size: int | None = _option(
         "training", None, at_least(1), "N",
-        "global batch size: images per optimizer step, all GPUs together (default: 64)",
+        "global batch size: images per optimizer step, all GPUs together "
+        f"(default: {BASE_BATCH})",
         shapes_training=True, column="global_batch",
     )
     batch_size_per_gpu: int | None = _option(
@@ -77,12 +83,12 @@ class Options:
     )
     lr: float | None = _option(
         "training", None, above_0(), "X",
-        "learning rate, with --lr-scale that of batch 64 (default: classic 1.0, sgd 0.02, fast 0.003)",
+        f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
         shapes_training=True,
     )
     lr_scale: str = _option(
         "training", "none", tuple(LR_SCALES), None,
-        "linear: --lr times batch size / 64; sqrt: times its square root",
+        f"linear: --lr times batch size / {BASE_BATCH}; sqrt: times its square root",
         shapes_training=True, column="lr_scale",
     )
     lr_warmup_images: int = _option(
@@ -95,7 +101,7 @@ class Options:
         shapes_training=True, column="gamma",
     )
     width: int = _option(
-        "training", 32, at_least(1, 4096), "N",
+        "training", DEFAULT_WIDTH, at_least(1, 4096), "N",
         "channels of the first convolution; the second has twice as many",
         shapes_training=True, column="width",
     )
@@ -178,7 +184,7 @@ class Options:
     @property
     def scaled_lr(self) -> float:
         """The learning rate at this batch size, after --lr-scale."""
-        return self.lr * (self.batch_size / BASE_BATCH) ** LR_SCALES[self.lr_scale]
+        return self.lr * lr_factor(self.lr_scale, self.batch_size)
 
     @property
     def debug_dir(self) -> Path | None:

@@ -16,13 +16,14 @@ from torch import nn
 
 from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
 from trainkit.rank.model import name_of
-from trainkit.rank.options import BASE_BATCH, Options
+from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.runtime import machine, startup
 from trainkit.runtime.errors import UserError, reason, tell
 from trainkit.runtime.files import replacing
 from trainkit.runtime.process_group import World
 from trainkit.schema import samples
+from trainkit.schema.columns import BASE_BATCH
 from trainkit.schema.records import Recorder, slow_rank
 
 

@@ -1,4 +1,4 @@
-"""The CSV that every run writes: its columns, a writer that survives a kill, a reader that checks.
+"""The CSV that every run writes, with the columns of columns.py: a writer that survives a kill, a reader.
 
 One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
 training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
@@ -17,132 +17,46 @@ from pathlib import Path
 
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import check_regular, check_writable, replacing
+from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, number_or_nan, text
 
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
-ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
-FLOAT32 = 3.5e38  # the largest one, rounded up
-
-
-def _text(longest: int = 200) -> Callable[[str], str]:
-    def text(cell: str) -> str:
-        if len(cell) > longest or not cell.isprintable():
-            raise ValueError(
-                f"{cell[:30]!r} has more than {longest} characters, or some that nobody can read"
-            )
-        return cell
-
-    return text
-
-
-def _number(kind: type, least: float, most: float = MOST) -> Callable[[str], float]:
-    def number(cell: str) -> float:
-        with suppress(ValueError):
-            if least <= kind(cell) <= most:
-                return kind(cell)
-        raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
-
-    return number
-
-
-def _or_nan(least: float, most: float) -> Callable[[str], float]:
-    return lambda cell: math.nan if cell == "nan" else _number(float, least, most)(cell)
-
-
-def _flag(cell: str) -> bool:
-    return bool(_number(int, 0, 1)(cell))
-
-
-# Column -> what reads its cells and refuses those that no run writes; results/README.md tells the meanings.
+# Column -> what reads its cells and refuses those that no run writes.
 Columns = dict[str, Callable[[str], object]]
-COLUMNS: Columns = {
-    "run_id": _text(),
-    "stage": _text(),
-    "launcher": _text(),
-    "epoch": _number(int, 1),
-    "warmup": _flag,
-    "dataset": _text(),
-    "model": _text(),
-    "loader": _text(),
-    "recipe": _text(),
-    "lr": _or_nan(0, FLOAT32),
-    "gamma": _or_nan(0, 1),
-    "lr_scale": _text(),
-    "lr_warmup_images": _number(int, 0),
-    "width": _number(int, 1),
-    "parameters": _number(int, 0),
-    "flops_per_image": _or_nan(0, MOST),
-    "world_size": _number(int, 1),
-    "nodes": _number(int, 1),
-    "devices": _number(int, 1),
-    "device_name": _text(),
-    "workers_per_loader": _number(int, 0),
-    "threads_per_worker": _number(int, 1),
-    "global_batch": _number(int, 1),
-    "batch_per_device": _number(int, 1),
-    "accumulate": _number(int, 1),
-    "precision": _text(),
-    "debug": _flag,
-    "steps": _number(int, 1),
-    "images": _number(int, 1),
-    "train_seconds": _number(float, ABOVE_0),
-    "images_per_s": _number(float, ABOVE_0),
-    "test_images": _number(int, 1),
-    "eval_seconds": _number(float, ABOVE_0),
-    "train_loss": _number(float, -FLOAT32, FLOAT32),
-    "test_loss": _number(float, -FLOAT32, FLOAT32),
-    "test_accuracy": _or_nan(0, 100),  # a regression has none
-    "learning_rate": _number(float, 0, FLOAT32),
-    "peak_memory_mb": _number(float, 0),
-    "elapsed_s": _number(float, 0),
-    "recorded_at": _text(),
-    "ended": _text(),
-    "seed": _number(int, 0),
-    "job_id": _text(),
-    "node_list": _text(longest=20_000),
-    "torch_version": _text(),
-    "cuda_version": _text(),
-    "git_commit": _text(),
-    "started_at": _text(),
-    "schema_version": _number(int, 1),
-}
+OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
 # Of the file beside it: how long the rank worked by itself (compute_time.py), and waited for its batches.
 RANK_COLUMNS: Columns = {
-    "epoch": COLUMNS["epoch"],
-    "rank": _number(int, 0),
-    "host": _text(),
-    "device": _text(),
-    "device_name": _text(),
-    "own_seconds": _or_nan(0, MOST),
-    "data_seconds": _or_nan(0, MOST),
-    "peak_memory_mb": COLUMNS["peak_memory_mb"],
+    "epoch": OF_A_RUN["epoch"],
+    "rank": number(int, 0),
+    "host": text(),
+    "device": text(),
+    "device_name": text(),
+    "own_seconds": number_or_nan(0, MOST),
+    "data_seconds": number_or_nan(0, MOST),
+    "peak_memory_mb": OF_A_RUN["peak_memory_mb"],
 }
 # Of the file beside it that a training with metrics of its own has.
 METRIC_COLUMNS: Columns = {
-    "epoch": COLUMNS["epoch"],
-    "metric": _text(),
-    "of": _text(),
-    "value": _or_nan(-FLOAT32, FLOAT32),
+    "epoch": OF_A_RUN["epoch"],
+    "metric": text(),
+    "of": text(),
+    "value": number_or_nan(-FLOAT32, FLOAT32),
 }
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
 ALL_REDUCE_COLUMNS: Columns = {
-    "bytes": _number(int, 1),
-    "seconds": _number(float, ABOVE_0),
-    "ranks": _number(int, 1),
-    "nodes": _number(int, 1),
-    "backend": _text(),
-    "device_name": _text(),
-    "job": _text(),
-    "started_at": _text(),
+    "bytes": number(int, 1),
+    "seconds": number(float, ABOVE_0),
+    "ranks": number(int, 1),
+    "nodes": number(int, 1),
+    "backend": text(),
+    "device_name": text(),
+    "job": text(),
+    "started_at": text(),
 }
 SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
 NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
-# The rules of --lr-scale: the power of the batch size with which the learning rate grows.
-LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
-ADDED = {"model": "Net", "test_images": 10_000, "lr": math.nan, "gamma": math.nan, "lr_scale": "none"}
-ADDED |= {"lr_warmup_images": 0, "width": 32, "parameters": 0, "flops_per_image": math.nan, "debug": 0}
-ADDED |= {"recorded_at": "", "ended": ""}
+ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
@@ -168,7 +82,7 @@ class Recorder:
         self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
         for name in NAMES:
             try:
-                COLUMNS[name](str(facts[name]))
+                OF_A_RUN[name](str(facts[name]))
             except ValueError as error:
                 raise UserError(f"the {name}'s name cannot be recorded ({error}): give another.") from None
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
@@ -246,7 +160,7 @@ def read(path: Path) -> list[dict[str, object]]:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
             no run writes.
     """
-    return _read(path, COLUMNS, ADDED)
+    return _read(path, OF_A_RUN, ADDED)
 
 
 def read_ranks(path: Path) -> list[dict[str, object]]:
@@ -257,7 +171,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     Raises:
         RecordError: as `read`.
     """
-    columns = {"run_id": COLUMNS["run_id"]} | RANK_COLUMNS
+    columns = {"run_id": OF_A_RUN["run_id"]} | RANK_COLUMNS
     return _read(beside(path), columns, {"run_id": ""} | ADDED_TO_RANKS, delimiter="\t")
 
 
@@ -327,7 +241,7 @@ def _read(
             if None in line or None in line.values():
                 raise ValueError(f"{where} is cut short or too long")
             version = str(line.get("schema_version"))
-            if columns is COLUMNS and version != str(SCHEMA_VERSION):
+            if columns is OF_A_RUN and version != str(SCHEMA_VERSION):
                 raise ValueError(
                     f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read here"
                 )

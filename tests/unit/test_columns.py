@@ -1,0 +1,68 @@
+"""The table of the record's columns, and what follows from it."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from trainkit.rank import options
+from trainkit.schema.columns import COLUMNS, Role
+
+MADE_UP = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Stand
+
+from trainkit.schema import columns
+
+columns.COLUMNS["momentum"] = columns.Column(
+    columns.number(float, 0), columns.Role.TRAINING, before=0.0, words="momentum", label="momentum {}",
+    unsaid=0.0, option="--momentum", default=0.0,
+)
+
+from test_plot_results import write_run
+from trainkit.advice.answer import AnswerText
+from trainkit.compare import comparison
+from trainkit.rank import options
+
+folder = Path(sys.argv[1])
+momentum = options.own(0.0, float, "X", "of the optimizer", shapes_training=True, column="momentum")
+for value in ("0", "0.9"):
+    opts = options.parse("", ["--momentum", value], momentum=momentum)
+    write_run(folder, f"momentum-{value}", [10, 1000, 1000], **opts.columns())
+rows, _ = comparison.load([folder])
+print(sorted(comparison.summarize(rows).variant))
+run = Stand(stage="single", shape=(1, 1, 64), epochs=3)
+print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run))
+"""
+
+
+@pytest.mark.parametrize("column", ["momentum", "parameters", "train_loss"])
+def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
+    """Not where the record would drop it, nor where runs may differ that are pooled as repeats."""
+    with pytest.raises(ValueError, match=rf"column '{column}' is no setting of a run: .*/columns\.py"):
+        options.own(0.0, float, "X", "made up", column=column)
+
+
+def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> None:
+    """And the table tells its name and default as the declaration does."""
+    settings = {column.option for column in COLUMNS.values() if column.role <= Role.REPEAT}
+    for one in fields(options.Options):
+        flag, column = f"--{one.name.replace('_', '-')}", COLUMNS.get(one.metadata["column"])
+        assert not one.metadata["shapes_training"] or flag in settings
+        if column:
+            assert column.option == flag
+            assert column.default in (None, "unknown", one.default)
+
+
+def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:
+    """It is recorded and no repeat, and stands in the label and in the command of a next run."""
+    env = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'unit'}"}
+    done = subprocess.run([sys.executable, "-c", MADE_UP, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    variants, command = done.stdout.splitlines()
+    assert variants == "['', 'momentum 0.9']"
+    assert "--momentum 0.9" in command

@@ -1,0 +1,197 @@
+"""The columns of a run's record, each once: how it is read, what it says of a run, how it is told.
+
+What a file has to have, what is equal in all runs that are compared, how a configuration reads, and what a
+run that is proposed is told all follow from `COLUMNS`. And the words of options and records, each once.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
+FLOAT32 = 3.5e38  # the largest one, rounded up
+# The stages of the tutorial, in its order, and how they read. Any other name is somebody's own training.
+SINGLE, DP, DDP = "single", "dp", "ddp"
+TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
+TUTORIAL_MODEL = "Net"
+DEFAULT_WIDTH = 32
+BASE_BATCH = 64  # without --batch-size, and that for which --lr is given where a rule scales it
+# The rules of --lr-scale: the power of the batch size with which the learning rate grows.
+LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+
+
+def lr_factor(rule: str, batch: int) -> float:
+    """Return what the rule of --lr-scale multiplies the learning rate by; 1 for a rule that is not known."""
+    return (batch / BASE_BATCH) ** LR_SCALES.get(rule, 0)
+
+
+class Role(IntEnum):
+    """What a column says of a run, in the order in which the settings are told and sorted by."""
+
+    # Settings: a speedup says something about the number of workers only if all of these are equal.
+    TASK = 1  # also what makes a table of its own
+    LOADING = 2
+    TRAINING = 3
+    COMPUTING = 4
+    SIZE = 5
+    LAYOUT = 6  # what a speedup is about: another one is another configuration
+    REPEAT = 7  # differs between runs of one configuration
+    MEASUREMENT = 8
+    FACT = 9  # where and by what it ran
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a record.
+
+    Args:
+        read: makes a value of a cell; a ValueError for what no run writes.
+        role: what it says of a run.
+        before: what held for files of earlier programs, which lack it; None: all have it.
+        words: what it is called in a sentence.
+        label: how a value reads in a label.
+        unsaid: the value that a label leaves out.
+        option: the option of the stages that sets it.
+        default: that option's; what is not known of a file counts as that.
+    """
+
+    read: Callable[[str], object]
+    role: Role
+    before: object = None
+    words: str = ""
+    label: str = ""
+    unsaid: object = None
+    option: str = ""
+    default: object = None
+
+
+def text(longest: int = 200) -> Callable[[str], str]:
+    """Make a reader of printable text of up to so many characters."""
+
+    def read(cell: str) -> str:
+        if len(cell) > longest or not cell.isprintable():
+            raise ValueError(
+                f"{cell[:30]!r} has more than {longest} characters, or some that nobody can read"
+            )
+        return cell
+
+    return read
+
+
+def number(kind: type, least: float, most: float = MOST) -> Callable[[str], float]:
+    """Make a reader of numbers of `kind` within these bounds."""
+
+    def read(cell: str) -> float:
+        with suppress(ValueError):
+            if least <= kind(cell) <= most:
+                return kind(cell)
+        raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
+
+    return read
+
+
+def number_or_nan(least: float, most: float) -> Callable[[str], float]:
+    """Make a reader of numbers within these bounds, and of nan."""
+    known = number(float, least, most)
+    return lambda cell: math.nan if cell == "nan" else known(cell)
+
+
+def flag(cell: str) -> bool:
+    """Read 0 or 1."""
+    return bool(number(int, 0, 1)(cell))
+
+
+UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs pool among each other
+# In the order of the file. results/README.md tells the meanings.
+# fmt: off
+COLUMNS: dict[str, Column] = {
+    "run_id": Column(text(), Role.FACT),
+    "stage": Column(text(), Role.LAYOUT),
+    "launcher": Column(text(), Role.FACT),
+    "epoch": Column(number(int, 1), Role.MEASUREMENT),
+    "warmup": Column(flag, Role.MEASUREMENT),
+    "dataset": Column(text(), Role.TASK, words="dataset", option="--dataset", default="mnist"),
+    "model": Column(text(), Role.TASK, before=TUTORIAL_MODEL, words="model"),
+    "loader": Column(
+        text(), Role.LOADING, words="loader", label="{} loader", unsaid="workers",
+        option="--loader", default="resident",
+    ),
+    "recipe": Column(
+        text(), Role.TRAINING, words="recipe", label="{}", option="--recipe", default="classic"
+    ),
+    "lr": Column(
+        number_or_nan(0, FLOAT32), Role.TRAINING, before=math.nan, words="learning rate", label="lr {}",
+        unsaid=UNKNOWN, option="--lr", default=UNKNOWN,
+    ),
+    "gamma": Column(
+        number_or_nan(0, 1), Role.TRAINING, before=math.nan, words="gamma", label="gamma {}",
+        unsaid=UNKNOWN, option="--gamma", default=UNKNOWN,
+    ),
+    "lr_scale": Column(
+        text(), Role.TRAINING, before="none", words="--lr-scale", label="{} lr scale", unsaid="none",
+        option="--lr-scale", default="none",
+    ),
+    "lr_warmup_images": Column(
+        number(int, 0), Role.TRAINING, before=0, words="--lr-warmup-images", label="lr warm-up {}", unsaid=0,
+        option="--lr-warmup-images", default=0,
+    ),
+    "width": Column(
+        number(int, 1), Role.TRAINING, before=DEFAULT_WIDTH, words="width", label="width {}",
+        unsaid=DEFAULT_WIDTH, option="--width", default=DEFAULT_WIDTH,
+    ),
+    "parameters": Column(number(int, 0), Role.FACT, before=0),  # 0: not known
+    "flops_per_image": Column(number_or_nan(0, MOST), Role.FACT, before=math.nan),
+    "world_size": Column(number(int, 1), Role.LAYOUT),
+    "nodes": Column(number(int, 1), Role.LAYOUT),
+    "devices": Column(number(int, 1), Role.LAYOUT),
+    "device_name": Column(text(), Role.TASK, words="device"),
+    "workers_per_loader": Column(
+        number(int, 0), Role.LOADING, words="loader workers", label="{} loader workers", unsaid=0,
+        option="--num-workers", default=0,
+    ),
+    "threads_per_worker": Column(
+        number(int, 1), Role.LOADING, words="threads per worker", label="threads {}"
+    ),
+    "global_batch": Column(number(int, 1), Role.SIZE, words="global batch", option="--batch-size"),
+    "batch_per_device": Column(number(int, 1), Role.FACT),
+    "accumulate": Column(
+        number(int, 1), Role.SIZE, words="micro-batches per step", label="accumulate {}", unsaid=1
+    ),
+    "precision": Column(text(), Role.COMPUTING, words="precision", label="{}", option="--precision"),
+    "debug": Column(
+        flag, Role.COMPUTING, before=0, words="--debug", label="with --debug", unsaid=False,
+        option="--debug", default=False,
+    ),
+    "steps": Column(number(int, 1), Role.MEASUREMENT),
+    "images": Column(
+        number(int, 1), Role.SIZE, words="images per epoch", label="{} images", option="--train-size"
+    ),
+    "train_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
+    "images_per_s": Column(number(float, ABOVE_0), Role.MEASUREMENT),
+    "test_images": Column(number(int, 1), Role.FACT, before=10_000),
+    "eval_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
+    "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
+    "test_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
+    "test_accuracy": Column(number_or_nan(0, 100), Role.MEASUREMENT),  # a regression has none
+    "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
+    "peak_memory_mb": Column(number(float, 0), Role.MEASUREMENT),
+    "elapsed_s": Column(number(float, 0), Role.MEASUREMENT),
+    "recorded_at": Column(text(), Role.FACT, before=""),
+    "ended": Column(text(), Role.FACT, before=""),
+    "seed": Column(number(int, 0), Role.REPEAT, option="--seed"),
+    "job_id": Column(text(), Role.FACT),
+    "node_list": Column(text(longest=20_000), Role.FACT),
+    "torch_version": Column(text(), Role.FACT),
+    "cuda_version": Column(text(), Role.FACT),
+    "git_commit": Column(text(), Role.FACT),
+    "started_at": Column(text(), Role.FACT),
+    "schema_version": Column(number(int, 1), Role.FACT),
+}
+# fmt: on
+
+
+def with_role(*roles: Role) -> list[str]:
+    """List the names of the columns with one of these roles, by role and then in the order of the file."""
+    return [name for role in sorted(roles) for name, column in COLUMNS.items() if column.role == role]
