@@ -9,7 +9,7 @@
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
 # SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
 
-unset ranks # slurm_submit_torchrun.sh sets it, by which `deaths` knows that srun's tasks are torchruns
+unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate
@@ -78,7 +78,7 @@ echo
 
 # --- what watches it --------------------------------------------------------------------------------
 # A step beside the ranks, until `finish` closes its input. What becomes of it never matters to the job, and srun's
-# words about it stay out of the job's log, where `deaths` would take it for a rank.
+# words about it stay out of the job's log, where it would count as a rank.
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     exec {own_output}>&1 # in place of which a coprocess has a pipe
@@ -100,10 +100,6 @@ wait() {
 }
 
 # --- how it ends ------------------------------------------------------------------------------------
-# Every rank leaves rank-N.started with the name of its node, and renames it when it ends (trainkit/runtime/errors.py).
-noted() { (cd "$TRAINKIT_JOB_DIR" && compgen -G "rank-$1" >/dev/null); }
-silent() { grep -H '' "$TRAINKIT_JOB_DIR"/rank-*.started 2>/dev/null | sort -V | sed 's/.*rank-\(.*\).started:/rank \1 on /'; }
-
 # What this start of the job has printed.
 printed() {
     for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
@@ -111,73 +107,15 @@ printed() {
     done
 }
 
-# NCCL aborts the ranks that have waited for --timeout, and says so. The one they waited for has nothing to say.
-gave_up() {
-    local missing
-    [[ -n $waited ]] || return 0
-    missing=$(silent | grep -vE "^rank (${waited//,/|}) on " | paste -sd ',' | sed 's/.$/&, which hung or was lost/')
-    echo "NCCL gave up after --timeout: rank $waited waited for ${missing:-each other}"
-}
-
-# Say that $1, such as "rank 3", died on node $2 in way $3: srun's word, or torchrun's exit code.
-died() {
-    local how note=$TRAINKIT_JOB_DIR/${1/ /-}.started
-    if [[ ,$waited, == *",${1#rank },"* ]]; then gave_up && return; fi
-    case $3 in
-        Terminated* | -15) return ;; # by srun or torchrun, when another had died
-        Killed* | -9) how="was killed (by hand, or for want of memory: --mem)" ;;
-        "Out Of Memory"*) how="was killed for want of memory: ask for more --mem" ;;
-        Aborted* | -6) how="aborted$(printed | sed -n "s/.*Rank ${1#rank }\\] Process group watchdog .* exception: \(.*\)/ (\1)/p" | sed 1q)" ;;
-        Exited* | [0-9]*) how="ended without a word, with exit code ${3##* }" ;;
-        -*) how="died of signal SIG$(kill -l "${3#-}")" ;;
-        *) how="died: $3" ;;
-    esac
-    echo "$1 on $(cat "$note" 2>/dev/null || echo "$2") $how"
-}
-
-# The deaths that no rank could tell of itself, the first one first, from what this start of the job has printed.
-# srun tells of its tasks: the ranks, or torchruns, each of which tells of its ranks, the first to die at last.
-deaths() {
-    local line range task node how host rank
-    while read -r line; do
-        if [[ $line =~ srun:\ error:\ ([^ ]+):\ tasks?\ ([0-9,-]+):\ (.+) ]]; then
-            node=${BASH_REMATCH[1]} how=${BASH_REMATCH[3]}
-            for range in ${BASH_REMATCH[2]//,/ }; do
-                for ((task = ${range%-*}; task <= ${range#*-}; task++)); do
-                    if [[ -z ${ranks:-} ]]; then
-                        noted "$task.[fl]*" || died "rank $task" "$node" "$how"
-                    elif [[ $how != Exited* ]]; then
-                        died "torchrun $task" "$node" "$how"
-                    fi
-                done
-            done
-        elif [[ $line =~ ^(host|rank)\ +:\ ([^ ]+) ]]; then
-            declare "${BASH_REMATCH[1]}=${BASH_REMATCH[2]}"
-        elif [[ $line =~ ^exitcode\ +:\ ([^ ]+) ]]; then
-            noted "$rank.[fl]*" || died "rank $rank" "$host" "${BASH_REMATCH[1]}"
-        fi
-    done < <(told_by_launchers | sed -n '/^Root Cause/,/^===/p'; told_by_launchers)
-}
-told_by_launchers() { printed | grep -aE '^(  (host|rank|exitcode) +: |Root Cause|===)|srun: error: '; }
-
+# By trainkit/jobs/why.py. Where Python is in the site's container only, it is asked there; if it can tell nothing at
+# all, there are the words of the first rank to fail.
 tell_who_failed() {
-    local reasons waited
-    waited=$(printed | grep -aoE '\[Rank [0-9]+\] Watchdog caught collective operation timeout' | tr -dc '0-9\n' | sort -nu | paste -sd ',')
-    mapfile -t reasons < <({
-        cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{p;q}'
-        deaths
-        gave_up
-    } | awk '!said[$0]++')
-    if ((${#reasons[@]})); then
-        echo "why     ${reasons[0]}"
-        reasons=("${reasons[@]:1:8}")
-        # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
-        ((${#reasons[@]} == 0)) || printf 'then    %s\n' "${reasons[@]%% (*}"
-    elif noted '*.started'; then
-        echo "why     $(silent | paste -sd ',') ended without a word: killed (by hand, or for want of memory: --mem)?"
-    elif noted '*.lost'; then
-        echo "why     the ranks lost each other: the network, or a rank that hung for longer than --timeout"
-    fi
+    local launcher=${ranks:+torchrun} why
+    why=(python -m trainkit.jobs.why "${launcher:-srun}")
+    "${why[@]}" 2>/dev/null < <(printed) ||
+        timeout --signal=KILL 60 srun --overlap --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+            "${why[@]}" 2>/dev/null < <(printed) ||
+        cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }
 
 # End the sampling. It has 10 seconds for its verdict, and 2 to begin where it has not.

@@ -4,8 +4,8 @@ import os
 from functools import partial
 
 from trainkit.monitor import cli
-from trainkit.runtime import errors
+from trainkit.runtime import errors, job_folder
 
 if __name__ == "__main__":
-    own_job = os.environ.pop("TRAINKIT_JOB_DIR", None)  # where `run` would leave the notes of a rank
+    own_job = os.environ.pop(job_folder.VARIABLE, None)  # where `run` would leave the notes of a rank
     errors.run(partial(cli.main, own_job))

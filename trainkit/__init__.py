@@ -2,7 +2,9 @@
 
 from importlib import import_module
 
-from trainkit.runtime import errors  # noqa: F401  before PyTorch, whose loading Ctrl-C may interrupt
+from trainkit.runtime import errors
+
+errors.quiet_on_ctrl_c()  # before PyTorch, whose loading it may interrupt
 
 # Loaded by whoever names one: a login node takes none of them, and has no time for PyTorch.
 _ROOMS = {"batches": "rank", "data": "rank", "options": "rank"}

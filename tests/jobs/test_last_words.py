@@ -159,10 +159,19 @@ def test_nccl_gave_up_and_no_core_is_dumped(launcher: str, checkout: Checkout) -
     assert not list(checkout.folder.rglob("core*"))
 
 
-def test_srun_of_a_gpu_that_failed(checkout: Checkout) -> None:
+@pytest.mark.parametrize("site", ["", "python() { return 127; }"], ids=["", "Python in the container only"])
+def test_srun_of_a_gpu_that_failed(site: str, checkout: Checkout) -> None:
+    checkout.site(site)
     plant(checkout, say(BROKEN) + "os.abort()", WAIT)
     log = checkout.fail("srun", "fates.py")
     assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"], log
+
+
+def test_where_nothing_can_judge_the_first_note_is_told(checkout: Checkout) -> None:
+    (checkout.folder / "trainkit" / "jobs" / "why.py").unlink()
+    plant(checkout, "wait_for('rank-1.failed'); raise ValueError('second')", "raise ValueError('first')")
+    log = checkout.fail("srun", "fates.py")
+    assert verdict(log) == ["error on rank 1: ValueError: first"], log
 
 
 @pytest.mark.full

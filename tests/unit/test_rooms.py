@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "workshop": ("runtime", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
 }
 # What the doctor and the login node need before an environment exists, and the verdict at a job's end.
-BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "monitor.waste")
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "monitor.waste")
 BARE += tuple(f"doctor.{name}" for name in ("finding", "checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainkit.doctor.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_from, has_fault
-from trainkit.runtime import errors, files
+from trainkit.runtime import errors, files, job_folder
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line
 
@@ -54,9 +54,9 @@ def main() -> None:
     size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
     tasks = max(size // nodes, 1)  # of a node
     speaks_for_node = env["SLURM_LOCALID"] == "0"
-    folders = {"results": options.results_dir, "job": Path(env["TRAINKIT_JOB_DIR"])}
+    folders = {"results": options.results_dir, "job": job_folder.here()}
 
-    send(size=size, folder=env["TRAINKIT_JOB_DIR"])
+    send(size=size, folder=str(folders["job"]))
     _step("cores", _cores, options.num_workers)
     able = _step("names", _names)
     if speaks_for_node:
@@ -89,7 +89,7 @@ def node() -> str:
 
 def _end() -> NoReturn:
     send(ended=True)
-    errors.note("finished")
+    job_folder.note("finished")
     os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
 
 

@@ -1,9 +1,9 @@
 """How a submitted job is doing, and why it failed.
 
 That is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
-slurm/job_env.sh tells why it failed; of local processes, from the notes that the ranks leave in the
-job's folder (runtime/errors.py), and from their logs. submitit's own result files are not used: without
-`sacct` it never learns that a job failed.
+slurm/job_env.sh tells why it failed; of local processes, from what the ranks leave in the job's folder, and
+from their logs (why.py). submitit's own result files are not used: without `sacct` it never learns that a job
+failed.
 """
 
 import os
@@ -21,6 +21,8 @@ from typing import ClassVar, NamedTuple
 
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
+from trainkit.jobs.why import Evidence
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, printable
 
 VERDICT_SECONDS = 15  # that the sampler has to end by itself
@@ -94,9 +96,6 @@ class Handle:
         lines = [line for line in _lines(self.log) if line.startswith(beginning)]
         return lines[-1] if lines else None
 
-    def _stopped(self) -> bool:
-        return (self.folder / "stopped").exists()
-
     def _last_words(self) -> str | None:
         """What the logs end with, when nobody could tell why."""
         lines = self._all_lines()
@@ -139,7 +138,8 @@ class SlurmHandle(Handle):
 
     def _ended_well(self) -> bool:
         """By the last word of slurm/job_env.sh."""
-        return " with exit code 0;" in (self._log_line("ended   ") or "") and not self._stopped()
+        well = " with exit code 0;" in (self._log_line("ended   ") or "")
+        return well and job_folder.stopped(self.folder) is None
 
     def cancel(self) -> None:
         slurm.ask("scancel", self.job_id)
@@ -170,13 +170,13 @@ class LocalHandle(Handle):
             with suppress(subprocess.TimeoutExpired):  # it may hang in the driver, or on a disk
                 self.sampler.wait(VERDICT_SECONDS)
             self.sampler.kill()
-        if self._stopped():
-            checkpoints = (self.folder / "stopped").read_text().strip()
+        checkpoints = job_folder.stopped(self.folder)
+        if checkpoints is not None:
             return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
-        if len(self._notes("finished")) == self.tasks:
+        if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return State("done", self._results())
-        why = self._told_by_a_rank() or self._told_by_nccl() or self._silent() or self._last_words()
-        return State("failed", why or f"see {self.log.parent}")
+        reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())
+        return State("failed", reasons[0] or f"see {self.log.parent}")
 
     def _end_peers(self) -> None:
         """As srun --kill-on-bad-exit: they would wait for the rank that failed, or was killed."""
@@ -184,35 +184,13 @@ class LocalHandle(Handle):
 
         with suppress(psutil.Error):
             ranks = psutil.Process(int(self.job_id)).children()
-            if not (self._notes("failed") or len(ranks) < len(self._notes("started"))):
+            started, failed = (job_folder.notes(self.folder, state) for state in ("started", "failed"))
+            if not failed and len(ranks) >= len(started):
                 return
             self.failed_at = self.failed_at or time.monotonic()
             if time.monotonic() - self.failed_at > PEERS_SECONDS:
                 for rank in ranks:
                     rank.kill()
-
-    def _told_by_a_rank(self) -> str | None:
-        """The words of the rank that failed first; on a full disk there are none."""
-        notes = (self.folder / "first-failed", *self._notes("failed"))
-        return next((line for note in notes for line in _lines(note)), None)
-
-    def _told_by_nccl(self) -> str | None:
-        """NCCL aborts ranks that have waited for --timeout; the one they waited for has nothing to say."""
-        gave_up = r"\[Rank (\d+)\] Watchdog caught collective operation timeout"
-        waited = {int(rank) for line in self._all_lines() for rank in re.findall(gave_up, line)}
-        if not waited:
-            return None
-        missing = ",".join(str(rank) for rank in range(self.tasks) if rank not in waited)
-        peers = f"rank {missing}, which hung or was lost" if missing else "each other"
-        return f"NCCL gave up after --timeout: rank {','.join(map(str, sorted(waited)))} waited for {peers}"
-
-    def _notes(self, state: str) -> list[Path]:
-        return sorted(self.folder.glob(f"rank-*.{state}"))
-
-    def _silent(self) -> str | None:
-        silent = ", ".join(note.stem.removeprefix("rank-") for note in self._notes("started"))
-        why = f"rank {silent} ended without a word: killed (by hand, or for want of memory?)"
-        return why if silent else None
 
     def cancel(self) -> None:
         if not self.ended():

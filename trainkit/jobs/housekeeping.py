@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainkit.jobs import slurm
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import printable
 from trainkit.schema import samples
 
@@ -123,12 +124,12 @@ def _state_in_slurm(job_id: str) -> str:
 
 def _state_here(job: Path) -> str:
     """Of processes of this machine, or of another one with the same folders."""
-    mark = os.fsencode(f"TRAINKIT_JOB_DIR={job}")
+    mark = os.fsencode(f"{job_folder.VARIABLE}={job}")
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is another user's
             if mark in environment.read_bytes().split(b"\0"):
                 return "RUNNING"
-    nodes = {note.read_text().strip() for note in job.glob("rank-*.started")}
+    nodes = {note.read_text().strip() for note in job_folder.notes(job, "started").values()}
     nodes |= {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
     return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime import network
+from trainkit.runtime import job_folder, network
 from trainkit.schema import samples
 
 # submitit announces every step; the log is to have the stage's lines only.
@@ -60,8 +60,7 @@ class Rank:
         sys.path.insert(0, str(self.script.parent))
         places = ["--data-dir", os.environ["DATA_DIR"], "--results-dir", os.environ["RESULTS_DIR"]]
         if self.checkpoints:
-            folder = f"{os.environ['TRAINKIT_JOB_DIR']}/checkpoints"
-            places += ["--checkpoint-dir", folder, "--resume", "auto"]
+            places += ["--checkpoint-dir", str(job_folder.here() / "checkpoints"), "--resume", "auto"]
         sys.argv = [str(self.script), *places, *self.arguments]
         runpy.run_path(str(self.script), run_name="__main__")
 
@@ -98,7 +97,7 @@ def start(
     variables = os.environ | QUIET | {
         "DATA_DIR": str(data_dir),
         "RESULTS_DIR": str(results_dir),
-        "TRAINKIT_JOB_DIR": str(folder),
+        job_folder.VARIABLE: str(folder),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(network.free_port()),
         "OMP_NUM_THREADS": str(threads),

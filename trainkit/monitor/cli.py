@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from trainkit.jobs import local, slurm
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
+from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line, printable, tell
 from trainkit.runtime.files import check_writable
@@ -135,7 +136,7 @@ def _run(command: list[str]) -> int:
     from trainkit.monitor import collector
 
     job = read_site().jobs_dir / local.new_name("monitored")
-    folder, mine = job / samples.FOLDER, {"TRAINKIT_JOB_DIR": str(job)}
+    folder, mine = job / samples.FOLDER, {job_folder.VARIABLE: str(job)}
     check_writable(folder, "samples", FIX)
     try:
         child = subprocess.Popen(command, env=os.environ | mine)
@@ -170,13 +171,13 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if until:
-        collector.sample(folder, {"TRAINKIT_JOB_DIR": str(folder.parent)}, _end_of(until, folder.parent))
+        collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, _end_of(until, folder.parent))
     else:
         # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
         mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
         if own_job:  # another practice cluster may have a job with that number
-            mine["TRAINKIT_JOB_DIR"] = own_job
+            mine[job_folder.VARIABLE] = own_job
         collector.sample(folder, mine, _end_of_input)
     number = until or os.environ["SLURM_JOB_ID"]
     if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it

@@ -7,7 +7,6 @@ over the ranks, and its optimizer, are in a folder beside it, `epoch-E-step-S.sh
 before: it counts from when the file is there, which has the checksums.
 """
 
-import os
 import re
 import shutil
 import signal
@@ -30,7 +29,7 @@ from trainkit.rank.model import bare, name_of
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.runlog import RunLog
-from trainkit.runtime import machine, process_group
+from trainkit.runtime import job_folder, machine, process_group
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, replacing
 from trainkit.schema.columns import TUTORIAL_MODEL
@@ -140,10 +139,10 @@ class Checkpoints:
         `ended`: the run is at its end, though there are more epochs.
         """
         keep = self._options.keep_checkpoints or (self.epochs() and not ended)
-        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        if keep or not process_group.is_rank_0() or not self._folder or not job_folder:
+        job = job_folder.here()
+        if keep or not process_group.is_rank_0() or not self._folder or not job:
             return
-        if self._folder.resolve().is_relative_to(Path(job_folder).resolve()):
+        if self._folder.resolve().is_relative_to(job.resolve()):
             with suppress(OSError):  # the run went well
                 for path in _checkpoints(self._folder):
                     _remove(path)
@@ -251,14 +250,13 @@ def _leave_word(text: str, folder: Path) -> None:
         UserError: if slurm/job_env.sh cannot be told.
     """
     tell(text)
-    if job_folder := os.environ.get("TRAINKIT_JOB_DIR"):
-        try:
-            Path(job_folder, "stopped").write_text(f"{folder.absolute()}\n")
-        except OSError as error:
-            raise UserError(
-                f"{text}, but not by itself, as {job_folder} cannot be written to ({error.strerror}): submit "
-                f"it again with --checkpoint-dir {folder.absolute()}."
-            ) from None
+    try:
+        job_folder.note_stop(folder)
+    except OSError as error:
+        raise UserError(
+            f"{text}, but not by itself, as {job_folder.here()} cannot be written to ({error.strerror}): "
+            f"submit it again with --checkpoint-dir {folder.absolute()}."
+        ) from None
 
 
 def _called(name: str) -> str:

@@ -5,13 +5,13 @@ The command line is made of these declarations, and so are the options that a ch
 """
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
+from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, above_0, at_least
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
@@ -189,8 +189,7 @@ class Options:
     @property
     def debug_dir(self) -> Path | None:
         """Where --debug writes to; None without it."""
-        job_folder = os.environ.get("TRAINKIT_JOB_DIR")
-        return (Path(job_folder) if job_folder else self.results_dir / "debug") if self.debug else None
+        return (job_folder.here() or self.results_dir / "debug") if self.debug else None
 
     def for_devices(self, count: int, what: str = "processes") -> "Options":
         """With the global batch size of so many devices, or of one if there is none.

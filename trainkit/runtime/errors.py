@@ -8,21 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from trainkit.runtime import startup
-
-
-def _quiet_on_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-
+from trainkit.runtime.job_folder import note, rank
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-sys.excepthook = _quiet_on_ctrl_c  # from here on, as `run` may be seconds away, behind `import torch`
 
 
 class UserError(Exception):
@@ -41,11 +34,11 @@ def run(main: Callable[[], int | None]) -> None:
     """Call `main` and leave the process, with its return value as the exit code.
 
     A `UserError` prints its sentence on stderr and exits with 1, `Stopped` exits with 0, Ctrl-C with
-    130. In a job each rank also leaves a note on how it ended (`note`).
+    130. In a job each rank also leaves a note on how it ended (runtime/job_folder.py).
     """
     startup.mark("imports")
     note("started")
-    if _rank() is not None:  # NCCL aborts a rank that has waited for too long
+    if rank() is not None:  # NCCL aborts a rank that has waited for too long
         with suppress(ValueError):  # a hard limit of 0
             # Of 1 byte: too small for a file, and Linux does not start a program that collects dumps either.
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
@@ -83,6 +76,16 @@ def run(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
+def quiet_on_ctrl_c() -> None:
+    """Have Ctrl-C show no traceback, also before `run`, which may be seconds away, behind `import torch`."""
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = told
+
+
 def tell(text: str | None = None) -> None:
     """Print, and go on even if nobody can read it: `| head` has ended, or the disk of the log is full."""
     try:
@@ -99,36 +102,11 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     text = f"error{_which_rank()}: {text}"
     note(state, text)
     tell()
-    if _rank() is None and threading.current_thread() is threading.main_thread():
+    if rank() is None and threading.current_thread() is threading.main_thread():
         sys.exit(text)
     # The rank's group is still open, and at Python's own end one of its threads could abort the process.
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def note(state: str, text: str = "") -> None:
-    """In a job, tell how this rank is: started, finished, failed, or lost (its peers went away).
-
-    The note is the file `rank-N.<state>` in $TRAINKIT_JOB_DIR and replaces the rank's earlier one; that
-    of a rank that started holds the name of its node. `first-failed` is a link to the note of the rank
-    that failed first. srun often reports another exit code than that rank's, and a log mixes the ranks'
-    lines; from the notes slurm/job_env.sh and submit.py tell which rank it was, and one that is still
-    "started" when all is over was killed.
-    """
-    folder, rank = os.environ.get("TRAINKIT_JOB_DIR"), _rank()
-    if not folder or rank is None:
-        return
-    path = Path(folder, f"rank-{rank}.{state}")
-    if state == "started":
-        text = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    else:
-        with suppress(OSError):  # there was none; renaming also works on a full disk
-            path.with_suffix(".started").rename(path)
-    if state == "failed":
-        with suppress(OSError):  # a link can be made once only, whatever the clocks of the nodes say
-            Path(folder, "first-failed").symlink_to(path.name)
-    with suppress(OSError):  # a full disk must not hide the error that is being noted
-        path.write_text(f"{text}\n" if text else "")
 
 
 def first_line(error: Exception) -> str:
@@ -150,13 +128,9 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def _rank() -> str | None:
-    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-
-
 def _which_rank() -> str:
     """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
-    return f" on rank {_rank()}" if _rank() else ""
+    return f" on rank {rank()}" if rank() else ""
 
 
 def _told_by_pytorch(error: Exception) -> str | None:

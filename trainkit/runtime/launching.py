@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import cloudpickle  # comes with submitit
 
-from trainkit.runtime import errors, network
+from trainkit.runtime import errors, job_folder, network
 from trainkit.runtime.errors import UserError, first_line
 
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(network.free_port()),
             "PYTHONIOENCODING": "utf-8",
-            "TRAINKIT_JOB_DIR": name,  # where `errors.run` leaves its notes
+            job_folder.VARIABLE: name,  # where `errors.run` leaves its notes
         }  # fmt: skip
         output, theirs = os.pipe()
         printing = threading.Thread(target=_show, args=[output], daemon=True)
@@ -83,7 +83,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
         if failed:
             raise RankError(_why(failed, ranks, folder))
         if not (folder / "result").exists():  # a Run that a signal has stopped tells how it goes on
-            raise RankError((folder / "rank-0.finished").read_text())
+            raise RankError(job_folder.notes(folder, "finished")[0].read_text())
         try:
             return pickle.loads((folder / "result").read_bytes())
         except Exception as error:  # a DDP model has no group here
@@ -130,16 +130,17 @@ def _signal(ranks: list[subprocess.Popen], number: signal.Signals) -> None:
 def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
     """The ranks that have ended without the note that they finished, whatever their exit codes."""
     ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
-    return [rank for rank in ended if not (folder / f"rank-{rank}.finished").exists()]
+    return [rank for rank in ended if rank not in job_folder.notes(folder, "finished")]
 
 
 def _why(failed: list[int], ranks: list[subprocess.Popen], folder: Path) -> str:
     """What the first rank to fail tells, or what is known of one that could not."""
-    first = folder / "first-failed"
-    if first.exists():
-        trace = first.resolve().with_suffix(".traceback")
+    first = job_folder.first_failed(folder)
+    if first:
+        trace = first.with_suffix(".traceback")
         return first.read_text().removeprefix("error on ") + (trace.read_text() if trace.exists() else "")
-    silent = next((rank for rank in failed if not (folder / f"rank-{rank}.lost").exists()), failed[0])
+    lost = job_folder.notes(folder, "lost")
+    silent = next((rank for rank in failed if rank not in lost), failed[0])
     return (
         f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see what it "
         "printed (-9: somebody killed it, perhaps for want of memory)."

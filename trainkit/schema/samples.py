@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
 
 FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
@@ -151,9 +152,9 @@ def runs(folder: Path) -> list[Path]:
 
 def note_run(path: Path) -> None:
     """In a job that is sampled, leave word that its training writes the CSV `path`."""
-    folder = Path(os.environ.get("TRAINKIT_JOB_DIR", ""), FOLDER)
-    if os.environ.get("TRAINKIT_JOB_DIR") and folder.is_dir():
-        with suppress(OSError), (folder / RUNS).open("a") as file:
+    job = job_folder.here()
+    if job and (job / FOLDER).is_dir():
+        with suppress(OSError), (job / FOLDER / RUNS).open("a") as file:
             file.write(f"{path.absolute()}\n")
 
 

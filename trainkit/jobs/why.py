@@ -1,0 +1,141 @@
+"""Why a job failed: which rank died first, where, and of what. It needs no packages.
+
+It knows by the notes of the ranks (runtime/job_folder.py), and by what srun, torchrun and NCCL have printed:
+slurm/job_env.sh asks it by `python -m trainkit.jobs.why srun < log`.
+"""
+
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainkit.runtime import job_folder
+
+# srun tells of its tasks: the ranks, or torchruns, which tell of their ranks, the first to die at last.
+OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+OF_TORCHRUN = re.compile(r"  (host|rank|exitcode) +: (\S+)")
+# NCCL aborts the ranks that have waited for --timeout. The one they waited for has nothing to say.
+TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
+ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
+TELLS = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
+MOST = 9  # reasons that are told
+
+
+class Evidence:
+    """What is known of a job that has failed.
+
+    Args:
+        folder: the job's own.
+        printed: the lines of its logs.
+        launcher: what started the ranks: srun, torchrun, or "" on this machine without Slurm.
+    """
+
+    def __init__(self, folder: Path, printed: Iterable[str], launcher: str = "") -> None:
+        self._folder, self._launcher = folder, launcher
+        self._lines = list(filter(TELLS.search, printed))  # a log may have millions of others
+        silent = job_folder.notes(folder, "started")
+        self._nodes = {rank: note.read_text().strip() for rank, note in silent.items()}
+        self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
+
+    def reasons(self) -> list[str]:
+        """Tell why the job failed, the first reason first; nothing if nobody knows."""
+        reasons = (self._told_by_a_rank(), *self._deaths(), self._gave_up())
+        found = list(dict.fromkeys(filter(None, reasons)))
+        if self._nodes and not found:
+            killed = f"killed (by hand, or for want of memory{': --mem' if self._launcher else ''})?"
+            return [f"{self._names(self._nodes)} ended without a word: {killed}"]
+        if self._launcher and not found and job_folder.notes(self._folder, "lost"):
+            return ["the ranks lost each other: the network, or a rank that hung for longer than --timeout"]
+        return found
+
+    def _told_by_a_rank(self) -> str | None:
+        """The words of the rank that failed first; on a full disk there are none."""
+        notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
+        lines = (line for note in notes if note for line in note.read_text(errors="replace").splitlines())
+        return next(filter(None, lines), None)
+
+    def _deaths(self) -> Iterator[str | None]:
+        """The deaths that no rank could tell of itself, the first one first."""
+        ended = job_folder.notes(self._folder, "finished", "failed", "lost")
+        told = {"host": "", "rank": ""}  # by torchrun, of one rank
+        for line in (*self._first_of_torchrun(), *self._lines):
+            if found := OF_SRUN.search(line):
+                node, tasks, how = found.groups()
+                for task in _numbers(tasks):
+                    if self._launcher != "torchrun" and task not in ended:
+                        yield self._died(task, node, how)
+                    elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
+                        yield f"torchrun {task} on {node} {_in_words(how)}"
+            elif found := OF_TORCHRUN.match(line):
+                told[found[1]] = found[2]
+                if found[1] == "exitcode" and told["rank"].isdigit() and int(told["rank"]) not in ended:
+                    yield self._died(int(told["rank"]), told["host"], found[2])
+
+    def _first_of_torchrun(self) -> Iterator[str]:
+        """What torchrun says of the rank that failed first, which it says at last."""
+        inside = False
+        for line in self._lines:
+            inside = line.startswith("Root Cause") or inside and not line.startswith("===")
+            if inside:
+                yield line
+
+    def _died(self, rank: int, node: str, how: str) -> str | None:
+        """`how` is srun's word, or torchrun's exit code."""
+        if rank in self._waited:
+            return self._gave_up()
+        words = _in_words(how)
+        if words == "aborted":
+            told = (found.groups() for found in map(ABORTED.search, self._lines) if found)
+            words += next((f" ({cause})" for of, cause in told if int(of) == rank), "")
+        return words and f"rank {rank} on {self._nodes.get(rank, node)} {words}"
+
+    def _gave_up(self) -> str | None:
+        if not self._waited:
+            return None
+        missing = self._names(rank for rank in self._nodes if rank not in self._waited)
+        missing = f"{missing}, which hung or was lost" if missing else "each other"
+        return f"NCCL gave up after --timeout: rank {','.join(map(str, self._waited))} waited for {missing}"
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        if self._launcher:
+            return ",".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
+        numbers = ", ".join(map(str, ranks))
+        return numbers and f"rank {numbers}"
+
+
+def _numbers(tasks: str) -> Iterator[int]:
+    """Those of a list of srun's, such as 0,2-4."""
+    for part in tasks.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _in_words(how: str) -> str:
+    """Say what srun's word, or torchrun's exit code, means; "" if another death was the cause."""
+    if how.startswith(("Terminated", "-15")):
+        return ""
+    if how.startswith(("Killed", "-9")):
+        return "was killed (by hand, or for want of memory: --mem)"
+    if how.startswith("Out Of Memory"):
+        return "was killed for want of memory: ask for more --mem"
+    if how.startswith(("Aborted", "-6")):
+        return "aborted"
+    if how.startswith("-"):
+        return f"died of signal {signal.Signals(-int(how)).name}"
+    if how.startswith("Exited") or how.isdigit():
+        return f"ended without a word, with exit code {how.split()[-1]}"
+    return f"died: {how}"
+
+
+def main() -> None:
+    """Print the reasons as the last words of a job's log."""
+    printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
+    reasons = Evidence(job_folder.here(), printed, launcher=sys.argv[1]).reasons()[:MOST]
+    for number, reason in enumerate(reasons):
+        # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
+        print(f"then    {reason.partition(' (')[0]}" if number else f"why     {reason}")
+
+
+if __name__ == "__main__":
+    main()
