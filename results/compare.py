@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.jobs import local, plan, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
@@ -27,57 +28,78 @@ CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; al
 MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common node; --workers asks for more
 
 
+class Devices(NamedTuple):
+    """What the stages are compared on: so many `workers` in the largest runs, each a GPU or a CPU core."""
+
+    workers: int
+    in_slurm: bool  # on GPUs of a node there
+    gpus_here: int
+
+    @property
+    def are_gpus(self) -> bool:
+        return self.in_slurm or self.gpus_here > 0
+
+
 def main() -> int:
     own, passed_on = _parse()
     site = read_site()
     opts = submission.read_options(STAGES["ddp"], passed_on, site)
     if opts.dry_run:
         raise UserError("--dry-run measures nothing that could be compared: leave it out.")
-    # Inside a job the GPUs of that job are meant.
-    here = own.local or opts.no_cuda or "SLURM_JOB_ID" in os.environ
-    in_slurm = 0 if here else _gpus_of_a_node(site)
-    gpus = 0 if in_slurm or opts.no_cuda else local.gpus_here()
-    available = in_slurm or gpus or len(os.sched_getaffinity(0))
-    if own.workers and own.workers > available:
-        raise UserError(f"--workers {own.workers} is more than the {available} found here: lower it.")
-    workers = own.workers or gpus or min(available, MOST_WORKERS)
-    on_gpus = in_slurm or gpus
-    if on_gpus:
-        batches = plan.batch_sizes(workers, own.batch_size, own.train_size)
+    devices = _find_devices(own, opts, site)
+    if devices.are_gpus:
+        batches = plan.batch_sizes(devices.workers, own.batch_size, own.train_size)
     else:
-        batches = [_shared_by(workers, own.batch_size or BATCH_SIZE)]
+        batches = [_shared_by(devices.workers, own.batch_size or BATCH_SIZE)]
         own.train_size = own.train_size or CPU_TRAIN_SIZE
         sizes = replace(opts, batch_size=batches[0], train_size=own.train_size)
         options.check_sizes(sizes, staging.TRAIN_IMAGES)
-
-    dataset = _find_data(opts)
-    epochs = own.epochs or (plan.EPOCHS if on_gpus else sweep.EPOCHS)
-    folder = own.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    compared = sweep.Sweep(
-        folder.resolve(),
-        (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
-        replace(opts, dataset=dataset, epochs=epochs),
-        site,
-        submission.DEFAULT_MINUTES if in_slurm else local.DAY_MINUTES,
-        here=not in_slurm,
-        gpus_here=gpus,
-    )
-    if in_slurm:
-        print("Slurm found: the runs go as jobs; --local runs them on this machine")
+    compared = _make_sweep(own, opts, passed_on, site, devices)
     with compared.claim():
-        if on_gpus:
-            return _on_gpus(compared, workers, batches, own)
-        matrix = sweep.Grid(
+        if devices.are_gpus:
+            return _compare_on_gpus(compared, devices.workers, batches, own)
+        grid = sweep.Grid(
             tuple(STAGES.values()),
-            tuple({1, workers}),
+            tuple({1, devices.workers}),
             tuple(batches),
             train_sizes=(own.train_size,),
             repeats=own.repeats or 1,
         )
-        return sweep.run(compared, compared.planned(matrix)[0], max_jobs=1)
+        return sweep.run(compared, compared.planned(grid)[0], max_jobs=1)
 
 
-def _on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
+def _find_devices(own: argparse.Namespace, opts: options.Options, site: Site) -> Devices:
+    # Inside a job the GPUs of that job are meant.
+    here = own.local or opts.no_cuda or "SLURM_JOB_ID" in os.environ
+    in_slurm = 0 if here else _gpus_of_a_node(site)
+    gpus_here = 0 if in_slurm or opts.no_cuda else local.gpus_here()
+    available = in_slurm or gpus_here or len(os.sched_getaffinity(0))
+    if own.workers and own.workers > available:
+        raise UserError(f"--workers {own.workers} is more than the {available} found here: lower it.")
+    workers = own.workers or gpus_here or min(available, MOST_WORKERS)
+    return Devices(workers, bool(in_slurm), gpus_here)
+
+
+def _make_sweep(
+    own: argparse.Namespace, opts: options.Options, passed_on: list[str], site: Site, devices: Devices
+) -> sweep.Sweep:
+    dataset = _find_data(opts)
+    epochs = own.epochs or (plan.EPOCHS if devices.are_gpus else sweep.EPOCHS)
+    folder = own.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    if devices.in_slurm:
+        print("Slurm found: the runs go as jobs; --local runs them on this machine")
+    return sweep.Sweep(
+        folder.resolve(),
+        (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
+        replace(opts, dataset=dataset, epochs=epochs),
+        site,
+        submission.DEFAULT_MINUTES if devices.in_slurm else local.DAY_MINUTES,
+        here=not devices.in_slurm,
+        gpus_here=devices.gpus_here,
+    )
+
+
+def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
     """Choose the sizes that were not given, by runs on one GPU, and compare."""
     probes, batch_size, train_size, run_seconds = [], batches[0], own.train_size, None
     if not (own.batch_size and own.train_size):
@@ -162,7 +184,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _gpus_of_a_node(site: Site) -> int:
-    """The most GPUs that a node of the partition has to which jobs go; 0 without a Slurm that answers."""
+    """Return the most GPUs of a node where jobs go; 0 without a Slurm that answers."""
     if not slurm.is_here():
         return 0
     partition = site.sbatch.get("SBATCH_PARTITION") or slurm.default_partition()
@@ -174,7 +196,7 @@ def _gpus_of_a_node(site: Site) -> int:
 
 
 def _shared_by(workers: int, batch_size: int) -> int:
-    """The global batch size, or the next above that divides among the workers."""
+    """Return the global batch size, or the next above that divides among the workers."""
     shared = -(-batch_size // workers) * workers
     if shared != batch_size:
         print(f"global batch size {shared}, the next above {batch_size} that {workers} workers share")
