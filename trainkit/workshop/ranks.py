@@ -81,7 +81,7 @@ def _told(rank: int, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
     where = f"in line {(own or frames)[-1].lineno}" + (f" of {Path(own[-1].filename).name}" if own else "")
-    if re.search("[Tt]imed out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
+    if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
         return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
     return f"rank {rank} ends with {type(error).__name__} {where}: {error}"
 

@@ -64,7 +64,7 @@ def check(mine: Workspace) -> str:
     )
 
 
-class Agreement:
+class Meeting:
     """Stands in for the process group, and notes who comes, and where to."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def join(program: ModuleType, process: int) -> tuple[int, str]:
     """Return a rank of two processes on each of two nodes, and the host where it looks for rank 0."""
     place = {"MASTER_ADDR": "n1", "MASTER_PORT": "1", "WORLD_SIZE": "4"}
     ranks = {"RANK": str(process), "LOCAL_RANK": str(process % 2)}
-    meeting = Agreement()
+    meeting = Meeting()
     with (
         patch.dict(os.environ, place | ranks),
         patch.object(dist, "init_process_group", meeting.init_process_group),

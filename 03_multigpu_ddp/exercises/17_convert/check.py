@@ -1,0 +1,278 @@
+"""Runs the learner's script in two processes, as torchrun would, and watches what PyTorch is asked for."""
+
+import os
+import tempfile
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from trainkit.rank import synthetic
+from trainkit.runtime.network import free_port
+from trainkit.workshop.ranks import TIMEOUT, in_ranks
+from trainkit.workshop.work import Workspace, Wrong, near
+
+ANSWERS = """\
+# Before you change the script: torchrun starts it twice, as it is. How many of the two processes train
+# until the end?
+prediction = 2
+"""
+HINTS = """\
+## 1
+
+Four things change: meet and take a device, share the data, wrap the network, tell of all. Go through
+main from the top, and ask of every line what it does on rank 1.
+
+## 2
+
+`dist.init_process_group(backend)` takes the rest from torchrun's variables. LOCAL_RANK is the number
+of the GPU. A `DistributedSampler(train_set, drop_last=True)` shares the training images and wants
+`set_epoch(epoch)`; for validation, `Subset(validation_set, range(rank, len(validation_set), size))`
+leaves none out and counts none twice. Sums over all ranks: `dist.all_reduce(tensor)`.
+
+## 3
+
+Train through the wrapper, validate and save what is inside it: outside of the training step the wrapper
+still talks to the other ranks, and its weights begin with `module.`. BatchNorm's running means are
+buffers: each rank has its own after a step, so take those of rank 0 before you validate
+(`dist.broadcast(buffer, src=0)` for each of `model.buffers()`). What only rank 0 does must have no
+call that the others have to make, too.
+"""
+STARTS_WITH = "`prediction`"
+SCRIPT, TRAIN, VALIDATE = "train.py", 96, 65  # images, which two ranks cannot share evenly
+Seen = dict[str, object]
+
+
+def check(mine: Workspace) -> str:
+    prediction = mine.answers().number("prediction")
+    program = mine.module(SCRIPT)
+    wrong_device(program)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = Path(folder) / "whole", Path(folder) / "parts"
+        for place in (whole, parts):
+            write_digits(place)
+        ranks = run(program, whole, epochs=2)
+        for wrong in (wrong_shares, wrong_step, wrong_numbers, wrong_files):
+            wrong(ranks)
+        wrong_names(whole)
+        run(program, parts, epochs=1)
+        wrong_resume(ranks, run(program, parts, epochs=2))
+    return (
+        "It is a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
+        f"You predicted that {prediction:.0f} processes train to the end: both do, each the same network for "
+        "itself, and both write the same files. No error tells of it."
+    )
+
+
+def write_digits(folder: Path) -> None:
+    folder.mkdir()
+    for name, count in (("train", TRAIN), ("validation", VALIDATE)):
+        images, labels = synthetic.digits(count, seed=1)
+        np.save(folder / f"{name}-images.npy", images.numpy())
+        np.save(folder / f"{name}-labels.npy", labels.numpy())
+
+
+def run(program: ModuleType, folder: Path, epochs: int) -> list[Seen]:
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
+    with patch.dict(os.environ, place):
+        return in_ranks(lambda rank, size: behave(program, folder, epochs), size=2, group=False)
+
+
+def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
+    """Run the script in this rank, and return what it read, computed and wrote."""
+    read, losses, backward, gradients, files, means = [], [], [], [], [], []
+    make, get, meet = program.Images.__init__, program.Images.__getitem__, dist.init_process_group
+    step, save, entropy = torch.optim.SGD.step, torch.save, F.cross_entropy
+    back, normalize = torch.Tensor.backward, nn.BatchNorm2d.forward
+
+    def made(images: object, where: Path, name: str) -> None:
+        make(images, where, name)
+        images.of = name
+
+    def got(images: object, number: int) -> object:
+        read.append((images.of, int(number)))
+        return get(images, number)
+
+    def stepped(optimizer: torch.optim.SGD, *arguments: object) -> object:
+        gradients.append(sum(p.grad.abs().sum().item() for p in optimizer.param_groups[0]["params"]))
+        return step(optimizer, *arguments)
+
+    def computed(*arguments: object, **how: object) -> torch.Tensor:
+        loss = entropy(*arguments, **how)
+        losses.append(loss.item())
+        return loss
+
+    def went_back(loss: torch.Tensor, *arguments: object, **how: object) -> None:
+        backward.append(loss.item())
+        back(loss, *arguments, **how)
+
+    def saved(what: object, file: object, *more: object, **how: object) -> None:
+        files.append(Path(str(file)).name)
+        save(what, file, *more, **how)
+
+    def normalized(layer: nn.BatchNorm2d, images: torch.Tensor) -> torch.Tensor:
+        if not layer.training:
+            means.append(layer.running_mean.sum().item())
+        return normalize(layer, images)
+
+    with (
+        patch.object(program.Images, "__init__", made),
+        patch.object(program.Images, "__getitem__", got),
+        patch.object(dist, "init_process_group", partial(meet, timeout=timedelta(seconds=TIMEOUT))),
+        patch.object(torch.optim.SGD, "step", stepped),
+        patch.object(torch, "save", saved),
+        patch.object(F, "cross_entropy", computed),
+        patch.object(torch.Tensor, "backward", went_back),
+        patch.object(nn.BatchNorm2d, "forward", normalized),
+    ):
+        told = program.main(["--epochs", str(epochs), "--folder", str(folder)])
+    return {
+        "met": dist.is_initialized(),
+        "read": [[number for _, number in of] for _, of in groupby(read, key=lambda one: one[0])],
+        "steps": len(gradients),
+        "gradients": gradients,
+        "losses": losses,
+        "backward": backward,
+        "means": means,
+        "files": files,
+        "told": told,
+    }
+
+
+def wrong_device(program: ModuleType) -> None:
+    """The third process of two nodes with two GPUs each is on the second GPU of its node."""
+    taken = []
+    with (
+        patch.dict(os.environ, {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}),
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "set_device", taken.append),
+        patch.object(dist, "get_rank", lambda: 3),
+    ):
+        device = program.choose_device()
+    chosen = [
+        getattr(one, "index", one) for one in (device, *taken)
+    ]  # `cuda` without an index is what was set
+    index = next((one for one in chosen if one is not None), 0)
+    if index == 0:
+        raise Wrong(
+            "Rank 3, with local rank 1, takes GPU 0 of its node, which is that of local rank 0. Without an "
+            "index `cuda` is the first GPU."
+        )
+    if index != 1:
+        raise Wrong(f"Rank 3 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
+    if not taken:
+        raise Wrong(
+            "Call `torch.cuda.set_device`, too: NCCL and whatever says only `cuda` else use the first GPU."
+        )
+
+
+def wrong_shares(ranks: list[Seen]) -> None:
+    if not all(seen["met"] for seen in ranks):
+        raise Wrong("The two processes have not met: each has trained a network of its own.")
+    first, second = (seen["read"] for seen in ranks)
+    steps = ranks[0]["steps"] // 2
+    size = (len(first[0]) + len(second[0])) / max(steps, 1)
+    trained = Counter(first[0] + second[0])
+    if trained and min(trained.values()) == 2:
+        raise Wrong(f"In an epoch each of the {len(trained)} images is trained twice, once on each rank.")
+    if size > 32:
+        raise Wrong(f"An optimizer step takes {size:.0f} images of both ranks together, and not 32.")
+    if len(trained) < TRAIN:
+        raise Wrong(f"In an epoch {TRAIN - len(trained)} of {TRAIN} images come not at all.")
+    if first[0] == first[2]:
+        raise Wrong("The second epoch has the images in the very order of the first, and so has every later.")
+    validated = Counter(first[1] + second[1])
+    twice = sum(count > 1 for count in validated.values())
+    if twice:
+        raise Wrong(f"Of {VALIDATE} validation images {twice} are counted twice: once on each rank.")
+    if len(validated) < VALIDATE:
+        raise Wrong(f"Of {VALIDATE} validation images {VALIDATE - len(validated)} are not looked at.")
+
+
+def wrong_step(ranks: list[Seen]) -> None:
+    first, second = ranks
+    if not np.allclose(first["gradients"], second["gradients"], rtol=1e-5):
+        raise Wrong("The ranks take their steps with different gradients: their networks drift apart.")
+    share = sum(first["backward"]) / sum(first["losses"])
+    if not near(share, 1, 0.01):
+        raise Wrong(
+            f"You multiply the loss by {share:.2f} before `backward`. DDP averages the gradients over the "
+            "ranks already."
+        )
+
+
+def wrong_numbers(ranks: list[Seen]) -> None:
+    losses, accuracies = zip(*(zip(*seen["told"], strict=True) for seen in ranks), strict=True)
+    steps = ranks[0]["steps"] // 2
+    true = np.mean([seen["losses"][:steps] for seen in ranks])
+    if not near(losses[0][0], true, 1e-3):
+        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, and rank 0 tells {losses[0][0]:.4f}.")
+    if ranks[0]["means"][0] != ranks[1]["means"][0]:
+        raise Wrong(
+            "The ranks validate two networks: BatchNorm's running means are those of each rank's own images. "
+            "DDP sends rank 0's at the next training step only."
+        )
+    if accuracies[0] != accuracies[1]:
+        raise Wrong(
+            f"Rank 0 tells {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each the accuracy "
+            "of its own share."
+        )
+
+
+def wrong_files(ranks: list[Seen]) -> None:
+    if ranks[0]["files"] and ranks[1]["files"]:
+        raise Wrong(f"Both ranks write {ranks[1]['files'][0]}, at the same time.")
+    if not {"best.pt", "last.pt"} <= {*ranks[0]["files"], *ranks[1]["files"]}:
+        raise Wrong("best.pt or last.pt is not written.")
+
+
+def wrong_names(folder: Path) -> None:
+    names = torch.load(folder / "best.pt", weights_only=True)
+    if any(name.startswith("module.") for name in names):
+        raise Wrong("The names in best.pt begin with `module.`: without DDP the weights cannot be loaded.")
+
+
+def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
+    epochs = len(resumed[0]["told"])
+    if epochs != 1:
+        raise Wrong(f"After one of two epochs, the resumed run trains {epochs} more.")
+    (loss, _), (in_one_go, _) = resumed[0]["told"][0], whole[0]["told"][1]
+    if not near(loss, in_one_go, 1e-5):
+        raise Wrong(
+            f"Resumed after one epoch, the second has a loss of {loss:.6f}. In one go it has {in_one_go:.6f}."
+        )
+
+
+ACCURACY = "        accuracy = validate("
+ALONE = "        if rank > 0:\n            told.append((loss, 0.0))\n            continue\n"
+OWN = "DataLoader(own, BATCH)"
+PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validation_set, shuffle=False))"
+WRONG = [
+    (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 3: there is none"),
+    (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
+    (SCRIPT, "    torch.cuda.set_device(device)\n", "", "Call `torch.cuda.set_device`"),
+    (SCRIPT, "BATCH // size, sampler=shares", "BATCH // size, shuffle=True", "is trained twice"),
+    (SCRIPT, "BATCH // size", "BATCH", "takes 64 images"),
+    (SCRIPT, "        shares.set_epoch(epoch)\n", "", "the very order of the first"),
+    (SCRIPT, OWN, PADDED, "are counted twice"),
+    (SCRIPT, "train_epoch(ddp", "train_epoch(model", "different gradients"),
+    (SCRIPT, "loss.backward()", "(loss / dist.get_world_size()).backward()", "by 0.50 before"),
+    (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
+    (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
+    (SCRIPT, "    dist.all_reduce(right)\n", "", "of its own share"),
+    (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
+    (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),
+    (SCRIPT, ACCURACY, ALONE + ACCURACY, "wait for each other in vain"),
+    (SCRIPT, '        optimizer.load_state_dict(state["optimizer"])\n', "", "Resumed after one epoch"),
+    (SCRIPT, 'begin, best = state["epoch"], state', "best = state", "trains 2 more"),
+    (SCRIPT, "    if last.exists", "    if rank == 0 and last.exists", "wait for each other in vain"),
+]  # fmt: skip
