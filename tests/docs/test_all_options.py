@@ -37,12 +37,15 @@ TRAININGS = {
     f"{BEYOND}/vae_counts.py": "--graph",
 }
 SUBMIT = "--cpus-per-gpu --dry-run --gpus --nodes --partition --script --time --wait"
+PLAIN = "--batch-size --data-dir --epochs"
 OTHERS = {
+    "01_singlegpu/plain.py": PLAIN,
     "01_singlegpu/exercises/check.py": "--yes",
     "01_singlegpu/submit.py": SUBMIT,
     "02_multigpu_dp/exercises/check.py": "--yes",
     "02_multigpu_dp/submit.py": SUBMIT,
     "03_multigpu_ddp/exercises/check.py": "--yes",
+    "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
     f"{BEYOND}/predict.py": "--data-dir --invert --no-cuda --out --precision --test-size",
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
@@ -78,6 +81,7 @@ WITHOUT = {
     "slurm/doctor.py",  # starts trainkit/doctor/cli.py
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
+    "trainkit/jobs/why.py",  # asked by slurm/job_env.sh
     "trainkit/runtime/launching.py",
     "trainkit/runtime/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
