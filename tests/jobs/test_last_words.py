@@ -9,6 +9,8 @@ import pytest
 from checkout import Checkout
 from cluster import RunningCluster
 
+from trainkit.jobs import why
+
 # Ranks that note that they have started, wait for each other, and then do what is planted for each.
 RANKS = """
 import atexit, os, signal, sys, time
@@ -159,11 +161,10 @@ def test_nccl_gave_up_and_no_core_is_dumped(launcher: str, checkout: Checkout) -
     assert not list(checkout.folder.rglob("core*"))
 
 
-@pytest.mark.parametrize("site", ["", "python() { return 127; }"], ids=["", "Python in the container only"])
-def test_srun_of_a_gpu_that_failed(site: str, checkout: Checkout) -> None:
-    checkout.site(site)
+def test_python_is_in_the_container_only(checkout: Checkout) -> None:
+    checkout.site("python() { return 127; }")
     plant(checkout, say(BROKEN) + "os.abort()", WAIT)
-    log = checkout.fail("srun", "fates.py")
+    log = checkout.fail("srun", "fates.py", sbatch=("--nodelist=n1",))
     assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"], log
 
 
@@ -175,16 +176,46 @@ def test_where_nothing_can_judge_the_first_note_is_told(checkout: Checkout) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "waited_for"),
-    [("0", "0 waited for rank 1, which hung or was lost"), ("01", "0,1 waited for each other")],
-)
-def test_nccl_gave_up_in_local_processes(ranks: str, waited_for: str, tmp_path: Path) -> None:
+def test_nccl_gave_up_in_local_processes(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
-    ready = f"(folder / f'ready-{{rank}}').touch(); wait_for(*{[f'ready-{rank}' for rank in ranks]}); "
-    together = f"wait_for(*{[f'said-{rank}' for rank in ranks]}); os.abort()"
-    gave_up = ready + say(GAVE_UP["2.15"]) + together
-    plant(checkout, *(gave_up if rank in ranks else WAIT for rank in "01"))
+    plant(checkout, say(GAVE_UP["2.15"]) + "os.abort()", WAIT)
     done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
-    told = f" failed: NCCL gave up after --timeout: rank {waited_for}\n"
+    told = " failed: NCCL gave up after --timeout: rank 0 waited for rank 1, which hung or was lost\n"
     assert done.stderr.endswith(told), done.stderr
+
+
+BY_SRUN = """srun: error: n2: tasks 1,3: Out Of Memory
+srun: error: n1: tasks 0-2: Terminated
+srun: error: n1: task 0: Segmentation fault
+"""
+BY_TORCHRUN = """Failures:
+  host      : n1.site
+  rank      : 0 (local_rank: 0)
+  exitcode  : 3 (pid: 7)
+Root Cause (first observed failure):
+  host      : n2.site
+  rank      : 2 (local_rank: 0)
+  exitcode  : -11 (pid: 8)
+======
+"""
+BY_NCCL = "".join(GAVE_UP["2.15"].format(rank=rank) for rank in range(4))
+MEMORY = "was killed for want of memory: ask for more --mem"
+SIGNALS = [f"rank 1 on n1 {MEMORY}", f"rank 3 on n2 {MEMORY}", "rank 0 on n1 died: Segmentation fault"]
+CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended without a word, with exit code 3"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "printed", "reasons"),
+    [
+        ("srun", BY_SRUN, SIGNALS),
+        ("torchrun", BY_TORCHRUN, CODES),
+        ("", BY_NCCL, ["NCCL gave up after --timeout: rank 0,1,2,3 waited for each other"]),
+    ],
+    ids=["srun", "torchrun", "NCCL"],
+)
+def test_what_launchers_and_nccl_print(
+    launcher: str, printed: str, reasons: list[str], tmp_path: Path
+) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.started").write_text(f"n{rank // 2 + 1}\n")
+    assert why.Evidence(tmp_path, printed.splitlines(), launcher).reasons() == reasons

@@ -76,12 +76,12 @@ class Handle:
         raise NotImplementedError
 
     def how_to_follow(self) -> str:
-        """The commands that show the job and stop it, one per line."""
+        """Name the commands that show the job and stop it, one per line."""
         output, results = shlex.quote(str(self.log)), shlex.quote(str(self.results))
         return f"output   tail -n +1 -F {output}\nresults  ls {results}"
 
     def verdict(self) -> list[str]:
-        """What the job's sampler has told at its end (trainkit.monitor.cli); nothing if there was none."""
+        """Return what the job's sampler told at its end (trainkit.monitor.cli); nothing if there was none."""
         lines = _lines(self.log)
         starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
         return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]
@@ -201,7 +201,7 @@ class LocalHandle(Handle):
 
 
 def follow(handle: Handle, quiet: bool = False) -> int:
-    """Show how the job is doing until it has ended; returns 0 if it went well, else 1.
+    """Show how the job is doing until it has ended, and return 0 if it went well, else 1.
 
     Every change is a line. With `quiet` only a failure is told.
 

@@ -21,7 +21,7 @@ NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
 MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
 SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
 # What is in them: notes of ranks and samples, or what submitit keeps.
-OF_A_JOB = re.compile(r"rank-\d+\.(started|finished|failed|lost)|monitor")
+OF_A_JOB = re.compile(f"{job_folder.NOTE.pattern}|{samples.FOLDER}")
 OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
 UNKNOWN = "unknown"
 ENDED = ("COMPLETED", "ended", *slurm.FAILED)
@@ -44,7 +44,7 @@ class JobFolder:
         return self.state in ENDED
 
     def row(self, jobs_dir: Path) -> tuple[str, ...]:
-        """Its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
+        """Return its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
         when = datetime.fromtimestamp(self.path.stat().st_mtime)
         on_from = f"to go on from: {self.newest.name}" if self.newest else ""
         name = printable(str(self.path.relative_to(jobs_dir)))
@@ -52,7 +52,7 @@ class JobFolder:
 
 
 def look(jobs_dir: Path) -> list[JobFolder]:
-    """The folders of the user's jobs, the oldest first."""
+    """List the folders of the user's jobs, the oldest first."""
     found = [_judge(path, jobs_dir) for path in _folders(jobs_dir)]
     return sorted(found, key=lambda folder: folder.path.stat().st_mtime)
 
@@ -72,26 +72,13 @@ def remove(folder: JobFolder) -> str | None:
 
 
 def size(folder: Path) -> int:
-    """Bytes in it; of a link, its own."""
+    """Count the bytes in it; of a link, its own."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # of a job that runs
                 total += Path(place, name).lstat().st_size
     return total
-
-
-def state_of(job: Path) -> str:
-    """Slurm's word for the state of the job with this folder, or RUNNING, ended or unknown."""
-    numbered = NUMBERED.fullmatch(job.name)
-    if numbered:
-        return "ended" if numbered[2] else _state_in_slurm(numbered[1])
-    submitted = next(job.glob("[0-9]*_submitted.pkl"), None)
-    if not submitted:  # it may be on its way to Slurm
-        return _state_here(job) if MONITORED.fullmatch(job.name) else UNKNOWN
-    if next(job.glob("*submission*.sh"), None):  # with a dot in front if the submitter was killed
-        return _state_in_slurm(submitted.name.removesuffix("_submitted.pkl"))
-    return _state_here(job)
 
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
@@ -110,11 +97,14 @@ def _folders(jobs_dir: Path) -> Iterator[Path]:
 
 
 def _judge(path: Path, jobs_dir: Path) -> JobFolder:
-    checkpoints = path
+    if numbered := NUMBERED.fullmatch(path.name):
+        return JobFolder(path, "ended" if numbered[2] else _state_in_slurm(numbered[1]), _newest(path))
     submitted = next(path.glob("[0-9]*_submitted.pkl"), None)
-    if submitted and next(path.glob("*submission*.sh"), None):  # Slurm's, which have a folder of their own
-        checkpoints = jobs_dir / submitted.name.removesuffix("_submitted.pkl")
-    return JobFolder(path, state_of(path), _newest(checkpoints))
+    if submitted and next(path.glob("*submission*.sh"), None):  # with a dot in front if submit.py was killed
+        number = submitted.name.removesuffix("_submitted.pkl")
+        return JobFolder(path, _state_in_slurm(number), _newest(jobs_dir / number))
+    started_here = submitted or MONITORED.fullmatch(path.name)  # else it may be on its way to Slurm
+    return JobFolder(path, _state_here(path) if started_here else UNKNOWN, _newest(path))
 
 
 def _state_in_slurm(job_id: str) -> str:

@@ -134,7 +134,7 @@ def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
 
 
 def has_ended(job_id: str, folder: Path) -> bool:
-    """Whether the process has that controls the ranks of the job in `folder`."""
+    """Tell whether the process has that controls the ranks of the job in `folder`."""
     try:  # the number may belong to another program by now
         return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -142,7 +142,7 @@ def has_ended(job_id: str, folder: Path) -> bool:
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """This environment, without the shape of the job that this shell may be in: for what is another's."""
+    """Return this environment without the shape of the job that this shell may be in, for another job."""
     own = dict(os.environ)
     if "SLURM_JOB_ID" in own:
         own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
@@ -150,12 +150,12 @@ def outside_of_jobs() -> dict[str, str]:
 
 
 def new_name(word: str) -> str:
-    """A name that no other job's folder has had, as numbers of jobs come again; housekeeping.py knows it."""
+    """Make a name that no other job's folder has had, as numbers come again; housekeeping.py knows it."""
     return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def gpus_here() -> int:
-    """How many GPUs of this machine PyTorch sees; without loading it, which is slow, if there can be none.
+    """Count the GPUs that PyTorch sees here; without loading it, which is slow, if there can be none.
 
     Raises:
         UserError: if there are some and PyTorch cannot use them.

@@ -110,7 +110,7 @@ def fail(text: str, state: str = "failed") -> NoReturn:
 
 
 def first_line(error: Exception) -> str:
-    """The line of its text that tells why: NCCL's own words, else the first; C++ frames may follow."""
+    """Pick the line of its text that tells why: NCCL's own words, else the first; C++ frames may follow."""
     text = str(error).strip()
     by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
     by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
@@ -118,13 +118,13 @@ def first_line(error: Exception) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be saved; PyTorch hides the system's answer behind one of its own."""
+    """Tell why something could not be saved; PyTorch hides the system's answer behind one of its own."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     return getattr(cause, "strerror", None) or first_line(cause)
 
 
 def printable(text: str) -> str:
-    """Text from logs, names of files and other programs, without what a terminal would obey."""
+    """Strip text from logs, names of files and other programs of what a terminal would obey."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

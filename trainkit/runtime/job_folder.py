@@ -1,4 +1,4 @@
-"""A job's own folder: its checkpoints, its samples, and what its ranks leave word of in it.
+"""A job's own folder: its checkpoints, its samples, and the word that its ranks leave in it.
 
 | name | what it says |
 |---|---|
@@ -6,6 +6,7 @@
 | `rank-N.finished`, `.failed`, `.lost` | in its place: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | the run has saved, and stopped by a signal; in the file the folder of its checkpoints |
+| `checkpoints`, `monitor` | what rank/checkpoint.py has saved; the samples (schema/samples.py) |
 
 srun often reports another exit code than that of the rank that failed, and a log mixes the ranks' lines. From
 the notes jobs/why.py tells which rank it was; one that is still "started" when all is over was killed.

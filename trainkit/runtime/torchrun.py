@@ -16,7 +16,7 @@ from trainkit.runtime.errors import STOP_SIGNALS
 
 
 def main() -> None:
-    """Run torchrun. It ends as the ranks do."""
+    """Run torchrun, and end as the ranks do."""
     # They wait for the thread. The ranks inherit that, until they listen (trainkit/rank/checkpoint.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on, daemon=True).start()

@@ -22,7 +22,7 @@ IN_VAIN = "The ranks wait for each other in vain"
 
 
 def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool = True) -> list[object]:
-    """What `function(rank, size)` returns in each of `size` new processes that form a process group.
+    """Return what `function(rank, size)` returns in each of `size` new processes that form a process group.
 
     What it returns has to be picklable; tensors are best turned into lists. Without `group` the function
     forms it by itself.
