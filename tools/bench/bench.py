@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
+from trainkit.compare.text import markdown
 from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
@@ -79,7 +80,7 @@ def _device() -> torch.device:
 
 
 def table(path: Path) -> str:
-    """The CSV of a part, which is called as it, as a table in Markdown."""
+    """Lay out the CSV of a part, which has its name, as a table in Markdown."""
     _, summarise = PARTS[path.stem]
 
     def text(value: object) -> str:
@@ -89,12 +90,7 @@ def table(path: Path) -> str:
 
     # Else numpy would turn whole numbers into floats.
     summary = summarise(pd.read_csv(path)).reset_index().astype(object)
-    rows = [
-        list(map(str, summary)),
-        ["---"] * len(summary.columns),
-        *([text(cell) for cell in row] for row in summary.values.tolist()),
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(summary.apply(lambda column: column.map(text)).rename(columns=str))
 
 
 def speed(args: argparse.Namespace) -> Rows:
@@ -202,7 +198,7 @@ def _classic(args: argparse.Namespace, repeat: int, *chosen: str) -> Rows:
 
 
 def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
-    """Medians of each case over its repeats, past the warm-up epoch, and the ratio to the first case."""
+    """Return medians of each case over its repeats, past the warm-up, and the ratio to the first case."""
     if "epoch" in frame:
         frame = frame[frame.epoch > 1]
     medians = frame.groupby("case", sort=False).median(numeric_only=True)
@@ -217,7 +213,7 @@ def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
-    """Seconds until each run had reached the goal, and how many times sooner than the classic script."""
+    """Return seconds until each run was at the goal, and how many times sooner than the classic script."""
     runs = ["case", "repeat"]
     reached = frame[frame.test_accuracy >= GOAL].groupby(runs).first()
     # A run that never reached the goal shows as NaN.
@@ -230,14 +226,14 @@ def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _efficiency(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median images/s of one and of two workers by global batch size, and their ratio over two."""
+    """Return median images/s of one and of two workers by global batch size, and their ratio over two."""
     table = frame[frame.epoch > 1].pivot_table("images_per_s", "batch", "workers", aggfunc="median")
     table["efficiency"] = table[2] / table[1] / 2
     return table.rename(columns={1: "1 worker, images/s", 2: "2 workers, images/s"})
 
 
 def _above_model(frame: pd.DataFrame) -> pd.DataFrame:
-    """Peak memory, and by how much it is above that of the model alone (MNIST as bytes: 55.5 MB)."""
+    """Return peak memory, and by how much it is above that of the model alone (MNIST as bytes: 55.5 MB)."""
     table = frame.set_index("case")[["peak_memory_mb"]].copy()
     table["above the model, MB"] = table.peak_memory_mb.diff().iloc[1::2]
     return table.rename(columns={"peak_memory_mb": "peak memory, MB"})

@@ -51,7 +51,7 @@ COLUMNS = ["section", *NUMBERS, "process_seconds", "error", "arguments", *FACTS]
 
 
 def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
-    """The row of one section."""
+    """Run one section, and return its row."""
     arguments = f"{size} {section.arguments}".split()
     batch = int(arguments[arguments.index("--batch-size") + 1])
     results, log = folder / section.name, folder / "log.txt"
@@ -79,7 +79,7 @@ def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
 
 
 def _run(command: list[str], limit: int, log: Path) -> str:
-    """Returns what went wrong, or ""."""
+    """Run the command, and return what went wrong, or ""."""
     with log.open("w") as told:
         how = {"stdout": told, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(command, **how)
@@ -96,7 +96,7 @@ def _run(command: list[str], limit: int, log: Path) -> str:
 
 
 def in_table(row: dict[str, object], first: dict[str, object]) -> str:
-    """A row of the table for people."""
+    """Lay out a row of the table for people."""
     if "error" in row:
         return f"| {row['section']} | {row['error']} | | | |"
     gain = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if "error" not in first else "-"

@@ -73,7 +73,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def run(until: float, *command: object) -> str:
-    """What a program of ours printed; what went wrong is printed here."""
+    """Run a program of ours, and return what it printed; what went wrong is printed here."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=REPOSITORY,
@@ -87,7 +87,7 @@ def run(until: float, *command: object) -> str:
 
 
 def train(until: float, folder: Path, *command: object) -> list[Row]:
-    """The rows of the training's record, which goes to `folder`/runs."""
+    """Train, and return the rows of the record, which goes to `folder`/runs."""
     before = set(folder.glob("runs/*.csv"))
     run(until, *command, "--results-dir", folder)
     new = set(folder.glob("runs/*.csv")) - before
@@ -95,7 +95,7 @@ def train(until: float, folder: Path, *command: object) -> list[Row]:
 
 
 def steady(rows: list[Row]) -> float:
-    """Images per second of the median epoch past the warm-up."""
+    """Return images per second of the median epoch past the warm-up."""
     values = sorted(row["images_per_s"] for row in rows if not row["warmup"])
     return values[len(values) // 2]
 

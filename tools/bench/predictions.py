@@ -27,7 +27,7 @@ from trainkit.advice.advice import (  # fmt: skip
     interval,
     sets,
 )
-from trainkit.advice.scaling import Shape, fit, left_out
+from trainkit.advice.scaling import Shape, fit, leave_one_out
 from trainkit.compare import comparison
 from trainkit.compare.text import markdown
 from trainkit.runtime import errors
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def as_texts(table: pd.DataFrame) -> pd.DataFrame:
-    """Shares and errors in percent, seconds in milliseconds."""
+    """Write shares and errors in percent, seconds in milliseconds."""
     texts = table.astype(object)
     for name in table.select_dtypes("float"):
         milliseconds = name.endswith("seconds")
@@ -76,7 +76,7 @@ def as_texts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_laws(count: int, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """How often the intervals hold the truth, and how often the choice is as good as the best."""
+    """Count how often the intervals hold the truth, and how often the choice is as good as the best."""
     random, held, choices = np.random.default_rng(seed), [], []
     for _ in range(count):
         kind, law = draw_law(random)
@@ -100,7 +100,7 @@ def of_laws(count: int, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _shares(found: list[dict], by: str, what: str, **also: str) -> pd.DataFrame:
-    """Of each group, and within it of each kind of law: how many there are, and the share that holds."""
+    """Count each group, and within it each kind of law: how many there are, and the share that holds."""
     table, how = pd.DataFrame(found), {"cases": (what, "size"), what: (what, "mean")}
     how |= {name: (name, kind) for name, kind in also.items()}
     every = table.assign(law="all")
@@ -108,7 +108,7 @@ def _shares(found: list[dict], by: str, what: str, **also: str) -> pd.DataFrame:
 
 
 def draw_law(random: np.random.Generator) -> tuple[str, Law]:
-    """A law of one of five kinds; the last two are none of the models'."""
+    """Draw a law of one of five kinds; the last two are none of the models'."""
     kind = str(random.choice(["amdahl", "ring", "overlap", "crowded", "stairs"]))
     image = 10 ** random.uniform(-5, -3)
     fixed, latency = image * random.uniform(0, 100), image * random.uniform(0, 10)
@@ -130,7 +130,7 @@ def draw_law(random: np.random.Generator) -> tuple[str, Law]:
 
 
 def measure(law: Law, random: np.random.Generator) -> pd.DataFrame:
-    """Runs that follow the law, with noise, stragglers and gaps, as `comparison.load` would read them."""
+    """Make runs that follow the law, with noise, stragglers and gaps, as `comparison.load` reads them."""
     counts, batches = COUNTS[random.integers(len(COUNTS))], BATCHES[random.integers(len(BATCHES))]
     repeats, epochs = random.integers(1, 4), random.integers(2, 5)
     of_runs, of_epochs = random.uniform(0, 0.02), random.uniform(0.003, 0.03)
@@ -171,7 +171,7 @@ def true_seconds(law: Law, devices: int, batch: int) -> float:
 
 
 def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
-    """Whether the choice costs at most `AS_GOOD` more than the best among the same options, in truth."""
+    """Tell whether the choice costs at most `AS_GOOD` more, in truth, than the best of the same options."""
 
     def seconds(option: Option) -> float:
         return true_seconds(law, option.shape.devices, option.global_batch)
@@ -196,19 +196,19 @@ def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
 
 
 def of_runs(folder: Path) -> pd.DataFrame:
-    """Every measured point of each set of runs in `folder`, predicted from all others."""
+    """Predict every measured point of each set of runs in `folder` from all others."""
     rows, _ = comparison.load([folder])
     tables = []
     for what, runs in sets(rows):
         run_set = RunSet(runs, Constraints())
         for stage in run_set.stages:
-            table = left_out(run_set.measured(stage))
+            table = leave_one_out(run_set.measured(stage))
             tables.append(table.assign(set=what, stage=stage, error=table.predicted / table.seconds - 1))
     return pd.concat(tables)
 
 
 def in_short(table: pd.DataFrame) -> pd.DataFrame:
-    """The errors of `of_runs` by their sets."""
+    """Sum up the errors of `of_runs` by their sets."""
     table = table.assign(error=table.error.abs(), within=table.seconds.between(table.low, table.high))
     by_set = table.groupby("set")
     return by_set.agg(
@@ -220,7 +220,7 @@ def in_short(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_nodes(folder: Path) -> pd.DataFrame:
-    """A step on two nodes, by the images of each: predicted from one node and the doctor's, and measured."""
+    """Predict a step on two nodes, by the images of each, from one node and the doctor's all-reduce."""
     one, two = (comparison.load([folder / name])[0] for name in ("one_node", "two_nodes"))
     doctor, _ = all_reduces([folder / "two_nodes"], two)
     alone, together = (RunSet(rows, Constraints()).measured("ddp") for rows in (one, two))

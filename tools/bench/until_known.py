@@ -31,7 +31,7 @@ TARGETS = (94, 95, 96, 97)  # % test accuracy
 
 
 def _label(option: Option) -> str:
-    """An option in a few words."""
+    """Name an option in a few words."""
     devices, nodes = option.shape[:2]
     return (
         f"{option.stage} x{devices}{f' on {nodes} nodes' if nodes > 1 else ''}, batch {option.global_batch}"
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each sweep: how often the choice was as good, and what share of the device time it took."""
+    """Tell of each sweep how often the choice was as good, and what share of the device time it took."""
     lines = []
     for name, rows in [*table.groupby("sweep", sort=False), ("all", table)]:
         share = rows.hours.sum() / rows.all_hours.sum()
@@ -66,17 +66,17 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_sweep(folder: Path) -> list[dict[str, object]]:
-    """A row for each set of comparable runs in the folder, and each wish that it can answer."""
+    """Return a row for each set of comparable runs in the folder, and each question that it can answer."""
     rows, _ = comparison.load([folder])
     return [
-        Replay(runs, wishes).row({"sweep": ", ".join(filter(None, [folder.stem, name]))})
+        Replay(runs, constraints).row({"sweep": ", ".join(filter(None, [folder.stem, name]))})
         for name, runs in sets(rows)
-        for wishes in wishes_for(runs)
+        for constraints in questions_for(runs)
     ]
 
 
-def wishes_for(rows: pd.DataFrame) -> list[Constraints]:
-    """The targets that were reached, each as soon as can be, and each within 1.5 times the shortest time."""
+def questions_for(rows: pd.DataFrame) -> list[Constraints]:
+    """Return the targets that were reached, as soon as can be, and within 1.5 times the shortest time."""
     lists = {"gpus": tuple(sorted(set(rows.devices))), "batches": tuple(sorted(set(rows.global_batch)))}
     found = []
     for target in TARGETS:
@@ -93,8 +93,8 @@ def wishes_for(rows: pd.DataFrame) -> list[Constraints]:
 class Replay:
     """A sweep with --until-known over runs that are there: `names` are those of the runs that it chose."""
 
-    def __init__(self, rows: pd.DataFrame, wishes: Constraints) -> None:
-        self._rows, self._wishes, self._planned = rows, wishes, {}
+    def __init__(self, rows: pd.DataFrame, constraints: Constraints) -> None:
+        self._rows, self._constraints, self._planned = rows, constraints, {}
         last = rows.sort_values("epoch").groupby("run_id").last().sort_values("started_at")
         self._hours = last.devices * last.elapsed_s / 3600
         repeats: Counter[tuple] = Counter()
@@ -111,12 +111,12 @@ class Replay:
             until_known.search(until_known.of_use(planned), self._ask, self._finish)
 
     def row(self, first: dict[str, object]) -> dict[str, object]:
-        """What all runs recommend, and what those that were chosen do."""
-        everything, known = advise(self._rows, self._wishes), self._answer()
+        """Tell what all runs recommend, and what those that were chosen do."""
+        everything, known = advise(self._rows, self._constraints), self._answer()
         best = known.best if known else None
         return first | {
             "goal": everything.goal,
-            "deadline_s": self._wishes.deadline_s or "",
+            "deadline_s": self._constraints.deadline_s or "",
             "all_runs": len(self._planned),
             "all_hours": self._hours.sum(),
             "all_choose": _label(everything.best),
@@ -125,7 +125,7 @@ class Replay:
             "hours": self._spent(),
             "choose": _label(best) if best else "",
             "sure": known.sure if known else 0.0,
-            "dearer": _dearer(everything, best, self._wishes) if best else math.inf,
+            "dearer": _dearer(everything, best, self._constraints) if best else math.inf,
         }
 
     def _ask(self, _: list[PlannedRun]) -> tuple[set[str], float, dict]:
@@ -139,7 +139,7 @@ class Replay:
     def _answer(self) -> Answer | None:
         chosen = self._rows[self._rows.run_id.isin(self._runs())]
         try:
-            return checked(advise(chosen, self._wishes)) if self.names else None
+            return checked(advise(chosen, self._constraints)) if self.names else None
         except UserError:
             return None
 
@@ -150,13 +150,15 @@ class Replay:
         return float(self._hours[self._runs()].sum())
 
 
-def _dearer(everything: Answer, chosen: Option, wishes: Constraints) -> float:
-    """By all runs, what the chosen costs over what they choose, less 1; infinite if it breaks the wishes."""
+def _dearer(everything: Answer, chosen: Option, constraints: Constraints) -> float:
+    """Return what the chosen costs by all runs over their choice, less 1; infinite if a rule is broken."""
     (alike,) = (o for o in everything.options if (o.stage, o.shape) == (chosen.stage, chosen.shape))
-    wasteful = alike.shape.devices > 1 and np.median(alike.efficiency) < wishes.min_efficiency
-    if wasteful or np.median(alike.seconds) > (wishes.deadline_s or math.inf):
+    wasteful = alike.shape.devices > 1 and np.median(alike.efficiency) < constraints.min_efficiency
+    if wasteful or np.median(alike.seconds) > (constraints.deadline_s or math.inf):
         return math.inf
-    cost, least = (np.median(o.hours if wishes.deadline_s else o.seconds) for o in (alike, everything.best))
+    cost, least = (
+        np.median(o.hours if constraints.deadline_s else o.seconds) for o in (alike, everything.best)
+    )
     return float(cost / least - 1)
 
 

@@ -251,7 +251,7 @@ def _layout(option: Option) -> tuple[object, ...]:
 
 
 def _note(option: Option, marks: dict[str, str]) -> str:
-    """`measured` or `predicted`, with a mark for what more there is to say."""
+    """Return `measured` or `predicted`, with a mark for what more there is to say."""
     known = "measured" if option.runs else "predicted"
     rest = option.basis.removeprefix(known).lstrip(":, ")
     if not rest:

@@ -79,11 +79,11 @@ class Scaling:
         return max(self.weights, key=self.weights.get)
 
     def step_seconds(self, shape: Shape) -> np.ndarray:
-        """Equally likely values, (draws,): around the measurement where there is one, else by the models."""
+        """Draw equally likely values, (draws,): around the measurement, if any, else by the models."""
         return self._draws[shape] if shape in self._draws else self._predict(np.array([shape], float))[:, 0]
 
     def basis(self, shape: Shape) -> str:
-        """How `step_seconds` knows: "measured" or "predicted", and what of it was never observed."""
+        """Tell how `step_seconds` knows: "measured" or "predicted", and what of it was never observed."""
         if shape in self.measured:
             return "measured"
         most = max(found.devices for found in [*self.measured, *self.all_reduces])
@@ -99,7 +99,7 @@ class Scaling:
         return ": ".join(filter(None, ["predicted", "; ".join(missing)]))
 
     def unknown(self, shape: Shape) -> str:
-        """Why nothing is predicted for `shape`, as a clause; "" if something is."""
+        """Tell why nothing is predicted for `shape`, as a clause; "" if something is."""
         seen = [*self.measured, *self.all_reduces]
         several = {found.nodes > 1 for found in seen if found.devices > 1}
         most = max(found.devices for found in seen)
@@ -129,11 +129,11 @@ def fit(
     shapes = np.array(list(measured), float)
     centre = np.array([_median(runs) for runs in measured.values()])
     ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes) if gradient_bytes else None)
-    errors = {name: _error(model, shapes, centre) for name, model in ladder.items()}
+    errors = {name: _held_out_error(model, shapes, centre) for name, model in ladder.items()}
     weights = _weights(errors, len(centre))
 
     random = np.random.default_rng(seed)
-    noise = _noise(measured, random)
+    noise = _draw_noise(measured, random)
     best = ladder[max(weights, key=weights.get)]
     misfit = np.log(best.fit(shapes, centre[None])(shapes)[0] / centre)
     spare = max(len(centre) - best.parameters, 0)
@@ -161,10 +161,10 @@ def fit(
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
 
 
-def left_out(
+def leave_one_out(
     measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0
 ) -> pd.DataFrame:
-    """Every shape predicted from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
+    """Predict every shape from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
     rows = []
     for shape, runs in measured.items():
         others = {other: runs for other, runs in measured.items() if other != shape}
@@ -182,7 +182,7 @@ class _Model(NamedTuple):
 
 
 def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
-    """The models that these shapes can tell something of."""
+    """Return the models that these shapes can tell something of."""
     several = shapes[:, 0] > 1
     ladder = {}
     if exchange and not several.all():
@@ -212,7 +212,7 @@ def _computation(shapes: np.ndarray) -> np.ndarray:
 
 
 def _exchange(shapes: np.ndarray, bytes: float = 1.0) -> np.ndarray:
-    """Latencies and bytes of a ring, within a node and between nodes: (shapes, 4)."""
+    """Return latencies and bytes of a ring, within a node and between nodes: (shapes, 4)."""
     devices, nodes, _ = shapes.T
     rounds = 2 * (devices - 1)
     of_a_ring = np.stack([rounds, rounds / devices * bytes], axis=1)
@@ -230,22 +230,22 @@ def _shared(of_ring: tuple[int, ...], shapes: np.ndarray) -> np.ndarray:
 
 def _linear(columns: Callable[[np.ndarray], np.ndarray], shapes: np.ndarray) -> _Model:
     def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        costs = _non_negative(columns(shapes), seconds)
+        costs = _fit_non_negative(columns(shapes), seconds)
         return lambda wanted: costs @ columns(wanted).T
 
     return _Model(np.linalg.matrix_rank(columns(shapes)), fit)
 
 
 def _overlap(exchange_of: Callable, parameters: int) -> _Model:
-    """`exchange_of` makes of runs, a computation and an overlap what predicts the exchange."""
+    """Make a model of what `exchange_of` returns, from runs, a computation and an overlap."""
 
     def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
         several = shapes[:, 0] > 1
-        costs = _non_negative(_computation(shapes[~several]), seconds[:, ~several])
+        costs = _fit_non_negative(_computation(shapes[~several]), seconds[:, ~several])
         exchanges, misfits = [], []
         for g in OVERLAPS:
             exchange = exchange_of(shapes[several], seconds[:, several], costs, g)
-            step = _together(costs @ _computation(shapes).T, exchange(shapes), g)
+            step = _overlapped(costs @ _computation(shapes).T, exchange(shapes), g)
             exchanges.append(exchange)
             misfits.append(((step / seconds - 1) ** 2)[:, several].sum(axis=1))
         best = np.argmin(misfits, axis=0)
@@ -258,7 +258,7 @@ def _overlap(exchange_of: Callable, parameters: int) -> _Model:
 
         def predict(wanted: np.ndarray) -> Seconds:
             computation = costs @ _computation(wanted).T
-            steps = [_together(computation, e(wanted), g) for e, g in zip(exchanges, OVERLAPS, strict=True)]
+            steps = [_overlapped(computation, e(wanted), g) for e, g in zip(exchanges, OVERLAPS, strict=True)]
             return np.stack(steps)[best, np.arange(len(seconds))]
 
         return predict
@@ -266,22 +266,22 @@ def _overlap(exchange_of: Callable, parameters: int) -> _Model:
     return _Model(parameters, fit)
 
 
-def _together(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
+def _overlapped(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
     return (computation**g + exchange**g) ** (1 / g)
 
 
 def _exchange_of_runs(
     of_ring: tuple[int, ...], shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float
 ) -> Predictor:
-    """What the runs on several devices take longer than their computation."""
+    """Fit what the runs on several devices take longer than their computation."""
     computation = costs @ _computation(shapes).T
     rest = np.maximum(seconds**g - computation**g, 0) ** (1 / g)
-    rings = _non_negative(_exchange(shapes)[:, of_ring], rest, 1 / np.median(seconds, axis=0))
+    rings = _fit_non_negative(_exchange(shapes)[:, of_ring], rest, 1 / np.median(seconds, axis=0))
     return lambda wanted: rings @ _exchange(wanted)[:, of_ring].T
 
 
 def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
-    """Seconds of the exchange by shapes, from the doctor's of about as many bytes."""
+    """Predict the seconds of the exchange by shapes, from the doctor's of about as many bytes."""
     if not all_reduces:
         return None
     # Small messages take the time of their rounds, which varies, and tell little of large ones.
@@ -293,12 +293,12 @@ def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float)
     bytes, seconds = (
         np.array([getattr(found, name) for found in all_reduces]) for name in ("bytes", "seconds")
     )
-    (rings,) = _non_negative(_exchange(shapes, bytes), seconds[None])
+    (rings,) = _fit_non_negative(_exchange(shapes, bytes), seconds[None])
     return lambda wanted: _exchange(wanted, gradient_bytes) @ rings
 
 
-def _non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
-    """The costs, (draws, columns), none below 0, with the least relative errors.
+def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
+    """Return the costs, (draws, columns), none below 0, with the least relative errors.
 
     The columns are few: of all subsets, that with the least errors among those without a negative cost.
     """
@@ -318,8 +318,8 @@ def _non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | N
     return best
 
 
-def _error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
-    """Of the largest count and of each batch, left out in turn: root mean square of the relative errors."""
+def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
+    """Leave out the largest count and each batch in turn; return the root mean square relative error."""
     devices, _, batches = shapes.T
     errors = []
     for hidden in [devices == devices.max(), *(batches == batch for batch in np.unique(batches))]:
@@ -332,14 +332,14 @@ def _error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
 
 
 def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
-    """Each model's share: by the likelihood of the errors it made, were they normal."""
+    """Return each model's share: by the likelihood of the errors it made, were they normal."""
     logs = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
     shares = np.exp(logs - logs.max())
     return dict(zip(errors, shares / shares.sum(), strict=True))
 
 
-def _noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
-    """Draws of how far each median may lie from its truth, in logarithms, by the scatter of epochs and runs.
+def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
+    """Draw how far, in logarithms, each median may lie from its truth, by the scatter of epochs and runs.
 
     What all shapes show is pooled: few epochs of one shape tell little.
     """

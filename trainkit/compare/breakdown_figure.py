@@ -49,7 +49,7 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
 
 
 def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each configuration, with its `ranks`' mean of each phase, and of the `step` as a whole (ms).
+    """Return a row for each configuration: the mean over its ranks of each phase, and of the `step` (ms).
 
     Of each rank it is the median over all repeats, so that a busy moment of the machine does not count.
     """
@@ -89,7 +89,7 @@ def _bars(axes: Axes, panel: pd.DataFrame) -> None:
 
 
 def _message(panel: pd.DataFrame) -> str:
-    """What the bar with the most workers shows."""
+    """Tell what the bar with the most workers shows."""
     row = panel.sort_values("world_size").iloc[-1]
     if row.world_size == 1:
         return "One worker has nothing to exchange"
@@ -117,7 +117,7 @@ def _settings(row: pd.Series) -> str:
 
 
 def _markdown(table: pd.DataFrame) -> str:
-    """The same numbers, in ms."""
+    """Write the same numbers, in ms."""
     shown = table.assign(settings=[_settings(row) for _, row in table.iterrows()])
     shown = shown.rename(columns={"world_size": "workers", "global_batch": "batch"})
     shown = shown[["workers", "nodes", "batch", *PHASES, "step", "settings"]]

@@ -39,7 +39,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
 def _figure(
     table: pd.DataFrame, lines_of: Callable, plot: Callable, panels: int = 1, inches: Callable | None = None
 ) -> Figure | None:
-    """Some panels for each section of the report, one section below the other.
+    """Draw some panels for each section of the report, one section below the other.
 
     Args:
         table: rows with the columns of `comparison.SECTION_BY`.
@@ -86,12 +86,12 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
 
 
 def _size(table: pd.DataFrame) -> Figure | None:
-    """One line per set of devices and equal settings, through all sizes of the data."""
+    """Draw a line per set of devices and equal settings, through all sizes of the data."""
     return _figure(table, sizes.lines, _epoch_and_run, panels=2)
 
 
 def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
-    """A dotted line stands at the size from which on several devices are sooner done than one."""
+    """Plot both times; a dotted line stands where several devices begin to be sooner done than one."""
     for axes, column, saved, what in (
         (left, "epoch_seconds", "epoch_saved_s", "training of an epoch (s)"),
         (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
@@ -114,7 +114,7 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
 
 
 def _speedup(table: pd.DataFrame) -> Figure | None:
-    """One line per stage and set of equal settings, another for weak scaling; none of one device alone."""
+    """Draw a line per stage and equal settings, another for weak scaling; none of one device alone."""
 
     def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
         return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
@@ -123,7 +123,7 @@ def _speedup(table: pd.DataFrame) -> Figure | None:
 
 
 def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:
-    """Texts for the legend, and efficiencies by device counts."""
+    """Return texts for the legend, and efficiencies by device counts."""
     known = section[section[column].notna()]
     batch = "batch_per_device" if weak else "global_batch"
     groups = [group for _, group in known.groupby(["stage", batch, "variant"], sort=False)]
@@ -156,7 +156,7 @@ def _speedup_and_efficiency(
 
 
 def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
-    """One curve per run; repeats of a configuration look alike."""
+    """Draw a curve per run; repeats of a configuration look alike."""
     columns = comparison.CONFIGURATION
     named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
     return _figure(named.merge(rows, on=columns), _same, _curves)
@@ -183,7 +183,7 @@ def _look(text: str, looks: Looks) -> style.Look:
 
 
 def _legend(figure: Figure) -> None:
-    """One legend under all panels; it makes the figure taller rather than the panels smaller."""
+    """Put one legend under all panels; it makes the figure taller rather than the panels smaller."""
     entries: dict[str, object] = {}
     for axes in figure.axes:
         handles, texts = axes.get_legend_handles_labels()

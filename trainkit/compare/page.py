@@ -63,13 +63,13 @@ class Table(NamedTuple):
     runs: pd.DataFrame | None = None
 
     def rows(self) -> Iterator[tuple[list[str], list[list[str]]]]:
-        """The texts of each row, and those of the runs behind it."""
+        """Yield the texts of each row, and those of the runs behind it."""
         for i, *texts in self.cells.itertuples(name=None):
             behind = [] if self.runs is None else self.runs[self.runs.index == i].to_numpy().tolist()
             yield texts, behind
 
     def numeric(self) -> list[bool]:
-        """Of each column, whether it holds numbers, which stand better on the right."""
+        """Tell of each column whether it holds numbers, which stand better on the right."""
         return [bool(column.str.match(r"$|-$|-?\d").all()) for _, column in self.cells.items()]
 
 
@@ -97,7 +97,7 @@ def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
 
 @contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """Makes the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
+    """Make the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
 
     Raises:
         UserError: if so.

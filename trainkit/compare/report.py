@@ -156,7 +156,7 @@ def _write_csv(table: pd.DataFrame, path: Path) -> None:
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """The table with all cells as text, and what its marks and columns mean that not every table has."""
+    """Return the table with all cells as text, and what marks and columns mean that not every table has."""
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
     )
@@ -195,14 +195,14 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
 
 
 def _runs(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """A row of texts for every run; its index is that of its row in the table."""
+    """Return a row of texts for every run; its index is that of its row in the table."""
     number = table[comparison.CONFIGURATION].assign(number=table.index)
     last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
     return last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
 
 
 def _memory(row: tuple) -> str:
-    """The most of any device, or from the least to the most where that is known to differ by 5 % or more."""
+    """Tell the most of any device, or the least and the most where they differ by 5 % or more."""
     uneven = row.devices > 1 and row.least_memory_mb < 0.95 * row.peak_memory_mb
     return f"{row.least_memory_mb:.0f}..{row.peak_memory_mb:.0f}" if uneven else f"{row.peak_memory_mb:.0f}"
 
@@ -228,7 +228,7 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
 
 
 def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The columns that a terminal has room for, and the names of those left out, the least needed first."""
+    """Return the columns that a terminal has room for, and the names of those left out."""
     least_needed = [name for name in LEAST_NEEDED if name in shown]
     left_out = least_needed[:1]
     while len(left_out) < len(least_needed):

@@ -8,7 +8,7 @@ from trainkit.compare.comparison import label
 
 
 def lines(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The rows that are equal in all but the size of their data, if there are two sizes, with a label.
+    """Return the rows that differ in nothing but the size of their data, of two or more, with a label.
 
     `section` is a part of the table of `comparison.compare`.
     """
@@ -22,7 +22,7 @@ def lines(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def break_even(rows: pd.DataFrame, saved: str) -> float:
-    """The size from which on the seconds `saved` are above 0, by interpolation between those measured.
+    """Interpolate the size from which on the seconds `saved` are above 0.
 
     0 if they are at every size of a line of several devices, infinite if not even at the largest, NaN if that
     is not known.
@@ -41,7 +41,7 @@ def break_even(rows: pd.DataFrame, saved: str) -> float:
 
 
 def sentences(section: pd.DataFrame) -> list[str]:
-    """For each line of several devices, from which size on it is sooner done than one device."""
+    """Tell of each line of several devices from which size on it is sooner done than one device."""
     told = []
     for text, rows in lines(section):
         epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))

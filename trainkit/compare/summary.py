@@ -10,7 +10,7 @@ WEAK = "batch {0.batch_per_device} on each"
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """What the comparison (from `compare`) shows at its largest device counts, and if it is to be doubted."""
+    """Tell what the comparison (from `compare`) shows at its largest counts, and if it is to be doubted."""
     clauses = []
     for names, section in table.groupby(SECTION_BY):
         where = [name for name, column in zip(names, SECTION_BY, strict=True) if table[column].nunique() > 1]
@@ -22,7 +22,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def _judged_stages(section: pd.DataFrame) -> list[str]:
-    """The parallel stages and the own trainings. Beside own ones a stage of the tutorial is not missed."""
+    """Return the parallel stages and the own trainings; beside those no stage of the tutorial is missed."""
     present = set(section.stage)
     own = sorted(present - set(TUTORIAL_STAGES))
     return [stage for stage in ("ddp", "dp") if stage in present or not own] + own
@@ -55,7 +55,7 @@ def _clause(stage: str, rows: pd.DataFrame) -> str:
 
 
 def _pace(rows: pd.DataFrame, name: str, batch: str) -> str:
-    """At the largest device count of `rows`, at best and at worst."""
+    """Tell the speedup at the largest device count of `rows`, at best and at worst."""
     top = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
     best, worst = top.iloc[0], top.iloc[-1]
     one = "single" if best.baseline == "single" else f"{name} on one"

@@ -11,12 +11,12 @@ VARIANT = 24  # characters of a cell that has more lines than one
 
 
 def wrapped(note: str) -> str:
-    """The sentence on lines that every terminal has room for."""
+    """Wrap the sentence to lines that every terminal has room for."""
     return textwrap.fill(note, 110, subsequent_indent="    ")
 
 
 def plain(shown: pd.DataFrame) -> str:
-    """A table of texts for a terminal; a long `variant` has more lines than one."""
+    """Lay out a table of texts for a terminal; a long `variant` has more lines than one."""
     lines = []
     for row in shown.to_dict("records"):
         # A no-break space in every setting: a line ends between two of them.
@@ -32,16 +32,16 @@ def plain(shown: pd.DataFrame) -> str:
 
 
 def markdown(shown: pd.DataFrame) -> str:
-    """A table of texts for Markdown."""
+    """Lay out a table of texts for Markdown."""
     lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
     return "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
 
 
 def escaped(text: str) -> str:
-    """The text for Markdown, where names may not open a tag, a link, a code span or a cell."""
+    """Escape the text for Markdown: no name may open a tag, a link, a code span or a cell."""
     return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
 
 
 def no_formula(cell: object) -> object:
-    """A spreadsheet would compute a text that begins like a formula."""
+    """Quote a text that begins like a formula: a spreadsheet would compute it."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell

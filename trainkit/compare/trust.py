@@ -28,7 +28,7 @@ MARKS = {
 
 
 def doubt(row: tuple, ones: list[tuple]) -> str:
-    """The marks of a row of a comparison; `ones` are the rows on one device that it is held against."""
+    """Return the marks of a row of a comparison; `ones` are its baselines, the rows on one device."""
     one_worker = row.stage == "ddp" and row.devices == 1
     found = {
         "q": any(
@@ -43,12 +43,12 @@ def doubt(row: tuple, ones: list[tuple]) -> str:
 
 
 def legend(table: pd.DataFrame) -> list[str]:
-    """A line for every mark in the table."""
+    """Tell what every mark in the table means, a line each."""
     return [f"doubt {mark}: {what} ({shows})." for mark, (what, shows, _) in _found(table)]
 
 
 def sentence(table: pd.DataFrame) -> str:
-    """What not to rely on, and what to do; nothing if no row is marked."""
+    """Tell what not to rely on, and what to do; nothing if no row is marked."""
     reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _found(table)]
     return f" Do not rely on this: {'; '.join(reasons)}." if reasons else ""
 

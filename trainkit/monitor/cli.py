@@ -43,7 +43,7 @@ FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 
 
 def main(own_job: str | None) -> int:
-    """What slurm/monitor.py does with its command line; returns the exit code.
+    """Do what the command line of slurm/monitor.py says; return the exit code.
 
     Args:
         own_job: the folder of the job that it was started in, if it is one of ours.
@@ -61,12 +61,12 @@ def main(own_job: str | None) -> int:
     elif own.plot:
         from trainkit.monitor import timeline
 
-        folder = _find(own.plot)
+        folder = _find_samples(own.plot)
         print(timeline.draw(folder, own.out or folder / "timeline.png"))
     else:
         from trainkit.monitor import waste
 
-        judged = waste.judge(_find(own.verdict))
+        judged = waste.judge(_find_samples(own.verdict))
         lines = judged.lines(_name(own.verdict))
         tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
     return 0
@@ -88,8 +88,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(arguments[:end]), command
 
 
-def _find(job: str) -> Path:
-    """The folder of a job's samples, by the number or the folder of the job.
+def _find_samples(job: str) -> Path:
+    """Find the folder of a job's samples, by the number or the folder of the job.
 
     Raises:
         UserError: if there is none.
@@ -160,7 +160,7 @@ def _run(command: list[str]) -> int:
     finally:  # whatever becomes of the samples
         ended(None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _tell(folder, "the command", job)
+    _keep_and_tell(folder, "the command", job)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -181,7 +181,7 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
         collector.sample(folder, mine, _end_of_input)
     number = until or os.environ["SLURM_JOB_ID"]
     if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
-        _tell(folder, f"job {number}", number)
+        _keep_and_tell(folder, f"job {number}", number)
 
 
 def _end_of_input(seconds: float) -> bool:
@@ -190,7 +190,7 @@ def _end_of_input(seconds: float) -> bool:
 
 
 def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
-    """Of the process that controls the ranks of the job in `folder`, on this machine."""
+    """Return what waits for the end of the process that controls the ranks of the job in `folder`."""
 
     def ended(seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -234,11 +234,11 @@ def _attach(job: int) -> None:
     if not any(folder.glob("*.csv")):
         last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"job {job} could not be sampled: {printable(last) or 'the step failed'}")
-    _tell(folder, f"job {job}", job)
+    _keep_and_tell(folder, f"job {job}", job)
 
 
 def _nodes_of_running(job: int) -> str:
-    """How many nodes the job has; raises a UserError if there is nothing to sample on them."""
+    """Return how many nodes the job has; raise a UserError if there is nothing to sample on them."""
     if not slurm.is_here():
         raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
@@ -253,13 +253,13 @@ def _nodes_of_running(job: int) -> str:
 
 
 def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
-    """The verdict as the log of a job tells it; `job` is its number or folder."""
+    """Tell the verdict for the log of a job; `job` is its number or folder."""
     *findings, watched = verdict.lines(name)
     picture = f"its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
     return [f"watch   {line}" for line in (*findings, f"{watched}; {picture}")]
 
 
-def _tell(folder: Path, name: str, job: object) -> None:
+def _keep_and_tell(folder: Path, name: str, job: object) -> None:
     """Keep the verdict on a job, and print it; where there is none, why."""
     from trainkit.monitor import waste
 

@@ -35,19 +35,19 @@ class Gpus:
 
             self._nvml: ModuleType = pynvml
             pynvml.nvmlInit()
-            self._handles = _handles(pynvml)
+            self._handles = _visible_gpus(pynvml)
         except ImportError:
             why = "there is no nvidia-ml-py in this environment"
         except pynvml.NVMLError as error:
             why = str(error)
         # Slurm's GPUs may also be virtual, without a driver.
-        if not self._handles and _expected() and shutil.which("nvidia-smi"):
+        if not self._handles and _are_gpus_expected() and shutil.which("nvidia-smi"):
             tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
 
     def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
-        """A row for each GPU. `ranks`: process -> its rank."""
+        """Return a row for each GPU. `ranks`: process -> its rank."""
         rows = [self._row(number, gpu, ranks) for number, gpu in self._handles.items()]
-        if self._given or not _tells_ours():
+        if self._given or not _shares_process_numbers():
             return rows
         self._used |= {row["number"] for row in rows if row.get("ranks", "").strip("-?")}
         return [row for row in rows if row["number"] in self._used or "ranks" not in row]
@@ -67,8 +67,8 @@ class Gpus:
         return row
 
 
-def _handles(nvml: ModuleType) -> dict[int, Any]:
-    """As CUDA reads CUDA_VISIBLE_DEVICES: the first word that names none ends it; half a uuid will do.
+def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first word that names none ends it; half a uuid will do.
 
     Slices of a card (MIG), whose words begin with MIG-, are numbered by their place.
     """
@@ -93,8 +93,8 @@ def _handles(nvml: ModuleType) -> dict[int, Any]:
     return found
 
 
-def _expected() -> bool:
-    """Whether GPUs are chosen, or Slurm has given some."""
+def _are_gpus_expected() -> bool:
+    """Tell whether GPUs are chosen, or Slurm has given some."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return chosen not in ("", "-1", "NoDevFiles")
@@ -102,13 +102,13 @@ def _expected() -> bool:
 
 
 def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
-    """What the driver keeps for itself counts as used; nvidia-smi leaves it out."""
+    """Read the memory. What the driver keeps counts as used; nvidia-smi leaves it out."""
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
     return {"memory_mb": memory.used / 1e6, "memory_limit_mb": memory.total / 1e6}
 
 
 def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
-    """By names from before driver 535, which newer ones still know."""
+    """Read the reasons of a low clock, by names from before driver 535, which newer ones still know."""
     bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
 
     def bit(name: str) -> int:
@@ -131,11 +131,11 @@ def _ranks(pids: list[int], ranks: dict[int, int]) -> str:
     here = sorted({ranks[pid] for pid in pids if pid in ranks})
     if here:
         return "+".join(map(str, here))
-    return "-" if not pids and _tells_ours() else "?"
+    return "-" if not pids and _shares_process_numbers() else "?"
 
 
-def _tells_ours() -> bool:
-    """In a container NVML may tell the host's numbers of processes, or none."""
+def _shares_process_numbers() -> bool:
+    """Tell whether NVML's process numbers are ours: in a container they may be the host's, or none."""
     with suppress(OSError):
         return Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST)
     return False

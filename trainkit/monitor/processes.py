@@ -73,7 +73,7 @@ class Process:
             self.shared = self.resident - psutil.Process(self.pid).memory_full_info().pss
 
     def _waiting(self) -> float | None:
-        """Of the time that its threads could run, the share in which they waited; None if no thread could.
+        """Return what part of the time that its threads could run they waited; None if no thread could.
 
         Kernels without this count say 0 of both, or nothing.
         """
@@ -105,7 +105,7 @@ class Processes:
         self.ranks: dict[int, int] = {}  # process -> rank, of loader workers, too
 
     def sample(self) -> list[dict[str, object]]:
-        """A row of the node, and one of each rank; what was used since the last is NaN at first."""
+        """Return a row of the node and one of each rank; what was used since the last is NaN at first."""
         now = time.monotonic()
         seconds, self._moment = now - self._moment, now
         before, pids = self._processes, psutil.pids()
@@ -121,7 +121,7 @@ class Processes:
         return [self._node_row(seconds), *(_rank_row(*family) for family in families)]
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
-        """What it is now; None if it is not of the job, another user's, or has ended."""
+        """Look at a process; None if it is not of the job, another user's, or has ended."""
         self._strangers[pid] += 1
         try:
             environment = b"\0" + (_proc(pid) / "environ").read_bytes()
@@ -136,7 +136,7 @@ class Processes:
         return process
 
     def _families(self) -> list[list[Process]]:
-        """Each rank with its loader workers, which have its number and started later."""
+        """Return each rank with its loader workers, which have its number and started later."""
         processes = sorted(self._processes.values(), key=lambda process: process.started)
         its_own = [process for process in processes if process.by_torchrun]
         self._torchruns |= {process.parent for process in its_own} - {process.pid for process in its_own}
@@ -175,7 +175,7 @@ def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """0, 1, 2 and 5 as 0-2,5."""
+    """Write 0, 1, 2 and 5 as 0-2,5."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     ends = sorted(n for n in numbers if n + 1 not in numbers)
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
@@ -193,13 +193,13 @@ def _rank(environment: bytes) -> int:
 
 
 def _has_torch(pid: int) -> bool:
-    """Inductor's processes, which compile, have it too, but are no loader workers."""
+    """Tell whether it has loaded PyTorch; not of Inductor's, which compile and are no loader workers."""
     is_there = b"/libtorch" in (_proc(pid) / "maps").read_bytes()
     return is_there and b"torch/_inductor/" not in (_proc(pid) / "cmdline").read_bytes()
 
 
 def _network_bytes() -> int:
-    """Both ways, over the interfaces that are devices, else over all but lo; and by RDMA."""
+    """Count both ways, over the interfaces that are devices, else over all but lo; and by RDMA."""
     words = 0  # of four bytes
     for path in SYS.glob(INFINIBAND):
         with suppress(OSError, ValueError):  # a virtual card
@@ -213,7 +213,7 @@ def _network_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Bytes that a job may take of this node: what it has asked Slurm for, or all that there is."""
+    """Return the bytes that a job may take of this node: what it has asked Slurm for, or all."""
     total = psutil.virtual_memory().total
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
         with suppress(KeyError, ValueError):
