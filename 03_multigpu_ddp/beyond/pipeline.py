@@ -113,7 +113,7 @@ def main() -> None:
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            inputs, losses = [images] if stage.is_rank_0 else [], []
+            inputs, losses = [images] if stage.is_first else [], []
             # Forward for all parts, then backward for all, each as soon as the neighbour has handed it on.
             pipe.step(*inputs, target=labels, losses=losses)
             optimizer.step()
