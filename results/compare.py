@@ -145,7 +145,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
         told = ", ".join(map(str, batches))
         print(f"first a process on one GPU trains with batch {told}, to choose the sizes by", flush=True)
         failed = sweep.finish(alone, [run], 1, compared.folder)
-    probes = plan.of_one_process(records.read(csv) for csv in alone.finished(measured))
+    probes = plan.probes_of(records.read(csv) for csv in alone.finished(measured))
     if not probes:
         raise UserError(
             f"the run on one GPU with batch {batches[0]} failed, as told above: mend that, then give the "

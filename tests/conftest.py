@@ -19,6 +19,7 @@ from trainkit.schema import records
 
 if TYPE_CHECKING:
     import torch
+    from checkout import Checkout
     from cluster import RunningCluster
     from forking import Forking
 
@@ -144,6 +145,27 @@ def run_stage(
     )
 
 
+def start_stage(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.Popen:
+    """A stage on the CPU that goes on by itself; all that it says comes through its stdout."""
+    command = stage_command(stage, *arguments, "--no-cuda")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=ENVIRONMENT | (env or {}), **pipes)
+
+
+def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """A process that has to have gone well."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def one_error(done: subprocess.CompletedProcess) -> str:
+    """The one line on stderr of a process that has to have failed, without a traceback."""
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
 def rows_of(results_dir: Path) -> list[dict[str, object]]:
     """The rows of the one run in `results_dir`."""
     (path,) = (results_dir / "runs").glob("*.csv")
@@ -156,6 +178,21 @@ def weights_of(results_dir: Path) -> dict[str, "torch.Tensor"]:
 
     (path,) = (results_dir / "models").glob("*.pt")
     return torch.load(path, weights_only=True)
+
+
+def assert_same_end(folder: Path, other: Path, loss: float = 1e-5, weight: float = 1e-5) -> None:
+    """But for rounding, by this part of a loss, and so much of a weight. It came to less than a tenth."""
+    losses, expected = (
+        [row[name] for row in rows_of(place) for name in ("train_loss", "test_loss")]
+        for place in (folder, other)
+    )
+    assert losses == pytest.approx(expected, rel=loss)
+    assert furthest(weights_of(folder), weights_of(other)) < weight
+
+
+def places(folder: Path) -> tuple:
+    """The options of a run that goes on, with its results and its checkpoints in `folder`."""
+    return ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
 
 
 def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -> float:
@@ -184,6 +221,14 @@ def trained(tmp_path: Path, script: Script) -> Callable[..., list[dict[str, obje
         return rows_of(tmp_path)
 
     return run
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> "Checkout":
+    """A copy of the checkout, on a machine without Slurm."""
+    from checkout import Checkout
+
+    return Checkout(tmp_path / "a checkout")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from trainkit import batches, data, errors, options, process_group
 from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.rank.sharded import Sharded, check_pytorch, local
+from trainkit.rank.sharded import Sharded, check_pytorch, local_part
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def megabytes(tensors: Iterable[torch.Tensor]) -> float:
     """Add up what this rank holds of them."""
-    return sum(local(tensor).nbytes for tensor in tensors) / 1e6
+    return sum(local_part(tensor).nbytes for tensor in tensors) / 1e6
 
 
 if __name__ == "__main__":

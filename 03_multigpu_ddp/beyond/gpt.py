@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
-from trainkit.rank.model import bare
+from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.sharded import Sharded, check_pytorch
 from trainkit.runtime import files
@@ -130,7 +130,7 @@ class Best:
         """Keep the weights if `loss` is lower than before; all ranks call it, and rank 0 writes."""
         if self.folder and loss < self.loss:
             self.loss = loss
-            weights = sharded.weights() if sharded else bare(model).state_dict()
+            weights = sharded.weights() if sharded else unwrapped(model).state_dict()
             process_group.on_rank_0(lambda: self._write(weights))
 
     def _write(self, weights: dict[str, torch.Tensor]) -> None:

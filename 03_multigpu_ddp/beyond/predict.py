@@ -10,7 +10,7 @@ from pathlib import Path
 from trainkit import data, errors, process_group
 from trainkit import Net, UserError
 from trainkit.rank.batches import TEST_BATCH
-from trainkit.rank.checkpoint import read_whole
+from trainkit.rank.checkpoint import load_verified
 from trainkit.rank.precision import has_tf32, set_precision
 from trainkit.rank.staging import DEFAULT_DIR
 from trainkit.runtime.command_line import Parser, at_least
@@ -101,7 +101,7 @@ def network_of(path: Path) -> Net:
         UserError: if the file cannot be read, or has the weights of another network.
     """
     try:
-        weights = read_whole(path)
+        weights = load_verified(path)
         if not isinstance(weights, dict):
             raise ValueError("it holds no weights by their names")
     except Exception as error:  # whatever PyTorch makes of a damaged file

@@ -212,8 +212,8 @@ def test_the_time_of_a_run_is_that_of_its_probe() -> None:
     assert plan.Probe.of(rows[:1]).images_per_s == 10_000  # of --epochs 1
     assert plan.Probe.of(rows).run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
     larger = [row | {"global_batch": 1024}]
-    assert [probe.batch_size for probe in plan.of_one_process([larger, rows[:1], rows])] == [256, 1024]
-    assert plan.of_one_process([larger, rows[:1], rows])[0].images_per_s == 30_000
+    assert [probe.batch_size for probe in plan.probes_of([larger, rows[:1], rows])] == [256, 1024]
+    assert plan.probes_of([larger, rows[:1], rows])[0].images_per_s == 30_000
 
 
 @pytest.mark.full

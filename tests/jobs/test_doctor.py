@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import copy_project
+from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY
 
 from trainkit.doctor import checkup, checkup_torch, cli, login_node
 from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings_in, read_messages
@@ -29,12 +29,10 @@ NO_PYTHON = "activate_environment() { false; }\n"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the project to plant faults in, with the environment and the data of this one."""
-    root = tmp_path / "a checkout"
-    copy_project(root)
-    (root / ".venv").symlink_to(sys.prefix)
-    return root
+def checkout(checkout: Checkout) -> Checkout:
+    """With the environment of this one."""
+    (checkout.folder / ".venv").symlink_to(sys.prefix)
+    return checkout
 
 
 @pytest.fixture
@@ -46,16 +44,6 @@ def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (site, login_node):
         monkeypatch.setattr(module, "REPOSITORY", tmp_path)
     return folder / "site.sh"
-
-
-@pytest.fixture
-def without_slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment whose PATH has what the doctor needs of a Linux, and no Slurm."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("bash", "env", "df", "git", "timeout"):
-        (programs / name).symlink_to(shutil.which(name))
-    return {"PATH": str(programs)}
 
 
 @pytest.fixture
@@ -86,12 +74,8 @@ def in_a_job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return place
 
 
-def here(command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env=ENVIRONMENT | (env or {}), capture_output=True, text=True, timeout=300)
-
-
-def command(checkout: Path, *arguments: object) -> list[str]:
-    return [sys.executable, str(checkout / "slurm" / "doctor.py"), *map(str, arguments)]
+def command(checkout: Checkout, *arguments: object) -> list[str]:
+    return [sys.executable, str(checkout.folder / "slurm" / "doctor.py"), *map(str, arguments)]
 
 
 def diagnose(done: subprocess.CompletedProcess) -> dict:
@@ -150,7 +134,7 @@ def test_what_sbatch_says_is_told_once() -> None:
         "Try 'sbatch --help' for more information\n"
     )
     told = "invalid partition specified: x; Invalid partition name specified"
-    assert slurm.told_by_sbatch(said) == told
+    assert slurm.sbatch_message(said) == told
 
 
 @pytest.mark.parametrize(
@@ -179,8 +163,8 @@ def test_a_controller_that_is_down(fake: Callable) -> None:
     assert told.startswith("Slurm's controller does not answer (Slurmctld(primary) at here is DOWN) -> try")
 
 
-def test_without_slurm_the_rest_is_still_looked_at(checkout: Path, without_slurm: dict) -> None:
-    told = diagnose(here(command(checkout, "--json", "--job"), without_slurm))
+def test_without_slurm_the_rest_is_still_looked_at(checkout: Checkout) -> None:
+    told = diagnose(checkout.run(*command(checkout, "--json", "--job")))
     assert "there is no Slurm here: sbatch is not on PATH" in found(told, "slurm", FAULT)
     assert "not started" in found(told, "job", FAULT)
     assert "make cluster-up" in found(told, "slurm", FAULT)
@@ -189,11 +173,10 @@ def test_without_slurm_the_rest_is_still_looked_at(checkout: Path, without_slurm
     assert set(told["findings"][0]) == {"check", "level", "message", "fix", "node", "rank"}
 
 
-def test_the_report_for_people(checkout: Path, without_slurm: dict) -> None:
+def test_the_report_for_people(checkout: Checkout) -> None:
     """One line for the finding, and one for the fix; from a Python without packages."""
-    (checkout / "slurm" / "site.sh").write_text("export SBATCH_PARTITION=gpu\nif true; do\n")
-    bare_python = f"{sys.base_prefix}/bin/python3"
-    done = here([bare_python, *command(checkout)[1:]], without_slurm)
+    checkout.site("export SBATCH_PARTITION=gpu\nif true; do\n")
+    done = checkout.run(f"{sys.base_prefix}/bin/python3", *command(checkout)[1:], PYTHONPATH="")
     lines = done.stdout.splitlines()
     assert re.match(r"fault    site         slurm/site.sh is not valid .*: line 2: syntax error", lines[0])
     assert lines[1].strip().startswith("fix: slurm/site.example.sh")
@@ -201,11 +184,10 @@ def test_the_report_for_people(checkout: Path, without_slurm: dict) -> None:
     assert done.returncode == 1
 
 
-def test_missing_data_and_unwritable_results(checkout: Path, without_slurm: dict) -> None:
+def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
     """Below a file, where nobody can write, not even root."""
-    text = "SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n"
-    (checkout / "slurm" / "site.sh").write_text(text)
-    told = diagnose(here(command(checkout, "--json"), without_slurm))
+    checkout.site("SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n")
+    told = diagnose(checkout.run(*command(checkout, "--json")))
     data = found(told, "data", FAULT)
     assert "no usable MNIST in /nowhere" in data
     assert "-> get it once, on a machine with internet, with: python -m trainkit.rank.data" in data
@@ -319,10 +301,8 @@ def test_the_name_of_the_master(in_a_job: Callable) -> None:
     in_a_job(MASTER_ADDR="localhost")
     assert told_by(checkup._names).startswith("ok: resolves the master, localhost")
     in_a_job(MASTER_ADDR="nowhere.invalid")
-    told = told_by(checkup._names)
-    assert told.startswith(
-        "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has "
-    )
+    why = "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has "
+    assert told_by(checkup._names).startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -336,13 +316,9 @@ def test_the_name_of_the_master(in_a_job: Callable) -> None:
     ],
 )
 def test_the_gpus_of_a_node(
-    given: int,
-    seen: int,
-    words: str,
-    in_a_job: Callable,
-    give_gpus: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    given: int, seen: int, words: str,
+    in_a_job: Callable, give_gpus: Callable, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """`seen` of the `given` GPUs are shown to each of two tasks."""
     in_a_job(SLURM_GPUS_ON_NODE=str(given), SLURM_CLUSTER_NAME="practice")
     give_gpus(seen)
@@ -394,10 +370,8 @@ def test_a_folder_that_is_not_shared(
         checkup._leave_notes(folders)
     assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: writes the results and job folders")
     (tmp_path / "results" / ".doctor-7-n1").unlink()
-    told = told_by(checkup._look_for_notes, folders, 2).splitlines()[0]
-    assert told.startswith(
-        "fault: files of 1 of 2 nodes are seen in the results folder here: it is not shared"
-    )
+    why = "fault: files of 1 of 2 nodes are seen in the results folder here: it is not shared"
+    assert told_by(checkup._look_for_notes, folders, 2).startswith(why)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="the results folder's files cannot be written to"):
         checkup._leave_notes({"results": tmp_path / "file" / "results"})
@@ -484,19 +458,19 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
     assert [finding.node for finding in judged if finding.level == OK] == ["n0", "n1"]
 
 
-def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end() -> None:
+def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -> None:
     """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
     assert checkup.LIMIT > 60
     (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.job_script(0), re.MULTILINE)
-    told = here([sys.executable, str(site.REPOSITORY / "slurm" / "doctor.py"), "--help"]).stdout
+    told = checkout.run(*command(checkout, "--help")).stdout
     (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
     assert 2 * checkup.LIMIT <= int(wait) < int(minutes) * 60
 
 
-def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
+def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None:
     program = "from trainkit.doctor import checkup; import time; checkup.LIMIT = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
-    done = here([sys.executable, "-c", program], {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
     begun, told, ended = read_messages(done.stdout)
     assert (done.returncode, done.stderr, begun["begun"], ended["ended"]) == (0, "", "gpus", True)
     assert (told["finding"]["message"], told["finding"]["rank"]) == ("not done after 0.1 s", 1)
@@ -506,7 +480,7 @@ def test_a_step_that_hangs_is_told_and_ends_its_rank() -> None:
 
 
 @pytest.fixture
-def on_cluster(checkout: Path, cluster: RunningCluster) -> Callable[..., dict]:
+def on_cluster(checkout: Checkout, cluster: RunningCluster) -> Callable[..., dict]:
     """Runs the doctor on the login host and returns what it told."""
 
     def run(*arguments: object) -> dict:
@@ -522,7 +496,7 @@ def left_in_queue(cluster: RunningCluster) -> str:
     return "".join(line for line in queue.splitlines() if line.startswith("doctor-"))
 
 
-def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) -> None:
+def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout) -> None:
     told = on_cluster("--job", "--nodes", 2, "--gpus", 4)
     assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
     virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
@@ -540,19 +514,19 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Path) ->
     assert sizes == list(checkup_torch.SIZES[: len(sizes)])
     for row in told["all_reduce"]:
         assert row["bus_gb_s"] == pytest.approx(1.5 * row["bytes"] / row["seconds"] / 1e9)
-    (kept,) = (checkout / "results" / "all_reduce").iterdir()
+    (kept,) = (checkout.folder / "results" / "all_reduce").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-4x2\.tsv", kept.name)
     assert str(kept) in found(told, "all-reduce", OK)
     for row, shown in zip(read_all_reduce(kept), told["all_reduce"], strict=True):
         assert row["seconds"] == pytest.approx(shown["seconds"], rel=1e-5)
         assert (row["bytes"], row["ranks"], row["nodes"], row["backend"]) == (shown["bytes"], 4, 2, "gloo")
         assert row["device_name"] == machine.device_name(torch.device("cpu"))
-    assert not list((checkout / "results" / "jobs").iterdir())
+    assert not list((checkout.folder / "results" / "jobs").iterdir())
 
 
-def test_slurm_refuses(on_cluster: Callable, checkout: Path) -> None:
+def test_slurm_refuses(on_cluster: Callable, checkout: Checkout) -> None:
     """What the site file and the options ask for, by Slurm's own word."""
-    (checkout / "slurm" / "site.sh").write_text(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
+    checkout.site(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
     told = found(on_cluster("--job"), "submission", FAULT)
     assert "Invalid partition name specified" in told
     assert "set SBATCH_PARTITION in slurm/site.sh" in told
@@ -560,13 +534,13 @@ def test_slurm_refuses(on_cluster: Callable, checkout: Path) -> None:
     assert "not available -> ask for fewer --gpus" in told
 
 
-def test_a_job_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+def test_a_job_with_three_faults(checkout: Checkout, cluster: RunningCluster, tmp_path: Path) -> None:
     """One node cannot resolve the master, PyTorch sees no GPU, and tasks have one CPU."""
     names = cluster.run(["srun", "--nodes=2", "hostname"]).stdout.split()
     if len(set(names)) == 1:
         pytest.skip("the nodes of this cluster are one host, with one list of names")
     # A cluster of another name has real GPUs.
-    (checkout / "slurm" / "site.sh").write_text("SITE_CONTAINER=(env SLURM_CLUSTER_NAME=alpine)\n")
+    checkout.site("SITE_CONTAINER=(env SLURM_CLUSTER_NAME=alpine)\n")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     on_n2 = ["srun", "--nodes=1", "--nodelist=n2"]
@@ -587,18 +561,18 @@ def test_a_job_with_three_faults(checkout: Path, cluster: RunningCluster, tmp_pa
 
 
 def test_a_job_that_does_not_start_is_cancelled(
-    on_cluster: Callable, checkout: Path, cluster: RunningCluster
+    on_cluster: Callable, checkout: Checkout, cluster: RunningCluster
 ) -> None:
     """It is sent although its Python does not work on the login node: it may on the others."""
-    (checkout / "slurm" / "site.sh").write_text(NO_PYTHON)
+    checkout.site(NO_PYTHON)
     told = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
     assert "the job's Python does not work here" in found(told, "environment", WARNING)
     assert "did not start within 0 s, Slurm's reason: BeginTime" in found(told, "job", FAULT)
     assert not left_in_queue(cluster)
 
 
-def test_ctrl_c_leaves_no_job(checkout: Path, cluster: RunningCluster) -> None:
-    (checkout / "slurm" / "site.sh").write_text(NO_PYTHON)
+def test_ctrl_c_leaves_no_job(checkout: Checkout, cluster: RunningCluster) -> None:
+    checkout.site(NO_PYTHON)
     # With `set -m` the shell lets a process in the background have Ctrl-C.
     queued = "until squeue --noheader --format=%j | grep -q ^doctor-; do sleep 0.1; done"
     script = f'set -m; "$@" & {queued}; kill -INT $!; wait $!'

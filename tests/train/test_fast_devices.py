@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, STAGES, Script, rows_of
+from conftest import REPOSITORY, STAGES, Script, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, capture, data, options
@@ -49,7 +49,7 @@ def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
 def test_evaluation_batches_fit_the_device(
     device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_make", lambda split, order, options, device: order)
+    monkeypatch.setattr(batches, "_make_batches", lambda split, order, options, device: order)
     opts = options.parse("", ["--test-batch-size", given] if given else [])
     split = data.Split("numbers", torch.zeros(5000, 1), torch.zeros(5000))
     order = batches.testing(split, opts, torch.device(device))
@@ -105,8 +105,7 @@ def test_eager_it_is_stage_03(ranks: int | None, script: Script, tmp_path: Path)
     for stage in ("ddp", CAPTURED):
         how = ("--how", "eager") if stage == CAPTURED else ()
         folder = tmp_path / Path(stage).stem
-        done = script(stage, *how, *SMALL, "--results-dir", folder, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        succeeded(script(stage, *how, *SMALL, "--results-dir", folder, ranks=ranks))
         rows.append(rows_of(folder))
     plain, captured = rows
     for loss in ("train_loss", "test_loss"):

@@ -141,7 +141,7 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     if done.returncode:
         return [_refusal("submission", done)]
     # There is no such job.
-    when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.told_by_sbatch(done.stderr))
+    when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     return [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
 
 
@@ -211,7 +211,7 @@ def _sbatch(site: Site, *arguments: str, script: str | None = None) -> subproces
 
 
 def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding:
-    told = slurm.told_by_sbatch(done.stderr) or f"exit code {done.returncode}"
+    told = slurm.sbatch_message(done.stderr) or f"exit code {done.returncode}"
     return Finding(check, FAULT, f"Slurm refuses the job: {told}", slurm.advice(told))
 
 

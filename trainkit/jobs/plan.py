@@ -46,7 +46,7 @@ class Probe:
         return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
 
 
-def of_one_process(runs: Iterable[list[dict]]) -> list[Probe]:
+def probes_of(runs: Iterable[list[dict]]) -> list[Probe]:
     """Return the probes by their rows, the smallest batch first; the last one of a batch that ran again."""
     latest = {probe.batch_size: probe for probe in map(Probe.of, runs)}
     return [latest[batch_size] for batch_size in sorted(latest)]

@@ -125,7 +125,7 @@ def check_path(path: Path) -> None:
         )
 
 
-def told_by_sbatch(text: str) -> str:
+def sbatch_message(text: str) -> str:
     """Return what sbatch says on stderr, without what only says that it comes from sbatch."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("Try ")]
     empty = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"

@@ -37,7 +37,7 @@ def training(
     size = options.batch_size if options.dry_run else options.train_size or len(split)
     split = split.first(size)
     order = DistributedBatchSampler(len(split), options.batch_size, options.seed, rank, world_size, size)
-    return _make(split, order, options, device)
+    return _make_batches(split, order, options, device)
 
 
 def testing(
@@ -55,7 +55,7 @@ def testing(
     batch = options.test_batch_size or TEST_BATCH[device.type]
     split = split.first(batch * world_size if options.dry_run else options.test_size or len(split))
     order = UnpaddedTestSampler(len(split), batch, rank, world_size)
-    return _make(split, order, options, device)
+    return _make_batches(split, order, options, device)
 
 
 class RankSampler(Sampler[list[int]]):
@@ -249,7 +249,7 @@ def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
     return images.roll(offset, dims=(2, 3)) if any(offset) else images
 
 
-def _make(split: Split, order: RankSampler, options: Options, device: torch.device) -> Batches:
+def _make_batches(split: Split, order: RankSampler, options: Options, device: torch.device) -> Batches:
     shift = options.recipe == "fast" and isinstance(order, DistributedBatchSampler) and split.inputs.ndim == 4
     if options.loader == "resident":
         made = ResidentBatches(split, order, device, shift)

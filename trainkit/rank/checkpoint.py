@@ -24,8 +24,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from trainkit.rank.epoch import PartialEpoch, not_a_number
-from trainkit.rank.model import bare, name_of
+from trainkit.rank.epoch import PartialEpoch, diverged
+from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.runlog import RunLog
@@ -66,12 +66,12 @@ class Checkpoints:
         sharded: "Sharded | None" = None,
     ) -> None:
         # Without the wrappers, so that every stage can load it.
-        self._model, self._optimizer = bare(model), parts["optimizer"]
+        self._model, self._optimizer = unwrapped(model), parts["optimizer"]
         self._parts = {"model": self._model} | parts
         if sharded:  # rank 0 writes the rest, for all
             self._parts = {name: thing for name, thing in self._parts.items() if name not in SPLIT}
         # What makes it this training and no other.
-        names = {"dataset": dataset, "model": name_of(model)}
+        names = {"dataset": dataset, "model": class_name(model)}
         self._identity = options.shaping() | names
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
         self._sharded = sharded
@@ -94,7 +94,7 @@ class Checkpoints:
         """Return the epochs that are still to be trained."""
         return range(self._first_epoch, self._options.epochs + 1)
 
-    def part_of(self, epoch: int) -> PartialEpoch | None:
+    def partial_epoch(self, epoch: int) -> PartialEpoch | None:
         """Return what an earlier process did of `epoch`, or None."""
         return self._part if epoch == self._first_epoch else None
 
@@ -120,15 +120,15 @@ class Checkpoints:
         mistake = ""
         if self._sharded:
             if not self._sharded.finite():  # asked of all ranks
-                raise not_a_number(f"the weights are no longer numbers after {where}")
+                raise diverged(f"the weights are no longer numbers after {where}")
             # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
-            process_group.on_rank_0(lambda: shutil.rmtree(_shards(path), ignore_errors=True))
-            mistake = self._sharded.save(_shards(path))
+            process_group.on_rank_0(lambda: shutil.rmtree(_shard_folder(path), ignore_errors=True))
+            mistake = self._sharded.save(_shard_folder(path))
         process_group.on_rank_0(lambda: self._write(path, where, state, mistake))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
-            process_group.on_rank_0(lambda: _leave_word(text, self._folder))
+            process_group.on_rank_0(lambda: _report_stop(text, self._folder))
             process_group.leave()  # when rank 0 has saved: a rank that went before would end the whole step
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
@@ -192,7 +192,7 @@ class Checkpoints:
             for name, thing in self._parts.items():
                 thing.load_state_dict(state[name])
             if self._sharded:
-                self._sharded.load(_shards(path))
+                self._sharded.load(_shard_folder(path))
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # Another stage may have made the checkpoint.
                 group.update({name: here[name] for name in KERNELS if name in here})
@@ -213,7 +213,7 @@ class Checkpoints:
         wanted = self._options.precision
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        told = [f"{_called(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        told = [f"{_option_name(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
         if told:
             told = ", ".join(told).replace("None", "not given")
             raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
@@ -221,7 +221,7 @@ class Checkpoints:
 
     def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
         if not self._sharded and not all(own.isfinite().all() for own in self._model.parameters()):
-            raise not_a_number(f"the weights are no longer numbers after {where}")
+            raise diverged(f"the weights are no longer numbers after {where}")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model)}
@@ -236,14 +236,14 @@ class Checkpoints:
             for old in _checkpoints(self._folder)[:-KEPT]:
                 _remove(old)
         except (OSError, RuntimeError) as error:
-            shutil.rmtree(_shards(path), ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(_shard_folder(path), ignore_errors=True)  # a full disk needs the space
             raise UserError(
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
             ) from None
 
 
-def _leave_word(text: str, folder: Path) -> None:
+def _report_stop(text: str, folder: Path) -> None:
     """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:
@@ -259,7 +259,7 @@ def _leave_word(text: str, folder: Path) -> None:
         ) from None
 
 
-def _called(name: str) -> str:
+def _option_name(name: str) -> str:
     return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
 
 
@@ -269,20 +269,20 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
 
 
-def _shards(path: Path) -> Path:
+def _shard_folder(path: Path) -> Path:
     """The folder of what the ranks have written of a checkpoint, each its own part."""
     return path.with_suffix(".shards")
 
 
 def _checksums(path: Path) -> dict[str, int]:
     """Return the checksums of the files of the ranks, by their names."""
-    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shards(path).iterdir()}
+    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shard_folder(path).iterdir()}
 
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint, the file first: without it the rest does not count."""
     path.unlink(missing_ok=True)
-    shutil.rmtree(_shards(path), ignore_errors=True)
+    shutil.rmtree(_shard_folder(path), ignore_errors=True)
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
@@ -305,7 +305,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
     return None, None
 
 
-def read_whole(path: Path) -> object:
+def load_verified(path: Path) -> object:
     """Return what torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
     check_regular(path)
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
@@ -315,13 +315,13 @@ def read_whole(path: Path) -> object:
 
 
 def _read(path: Path) -> dict:
-    state = read_whole(path)
+    state = load_verified(path)
     if not isinstance(state, dict) or "version" not in state:
         raise ValueError("it has no version")
     if shards := state.get("shards"):
         damaged = [name for name, _ in shards.items() - _checksums(path).items()]
         if damaged:
-            raise ValueError(f"wrong checksum of {min(damaged)} in {_shards(path).name}")
+            raise ValueError(f"wrong checksum of {min(damaged)} in {_shard_folder(path).name}")
     return state
 
 

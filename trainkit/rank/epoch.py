@@ -45,7 +45,7 @@ class PartialEpoch:
     losses: torch.Tensor  # (steps,), each the mean over all ranks
 
 
-def not_a_number(what: str) -> UserError:
+def diverged(what: str) -> UserError:
     """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
     return UserError(
         f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.rank.batches import Batches
-from trainkit.rank.epoch import Tested, not_a_number
+from trainkit.rank.epoch import Tested, diverged
 from trainkit.runtime import clock, process_group
 
 
@@ -39,7 +39,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     seconds = clock.stop(device, started)
     total, correct, samples = process_group.sum_in_place(sums).tolist()
     if not math.isfinite(total):
-        raise not_a_number(f"the test loss is {total}")
+        raise diverged(f"the test loss is {total}")
     return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
 
 

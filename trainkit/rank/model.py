@@ -61,18 +61,18 @@ class Dropout(nn.Dropout):
         return x * mask.to(x.dtype).mul_(256 / (256 - dropped))
 
 
-def name_of(model: nn.Module) -> str:
+def class_name(model: nn.Module) -> str:
     """Return the name of the network's class; fully_shard puts "FSDP" before that."""
-    return type(bare(model)).__name__.removeprefix("FSDP")
+    return type(unwrapped(model)).__name__.removeprefix("FSDP")
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Take the network out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
 
     They put "module." and "_orig_mod." before the names of the weights.
     """
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        return bare(model.module)
+        return unwrapped(model.module)
     if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes seconds to import
-        return bare(model._orig_mod)
+        return unwrapped(model._orig_mod)
     return model

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.rank.data import Split
-from trainkit.rank.model import bare
+from trainkit.rank.model import unwrapped
 
 INPUTS = 2  # BatchNorm refuses a single one
 
@@ -21,7 +21,7 @@ def per_image(model: nn.Module, train_set: Split) -> float:
     is two operations; the rest is little, and not counted. A copy of the network computes it, in every rank
     alike, as a network may talk to the other ranks. Nothing of it is left, random numbers neither.
     """
-    network = bare(model)
+    network = unwrapped(model)
     device = next(network.parameters()).device
     tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for this one step
     # Attention as matrix products: not every device's own kernel for it has a formula.

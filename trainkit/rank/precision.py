@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.rank.data import Split
-from trainkit.rank.model import bare
+from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.runtime import clock, machine, process_group, startup
@@ -26,7 +26,7 @@ MOST_INPUTS_ON_CPU = 128  # larger batches show the same there, and take seconds
 
 def precision_of(model: nn.Module) -> str:
     """What the layers of `model` compute in, as the record calls it."""
-    network = bare(model)
+    network = unwrapped(model)
     name = network.precision if hasattr(network, "precision") else _of_weights(network)
     return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 else name
 
@@ -52,7 +52,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     Raises:
         UserError: if the model or its device cannot compute in it.
     """
-    network = bare(model)
+    network = unwrapped(model)
     weights, own_choice = _of_weights(network), hasattr(network, "precision")
     possible = {"fp32", "tf32"} if weights == "fp32" else {weights}
     if own_choice:
@@ -95,7 +95,7 @@ def _allow_tf32(allowed: bool) -> None:
 
 def _worth_a_trial(model: nn.Module) -> list[str]:
     """What "auto" chooses from, the most exact first."""
-    network = bare(model)
+    network = unwrapped(model)
     device, weights = _device(network), _of_weights(network)
     names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
     # A CPU's name does not tell whether it has bf16 units; without them it computes in bf16, but slower.
@@ -113,7 +113,7 @@ def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_
     equal but for noise, and the more exact one costs nothing. All ranks choose alike, as the clock of the
     slowest one counts.
     """
-    network = bare(model)
+    network = unwrapped(model)
     device = _device(network)
     devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else process_group.count()
     batch, steps = options.batch_size // devices, 10  # in a row: a GPU works off a queue

@@ -19,8 +19,8 @@ from trainkit.rank.batches import Batch, Batches
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.data import Split
-from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, not_a_number
-from trainkit.rank.model import bare
+from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, diverged
+from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import clock, machine, process_group, startup
@@ -114,7 +114,7 @@ class Run:
         device = batches.device
         machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
         learning_rate = self.schedule.get_last_lr()[0]
-        done = self._checkpoints.part_of(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
+        done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._losses = torch.zeros(len(batches), device=device)
@@ -182,7 +182,7 @@ class Run:
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
         split = self.sharded and self.options.save_model
-        weights = self.sharded.weights() if split else bare(self.model).state_dict()
+        weights = self.sharded.weights() if split else unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._log.finish(weights))
         self._checkpoints.finish(self._ended)
 
@@ -246,4 +246,4 @@ def check_finite(losses: torch.Tensor, epoch: int) -> None:
     broken = losses.isfinite().logical_not().nonzero()
     if len(broken):
         first = broken[0].item()
-        raise not_a_number(f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}")
+        raise diverged(f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}")

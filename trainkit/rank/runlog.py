@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
-from trainkit.rank.model import name_of
+from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.runtime import machine, startup
@@ -177,7 +177,7 @@ def facts_of_run(options: Options, here: World, dataset: str, model: nn.Module) 
     """What is the same in all rows of a training, or of a measurement of its steps."""
     return options.columns() | {
         "dataset": dataset,
-        "model": name_of(model),
+        "model": class_name(model),
         "precision": precision_of(model),
         "device_name": machine.device_name(here.device),
         "threads_per_worker": torch.get_num_threads(),

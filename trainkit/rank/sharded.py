@@ -38,11 +38,11 @@ class Sharded:
     def parameters(self) -> int:
         """Count the weights that are trained, on all ranks together."""
         trained = (weights for weights in self._model.parameters() if weights.requires_grad)
-        return sum(process_group.gather(sum(local(weights).numel() for weights in trained)))
+        return sum(process_group.gather(sum(local_part(weights).numel() for weights in trained)))
 
     def finite(self) -> bool:
         """Return whether all weights are numbers, on every rank."""
-        own = all(local(weights).isfinite().all() for weights in self._model.parameters())
+        own = all(local_part(weights).isfinite().all() for weights in self._model.parameters())
         return all(process_group.gather(own))
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Sharded:
         try:
             dcp.save(self._state(), checkpoint_id=folder)
         except dcp.api.CheckpointException as error:
-            return _why(error)
+            return _reason(error)
         return ""
 
     def load(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class Sharded:
         try:
             dcp.load(state, checkpoint_id=folder)
         except dcp.api.CheckpointException as error:
-            raise ValueError(_why(error)) from None
+            raise ValueError(_reason(error)) from None
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self._model, self._optimizer, **parts, options=self._by_name)
 
@@ -92,7 +92,7 @@ class Sharded:
         return dict(zip(("model", "optimizer"), parts, strict=True))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor: all, but for a share of what fully_shard has split."""
     return tensor.to_local() if _is_split(tensor) else tensor
 
@@ -101,5 +101,5 @@ def _is_split(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")  # DTensor, which has come from another module than today's
 
 
-def _why(error: dcp.api.CheckpointException) -> str:
+def _reason(error: dcp.api.CheckpointException) -> str:
     return reason(next(iter(error.failures.values()))[0])

@@ -37,7 +37,7 @@ from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import replacing
-from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, as_wrong
+from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
 PATIENCE = 120  # seconds for a check
@@ -93,7 +93,7 @@ class Exercise:
         except (Wrong, UserError):
             raise
         except (Exception, SystemExit) as error:
-            raise as_wrong(error, self.mine) from None
+            raise explain(error, self.mine) from None
         finally:
             signal.alarm(0)
 
@@ -107,13 +107,13 @@ class Exercise:
             shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
             shutil.copytree(self.folder.parents[2] / given, mine / name)
-        (mine / ANSWERS).write_text(without_answers(self.plain["ANSWERS"]))
+        (mine / ANSWERS).write_text(blank(self.plain["ANSWERS"]))
 
     def reset(self) -> Path | None:
         """Lay out the starter again; returns where the work until now is kept."""
         kept = None
         if self.mine.folder.exists():
-            kept = self.mine.folder.rename(_free(self.mine.folder))
+            kept = self.mine.folder.rename(_unused(self.mine.folder))
         self.begin()
         return kept
 
@@ -124,7 +124,9 @@ class Exercise:
             raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
         repository, runs = self.folder.parents[2], self.mine.folder / "runs"
         if runs.exists():
-            tell(f"Your own runs are kept in {shown(runs.rename(_free(self.mine.folder / 'own-runs')))}.")
+            tell(
+                f"Your own runs are kept in {relative(runs.rename(_unused(self.mine.folder / 'own-runs')))}."
+            )
         runs.mkdir()
         for name, run_ids in recorded.items():
             if name.endswith(".csv"):
@@ -212,9 +214,9 @@ class Workbook:
         if not self.open:
             stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
             following = stages[stages.index(self.folder.parent) + 1 :]
-            return f"{bar} Next: {shown(following[0] / 'README.md')}" if following else bar
+            return f"{bar} Next: {relative(following[0] / 'README.md')}" if following else bar
         following = self.open[0]
-        readme = shown(following.folder / "README.md")
+        readme = relative(following.folder / "README.md")
         return f"{bar} Next: {following.name}, {following.minutes} minutes: read {readme}"
 
 
@@ -250,15 +252,15 @@ def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     try:
         seen = exercise.check()
     except Wrong as wrong:
-        tell(f"{exercise.name}: not yet.\n{indented(str(wrong))}\n")
+        tell(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
         hint = _command(workbook, "hint", exercise)
-        tell(f"Your files are in {shown(exercise.mine.folder)}. A hint: {hint}")
+        tell(f"Your files are in {relative(exercise.mine.folder)}. A hint: {hint}")
         return 1
     workbook.read()  # the check took a while, and there are other terminals
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
         workbook.save()
-    tell(f"{exercise.name}: done.\n{indented(seen)}\n\n{workbook.bar()}")
+    tell(f"{exercise.name}: done.\n{wrapped(seen)}\n\n{workbook.bar()}")
     return 0
 
 
@@ -266,7 +268,7 @@ def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     most = len(exercise.hints)
     number = workbook.hints[exercise.name] = min(workbook.hints.get(exercise.name, 0) + 1, most)
     workbook.save()
-    tell(f"{exercise.name}, hint {number} of {most}:\n{indented(exercise.hints[number - 1])}")
+    tell(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
     if number == most:
         tell(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
     return 0
@@ -274,15 +276,15 @@ def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
 
 def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     kept = exercise.reset()
-    tell(f"{exercise.name}: the starter is back in {shown(exercise.mine.folder)}.")
+    tell(f"{exercise.name}: the starter is back in {relative(exercise.mine.folder)}.")
     if kept:
-        tell(f"What you wrote is kept in {shown(kept)}.")
+        tell(f"What you wrote is kept in {relative(kept)}.")
     return 0
 
 
 def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     exercise.use_recorded()
-    tell(f"{exercise.name}: recorded runs are in {shown(exercise.mine.folder / 'runs')}.")
+    tell(f"{exercise.name}: recorded runs are in {relative(exercise.mine.folder / 'runs')}.")
     return 0
 
 
@@ -306,15 +308,15 @@ COMMANDS = {
 
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
-    return f"python {shown(workbook.folder / 'check.py')} {command} {exercise.name}"
+    return f"python {relative(workbook.folder / 'check.py')} {command} {exercise.name}"
 
 
-def without_answers(text: str) -> str:
+def blank(text: str) -> str:
     """Put a `?` in the place of each value in lines `name = value  # comment`."""
     return re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", text, flags=re.MULTILINE)
 
 
-def _free(path: Path) -> Path:
+def _unused(path: Path) -> Path:
     """`path` with the first number that no file beside it has."""
     places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(place for place in places if not place.exists())
@@ -324,7 +326,7 @@ def _too_long(*_: object) -> NoReturn:
     raise Wrong(f"The check takes longer than {PATIENCE} seconds: does a loop in your program ever end?")
 
 
-def indented(text: str) -> str:
+def wrapped(text: str) -> str:
     """Wrap paragraphs anew; a line that begins with a blank stays one, and a dash begins one."""
     paragraphs = [""]
     for line in text.splitlines():
@@ -333,14 +335,14 @@ def indented(text: str) -> str:
             paragraphs[-1] += f" {line}"
         else:
             paragraphs.append(line)
-    wrapped = [
+    lines = [
         line if line.startswith(" ") else textwrap.fill(line, 100, break_on_hyphens=False)
         for line in paragraphs[1:]
     ]
-    return textwrap.indent("\n".join(wrapped), "  ")
+    return textwrap.indent("\n".join(lines), "  ")
 
 
-def shown(path: Path) -> str:
+def relative(path: Path) -> str:
     """Show a path from the current folder where it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))

@@ -11,7 +11,7 @@ from trainkit.jobs import site, slurm, stages
 from trainkit.rank import staging
 from trainkit.runtime import errors, machine
 from trainkit.runtime.errors import UserError
-from trainkit.workshop.exercises import Workbook, shown
+from trainkit.workshop.exercises import Workbook, relative
 
 
 def main() -> None:
@@ -36,11 +36,11 @@ def main() -> None:
         print("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
         return
     stage = unfinished[0].folder.parent
-    print(f"\n{unfinished[0].bar()}\nThe lesson around it: {shown(stage / 'README.md')}. Go on with:")
+    print(f"\n{unfinished[0].bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
     if activate.exists():  # a room may share another
-        first.append(f"source {shown(activate)}")
-    print("\n".join(f"  {line}" for line in [*first, f"cd {shown(stage)}", "python exercises/check.py"]))
+        first.append(f"source {relative(activate)}")
+    print("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
 
 
 def _gpus() -> str:

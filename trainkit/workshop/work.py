@@ -155,12 +155,12 @@ class Answers(dict):
         return word
 
 
-def near(given: float, true: float, share: float = 0.02) -> bool:
+def is_close(given: float, true: float, share: float = 0.02) -> bool:
     """Return whether two numbers are equal up to rounding."""
     return abs(given - true) <= share * abs(true)
 
 
-def as_wrong(error: BaseException, mine: Workspace) -> BaseException:
+def explain(error: BaseException, mine: Workspace) -> BaseException:
     """Return what a learner is told of an error in a check: their program's, or of what it gave to the check.
 
     An `OSError` of ours, such as a full disk, stays one.

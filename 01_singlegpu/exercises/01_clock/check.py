@@ -1,6 +1,6 @@
 """Gives the learner's clock a device whose time is computed, so that the true answer is known."""
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Too high or too low: what is the number of clock.py before you mend it?
@@ -64,14 +64,14 @@ def check(mine: Workspace) -> str:
             f"The clock stops while the device still works: it says {without_warmup:,.0f} images/s of a "
             f"device that does {true:,.0f}. It sees how fast Python fills the queue."
         )
-    if near(without_warmup, 64 / (LAUNCH + WORK), 0.01):
+    if is_close(without_warmup, 64 / (LAUNCH + WORK), 0.01):
         raise Wrong(
             "The device is waited for after every step. So its queue is always empty, and each step also "
             "pays for being queued. Wait once per epoch."
         )
-    if not near(without_warmup, true, 0.01):
+    if not is_close(without_warmup, true, 0.01):
         raise Wrong(f"The clock says {without_warmup:,.0f} images/s of a device that does {true:,.0f}.")
-    if not near(with_warmup, true, 0.01):
+    if not is_close(with_warmup, true, 0.01):
         raise Wrong(
             f"The mean has the first epoch in it, which loads kernels: {with_warmup:,.0f} images/s in place "
             f"of {true:,.0f}."

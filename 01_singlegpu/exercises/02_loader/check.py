@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,8 +64,8 @@ def check(mine: Workspace) -> str:
         _check_seconds(f"{name}_seconds", answers, row)
     times = resident.images_per_s / workers.images_per_s
     given = answers.number("times_as_fast")
-    if not near(given, times):
-        what = "is upside down" if near(given, 1 / times) else "does not fit your runs"
+    if not is_close(given, times):
+        what = "is upside down" if is_close(given, 1 / times) else "does not fit your runs"
         raise Wrong(f"`times_as_fast = {given:g}` {what}: divide images/s of resident by those of workers.")
     return (
         f"Resident is {times:.2f} times as fast here; you expected {prediction:g}. "
@@ -89,7 +89,7 @@ def _check_seconds(name: str, answers: dict, row: "pd.Series") -> None:
     given, rounding = answers.number(name), 0.06
     if row.images / row.fastest - rounding <= given <= row.images / row.slowest + rounding:
         return
-    if near(given, row.epoch_seconds + row.eval_seconds):
+    if is_close(given, row.epoch_seconds + row.eval_seconds):
         raise Wrong(f"`{name} = {given:g}` has the evaluation in it: that is no training.")
     if row.images < given * row.images_per_s < row.images + row.global_batch:
         raise Wrong(

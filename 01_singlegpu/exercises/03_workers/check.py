@@ -1,6 +1,6 @@
 """Finds the best number of workers in the learner's runs, and what limits it."""
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
 RECORDED = {
@@ -69,7 +69,7 @@ def check(mine: Workspace) -> str:
             "another program took the machine meanwhile. `reset`, and measure again, or take `recorded` runs."
         )
     percent = answers.number("percent")
-    if not near(percent, share):
+    if not is_close(percent, share):
         raise Wrong(
             f"`percent = {percent:g}`: divide the best run's images/s by the resident one's, times 100."
         )

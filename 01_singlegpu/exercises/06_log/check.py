@@ -1,6 +1,6 @@
 """The answers are in the texts of starter/, which do not change."""
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you open sacct.txt: how many of its 2 cores did job 3 keep busy, on average?
@@ -78,20 +78,20 @@ def check(mine: Workspace) -> str:
 
 def _check_speed(given: float) -> None:
     _, *steady = SPEEDS
-    if near(given, sum(steady) / 2):
+    if is_close(given, sum(steady) / 2):
         return
-    if near(given, sum(SPEEDS) / 3) or near(given, SPEEDS[0]):
+    if is_close(given, sum(SPEEDS) / 3) or is_close(given, SPEEDS[0]):
         raise Wrong(f"`images_per_s = {given:g}` has the first epoch in it, which is the warm-up.")
     raise Wrong(f"`images_per_s = {given:g}`: take the median of epochs 2 and 3, which is their mean.")
 
 
 def _check_cores(given: float) -> None:
     true = CPU_SECONDS / SECONDS
-    if near(given, true, 0.05):
+    if is_close(given, true, 0.05):
         return
-    if near(given, 1 / true, 0.05):
+    if is_close(given, 1 / true, 0.05):
         raise Wrong(f"`busy_cores = {given:g}` is upside down: divide the CPU's seconds by the clock's.")
-    if near(given, true / 2, 0.05):
+    if is_close(given, true / 2, 0.05):
         raise Wrong(f"`busy_cores = {given:g}` is the share of the two cores: how many cores are that?")
     if given == 2:
         raise Wrong("`busy_cores = 2` were given to it (AllocCPUS). How long did they compute (TotalCPU)?")
@@ -102,9 +102,9 @@ def _check_cores(given: float) -> None:
 
 
 def _check_memory(given: float) -> None:
-    if near(given, MEGABYTES, 0.04):
+    if is_close(given, MEGABYTES, 0.04):
         return
-    if near(given, 4.9, 0.05):
+    if is_close(given, 4.9, 0.05):
         raise Wrong(f"`memory_mb = {given:g}` is the job script's (3.batch): the training is 3.1.")
     if 7000 < given < 9000:
         raise Wrong(

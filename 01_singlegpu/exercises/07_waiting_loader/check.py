@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you run: of 100 seconds of training, how many does it wait for images?
@@ -177,16 +177,16 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
         if abs(given - run.waited) <= max(1.0, 0.05 * run.waited):
             continue
         hint = "100 x data_seconds / train_seconds, of the epochs behind the warm-up."
-        if near(given, 100 - run.waited, 0.03):
+        if is_close(given, 100 - run.waited, 0.03):
             hint = "so much it trained. How much did it wait?"
-        if near(given, other.waited, 0.03):
+        if is_close(given, other.waited, 0.03):
             hint = "that is the other run."
-        if near(given, run.waited / 100, 0.1):
+        if is_close(given, run.waited / 100, 0.1):
             hint = "of 100 seconds, so in percent."
         raise Wrong(f"`{name}` is not {given:g}: {hint}")
     given, times = answers.number("times"), cured.speed / first.speed
-    if not near(given, times, 0.05):
-        hint = "That is upside down." if near(given, 1 / times, 0.05) else "Divide the images/s."
+    if not is_close(given, times, 0.05):
+        hint = "That is upside down." if is_close(given, 1 / times, 0.05) else "Divide the images/s."
         raise Wrong(f"`times` is not {given:g}. {hint}")
     each = first.speed / max(first.row["workers_per_loader"], 1)
     given, needed = answers.number("workers"), cured.speed / each

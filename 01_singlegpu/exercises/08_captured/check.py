@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainkit.schema import records
 from trainkit.monitor import waste
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you look: which batch gains more, 64 or 1024?
@@ -84,24 +84,24 @@ def _speed(trace: str) -> float:
 def _check_step(answers: Answers, batch: int) -> None:
     name, given = f"step_{batch}", answers.number(f"step_{batch}")
     busy, step = _verdict(EAGER[batch], r"utilisation (\d+) %"), _verdict(EAGER[batch], r"([\d.]+) ms a step")
-    if near(given, step * busy / 100, 0.06):
+    if is_close(given, step * busy / 100, 0.06):
         return
     hint = "multiply the milliseconds of a step by the share of the time in which a kernel runs."
-    if near(given, step - step * busy / 100, 0.03):
+    if is_close(given, step - step * busy / 100, 0.03):
         hint = "so long are the gaps. How long do kernels run?"
-    elif near(given, step, 0.03):
+    elif is_close(given, step, 0.03):
         hint = "that is the step as it is, with its gaps."
     raise Wrong(f"`{name}` is not {given:g}: {hint}")
 
 
 def _check_gain(answers: Answers, batch: int, gain: float, other: float) -> None:
     given = answers.number(f"gain_{batch}")
-    if near(given, gain, 0.06):
+    if is_close(given, gain, 0.06):
         return
     hint = "divide the images/s of the captured training by those of the eager one."
-    if near(given, 1 / gain, 0.06):
+    if is_close(given, 1 / gain, 0.06):
         hint = "that is upside down."
-    elif near(given, other, 0.06):
+    elif is_close(given, other, 0.06):
         hint = "that is the gain of the other batch."
     raise Wrong(f"`gain_{batch}` is not {given:g}: {hint}")
 
@@ -109,12 +109,12 @@ def _check_gain(answers: Answers, batch: int, gain: float, other: float) -> None
 def _check_power(answers: Answers) -> None:
     given = answers.number("power_64")
     watts, limit = (_verdict(CAPTURED[64], pattern) for pattern in (r"\((\d+) of", r"of (\d+) W"))
-    if near(given, 100 * watts / limit, 0.04):
+    if is_close(given, 100 * watts / limit, 0.04):
         return
     hint = "divide the watts by the limit, times 100."
-    if near(given, watts, 0.03):
+    if is_close(given, watts, 0.03):
         hint = "that is in watts."
-    elif near(given, _verdict(CAPTURED[64], r"utilisation (\d+) %"), 0.03):
+    elif is_close(given, _verdict(CAPTURED[64], r"utilisation (\d+) %"), 0.03):
         hint = "that is its utilisation."
     raise Wrong(f"`power_64` is not {given:g}: {hint}")
 

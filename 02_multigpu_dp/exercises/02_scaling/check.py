@@ -1,6 +1,6 @@
 """Tries the learner's formulas on made-up epochs, and compares the answers with the learner's own runs."""
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you run: how many times the images/s of one will two devices do, with batch 128? As 1.5
@@ -84,7 +84,7 @@ def check(mine: Workspace) -> str:
             "The runs with batch 128 have unequal numbers of epochs, so their total times say nothing."
         )
     alone, shorter = one_256.images_per_s / one.images_per_s, one.elapsed_s / two.elapsed_s
-    if not near(answers.number("batch_alone"), alone):
+    if not is_close(answers.number("batch_alone"), alone):
         raise Wrong(
             f"batch_alone: not {answers['batch_alone']}. Divide the images/s in the two lines of one device."
         )
@@ -171,8 +171,8 @@ def _try(name: str, function: object, values: tuple, right: float, hints: dict[f
     if not isinstance(given, (int, float)):
         raise Wrong(f"`{name}` in mine/scaling.py returns {given!r} where a number is expected.")
     for wrong, hint in hints.items():
-        if near(given, wrong, 0.001):
+        if is_close(given, wrong, 0.001):
             raise Wrong(f"`{name}`: {hint}.")
-    if not near(given, right, 0.001):
+    if not is_close(given, right, 0.001):
         of = "a made-up run" if values[0] is EPOCHS else ", ".join(map(str, values))
         raise Wrong(f"`{name}` of {of} is {given:g} and should be {right:g}.")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you count: with four GPUs, how many times as many bytes does the first GPU of DataParallel send
@@ -102,20 +102,20 @@ def _right(count: Callable, of: tuple, right: float, hints: dict[float, str]) ->
         raise Wrong(f"`{name}` in mine/traffic.py is still a gap `...`.")
     if not isinstance(given, (int, float)):
         raise Wrong(f"`{name}` in mine/traffic.py returns {given!r} where a number is expected.")
-    if not near(given, right, 0.001):
-        hint = next((hint for wrong, hint in hints.items() if near(given, wrong, 0.001)), "count again")
+    if not is_close(given, right, 0.001):
+        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong, 0.001)), "count again")
         what = f"({', '.join(map(str, of))})" if len(of) > 1 else " of a tensor of 15 numbers"
         raise Wrong(f"`{name}`{what} is {given:g} and should be {right:g}: {hint}.")
 
 
 def _judge(answers: dict[str, str], prediction: float) -> str:
-    if not near(answers.number("dp_sends"), 15.0, 0.01):
+    if not is_close(answers.number("dp_sends"), 15.0, 0.01):
         raise Wrong(
             "dp_sends: 3 times 4.8 MB of weights are 14.4. What else goes out? See the line of 4 GPUs."
         )
-    if not near(answers.number("ddp_sends"), 7.2, 0.01):
+    if not is_close(answers.number("ddp_sends"), 7.2, 0.01):
         raise Wrong("ddp_sends: see the line of 4 GPUs, the last column.")
-    if not near(answers.number("each_takes_in"), 5.0, 0.01):
+    if not is_close(answers.number("each_takes_in"), 5.0, 0.01):
         raise Wrong(
             "each_takes_in: a third of what the first GPU sends. Besides the weights, its slice comes."
         )

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from trainkit.workshop.ranks import in_ranks
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you start the script: from how many of its ten bugs do you expect an error or a warning,
@@ -263,20 +263,20 @@ def wrong_loss(ranks: list[Seen]) -> str | None:
     said = ranks[0]["last"]["loss"]
     true, of_rank, of_batch = ranks[0]["losses"]
     of_batches = (of_batch + ranks[1]["losses"][2]) / 2
-    if near(said, true, 0.001):
+    if is_close(said, true, 0.001):
         return None
     what = f"The mean loss of an epoch is {true:.3f}. The script says {said:.3f}"
-    if near(said, of_batch, 0.001) or near(said, of_batches, 0.001):
+    if is_close(said, of_batch, 0.001) or is_close(said, of_batches, 0.001):
         return f"{what}, which is that of a single batch."
-    return f"{what}, that of rank 0's images." if near(said, of_rank, 0.001) else f"{what}."
+    return f"{what}, that of rank 0's images." if is_close(said, of_rank, 0.001) else f"{what}."
 
 
 def wrong_metric(ranks: list[Seen]) -> str | None:
     last = ranks[0]["last"]
     images = last["images_per_s"] * last["seconds"]
-    if near(images, IMAGES, 0.01):
+    if is_close(images, IMAGES, 0.01):
         return None
-    whose = " Those are the images of one rank." if near(images, IMAGES / 2, 0.01) else ""
+    whose = " Those are the images of one rank." if is_close(images, IMAGES / 2, 0.01) else ""
     return (
         f"The script says images/s of all ranks. Times its seconds that makes {images:.0f} images in an "
         f"epoch of {IMAGES}.{whose}"
@@ -285,7 +285,7 @@ def wrong_metric(ranks: list[Seen]) -> str | None:
 
 def wrong_accuracy(ranks: list[Seen]) -> str | None:
     said = ranks[0]["accuracy"]
-    if near(said, 20, 0.001):
+    if is_close(said, 20, 0.001):
         return None
     what = f"Of 5 test images a model knows 1, which is 20 %. On two ranks the script says {said:.1f} %"
     if said != ranks[1]["accuracy"]:

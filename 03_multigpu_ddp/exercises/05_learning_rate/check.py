@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 RECORDED = {"results/sample/cpu-xeon-2-cores/learning_rate/runs.csv": []}
 ANSWERS = """\
@@ -134,27 +134,27 @@ def best_rule(runs: dict, recipe: str, batch: int) -> str:
 
 
 def check_rules(scaled: Callable) -> None:
-    if near(scaled(0.02, "linear", 64, 4), 0.02) and near(scaled(0.02, "linear", 256, 1), 0.02):
+    if is_close(scaled(0.02, "linear", 64, 4), 0.02) and is_close(scaled(0.02, "linear", 256, 1), 0.02):
         raise Wrong("mine/rate.py: the linear rule still has its gap.")
     four_ranks, one_rank = scaled(0.02, "linear", 64, 4), scaled(0.02, "linear", 256, 1)
-    if not near(four_ranks, one_rank):
+    if not is_close(four_ranks, one_rank):
         raise Wrong(
             "mine/rate.py: 4 ranks of 64 images each, and one of 256, are the same global batch. The "
             f"linear rule gives {four_ranks:g} and {one_rank:g}. What counts is the batch of all ranks "
             "together, not the ranks."
         )
-    if not near(four_ranks, 0.08):
+    if not is_close(four_ranks, 0.08):
         raise Wrong(
             "mine/rate.py: the linear rule makes 0.08 of 0.02 at a global batch of 256, and yours "
             f"{four_ranks:g}."
         )
-    if not (near(scaled(0.02, "sqrt", 64, 4), 0.04) and near(scaled(0.02, "sqrt", 512, 2), 0.08)):
+    if not (is_close(scaled(0.02, "sqrt", 64, 4), 0.04) and is_close(scaled(0.02, "sqrt", 512, 2), 0.08)):
         raise Wrong(
             "mine/rate.py: at a global batch of 256, which is 4 times 64, the square-root rule multiplies "
             "by 2, the square root of 4: 0.04 in place of 0.02. Yours says "
             f"{scaled(0.02, 'sqrt', 64, 4):g}."
         )
-    if not near(scaled(0.02, "none", 64, 4), 0.02):
+    if not is_close(scaled(0.02, "none", 64, 4), 0.02):
         raise Wrong("mine/rate.py: without a rule the learning rate stays as it is.")
 
 
@@ -164,12 +164,12 @@ def check_warm_up(warmed_up: Callable) -> None:
         raise Wrong("mine/rate.py: the warm-up still has its gap.")
     if small[3] > 1:
         raise Wrong("mine/rate.py: the learning rate rises on behind the warm-up. It stays what it is then.")
-    if near(small[1], 0.25) and near(large[1], 0.25):
+    if is_close(small[1], 0.25) and is_close(large[1], 0.25):
         raise Wrong(
             "mine/rate.py: a warm-up of 1,280 images lasts 20 steps of 64, and 5 of 256. Yours lasts as "
             "many steps at both: count it in images, not in steps."
         )
-    if not all(near(*pair) for pair in zip(small + large, [0.05, 0.25, 1, 1, 0.2, 1, 1, 1], strict=True)):
+    if not all(is_close(*pair) for pair in zip(small + large, [0.05, 0.25, 1, 1, 0.2, 1, 1, 1], strict=True)):
         raise Wrong(
             "mine/rate.py: in a warm-up of 1,280 images to 1.0 the steps 1, 5 and 20 of batch 64 have "
             f"0.05, 0.25 and 1. Yours have {small[0]:g}, {small[1]:g} and {small[2]:g}."

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # How many times as fast as 8 GPUs are 16?
@@ -101,25 +101,25 @@ def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: di
         if cells[name] == "?":
             raise Wrong(f"mine/table.csv: {where} is still open.")
         number = cells.number(name)
-        if near(number, value):
+        if is_close(number, value):
             continue
-        if near(number, weak[name]):
+        if is_close(number, weak[name]):
             raise Wrong(
                 f"{where}: {number:g} follows from weak_images_per_s. There the global batch grows with "
                 "the GPUs, which is another training: 50 epochs of it have fewer steps, and may not learn "
                 "as much."
             )
-        if name == "efficiency" and near(number, 100 * 100 / value):
+        if name == "efficiency" and is_close(number, 100 * 100 / value):
             raise Wrong(
                 f"{where}: {number:g} is upside down. It is speedup / N, and above 100 % would be a gift."
             )
-        if name == "efficiency" and near(number, value / 100):
+        if name == "efficiency" and is_close(number, value / 100):
             raise Wrong(f"{where}: {number:g} is the fraction; the column is in percent.")
-        if name == "gpu_hours" and near(number, value / gpus):
+        if name == "gpu_hours" and is_close(number, value / gpus):
             raise Wrong(
                 f"{where}: {number:g} are the hours of the job, and each of the {gpus} GPUs costs as many."
             )
-        if name in ("minutes", "gpu_hours") and near(number, value / 50):
+        if name in ("minutes", "gpu_hours") and is_close(number, value / 50):
             raise Wrong(f"{where}: {number:g} is of one epoch, and the training has 50.")
         raise Wrong(f"{where}: it is not {number:g}. `hint how_many` has the formulas.")
 

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Which table would you have believed? A letter
@@ -84,17 +84,17 @@ def check(mine: Workspace) -> str:
             raise Wrong(f"Table {letter} has another mistake. {WHY[letter]}")
     for letter, (false, true) in claims().items():
         given = answers.number(f"{letter}_true")
-        if near(given, true, 0.015):
+        if is_close(given, true, 0.015):
             continue
-        if near(given, false, 0.005):
+        if is_close(given, false, 0.005):
             raise Wrong(
                 f"`{letter}_true`: {given:g} is still that of the table. Compute it without the mistake."
             )
-        if letter != "D" and near(given, 2 * true, 0.015):
+        if letter != "D" and is_close(given, 2 * true, 0.015):
             raise Wrong(
                 f"`{letter}_true`: {given:g} is the speedup. It has to be divided by the number of devices."
             )
-        if near(given, true / 100, 0.015):
+        if is_close(given, true / 100, 0.015):
             raise Wrong(f"`{letter}_true`: {given:g} is the fraction. Give it in percent.")
         raise Wrong(
             f"`{letter}_true` is not {given:g}: take the mean images/s of the epochs 2 and 3 of each run, "

@@ -4,7 +4,7 @@ import re
 import statistics
 
 from trainkit.schema import records
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Two GPUs on two nodes, against two on one: faster, same or slower?
@@ -67,15 +67,15 @@ def check(mine: Workspace) -> str:
         raise Wrong("`batch_per_device`: the global batch is shared out evenly among the ranks.")
     check_interface(answers["interface"], mine)
     megabytes = answers.number("megabytes")
-    if near(megabytes, 2 * MEGABYTES, 0.03):
+    if is_close(megabytes, 2 * MEGABYTES, 0.03):
         raise Wrong("`megabytes`: twice too much. With N = 2, 2 (N - 1) / N is 1.")
-    if not near(megabytes, MEGABYTES, 0.03):
+    if not is_close(megabytes, MEGABYTES, 0.03):
         raise Wrong(
             "`megabytes`: 1,199,882 gradients of 4 bytes each, times 2 (N - 1) / N, in millions of bytes."
         )
     ratio, true = answers.number("ratio"), two["speed"] / one["speed"]
-    if not near(ratio, true, 0.03):
-        if near(ratio, 1 / true, 0.03):
+    if not is_close(ratio, true, 0.03):
+        if is_close(ratio, 1 / true, 0.03):
             raise Wrong("`ratio` is upside down: it is two nodes by one.")
         raise Wrong(
             f"`ratio` is not {ratio:g}: images/s on two nodes by those on one, of the epochs with warmup 0."

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainkit.schema import records
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # How many lines of mnist_ddp.py will you change or add?
@@ -166,10 +166,10 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
 def check_equal(alone: dict[str, object], both: dict[str, object]) -> None:
     """Say whether two ranks trained as one did."""
     one, two = alone["train_loss"], both["train_loss"]
-    if near(two, one, 0.001):
+    if is_close(two, one, 0.001):
         return
     told = f"The train loss of epoch {both['epoch']} is {one:.4f} in one rank and {two:.4f} in two"
-    if near(two, one / 2, 0.25):
+    if is_close(two, one / 2, 0.25):
         raise Wrong(
             f"{told}. Is the loss divided by the number of ranks? DDP averages the gradients already."
         )

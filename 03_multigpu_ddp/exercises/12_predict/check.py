@@ -4,7 +4,7 @@ import math
 
 from trainkit.advice import advice
 from trainkit.compare import comparison
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Four devices, global batch 128: how many times the images/s of one?
@@ -69,9 +69,9 @@ def check(mine: Workspace) -> str:
     low, middle, high = asked(mine)
     for name, true in {"low": low, "high": high}.items():
         given = answers.number(name)
-        if near(given, true, 0.04):
+        if is_close(given, true, 0.04):
             continue
-        if near(given, middle):
+        if is_close(given, middle):
             raise Wrong(f"`{name}`: {given:g} is its middle. The interval stands beneath it.")
         raise Wrong(f"`{name}` is not {given:g}: look for DDP with four devices at batch 128, images/s.")
     if answers.number("refused") != 8:
@@ -109,17 +109,17 @@ def amdahl(batch: int, one: float, serial: float) -> float:
 def check_amdahl(answers: Answers, one: float, two: float, serial: float) -> None:
     """Say what is wrong with s, and with four devices."""
     given = answers.number("serial_ms") / 1000
-    if not near(given, serial, 0.06):
-        if near(given, one - two, 0.03):
+    if not is_close(given, serial, 0.06):
+        if is_close(given, one - two, 0.03):
             raise Wrong("`serial_ms`: that is T(1) - T(2), and half of p.")
-        if near(given, two, 0.03):
+        if is_close(given, two, 0.03):
             raise Wrong("`serial_ms`: that is the whole step on two devices, which has p / 2 in it.")
         raise Wrong(f"`serial_ms` is not {1000 * given:g}: s = 2 T(2) - T(1), in milliseconds.")
     given, true = answers.number("four"), amdahl(128, one, serial)
-    if not near(given, true, 0.03):
-        if near(given, 4 * 128 / one, 0.03):
+    if not is_close(given, true, 0.03):
+        if is_close(given, 4 * 128 / one, 0.03):
             raise Wrong("`four`: these are four times those of one. Where is s?")
-        if near(given, 2 * 128 / two, 0.03):
+        if is_close(given, 2 * 128 / two, 0.03):
             raise Wrong("`four`: these are twice those of two. But s is not divided again.")
         raise Wrong(f"`four` is not {given:g}: 128 images in s + p / 4 seconds.")
 

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Two nodes, 256 images each: how many times the images/s of one worker with 256?
@@ -99,15 +99,15 @@ def exchange_seconds() -> float:
 def check_parts(answers: Answers, step: float, exchange: float) -> None:
     """Say what is wrong with the step on one node, and with the exchange; in ms."""
     given = answers.number("step_ms")
-    if not near(given, step):
-        unit = " That is in seconds." if near(given, step / 1000) else ""
+    if not is_close(given, step):
+        unit = " That is in seconds." if is_close(given, step / 1000) else ""
         raise Wrong(f"`step_ms` is not {given:g}: 256 images / images/s, in milliseconds.{unit}")
     given = answers.number("exchange_ms")
-    if not near(given, exchange, 0.05):
+    if not is_close(given, exchange, 0.05):
         hint = "look between the lines of 4,194,304 and 16,777,216 bytes."
-        if near(given, 2 * exchange, 0.05):
+        if is_close(given, 2 * exchange, 0.05):
             hint = "the bytes are counted twice. The doctor's seconds are those of the whole sum, to and fro."
-        if near(given, exchange / 4, 0.15):
+        if is_close(given, exchange / 4, 0.15):
             hint = "1,199,882 gradients of 4 bytes each."
         if 0.8 * exchange < given < exchange:
             hint = "that is the sum of 4,194,304 bytes, and there are 4,799,528."
@@ -117,22 +117,22 @@ def check_parts(answers: Answers, step: float, exchange: float) -> None:
 def check_bounds(answers: Answers, step: float, exchange: float) -> None:
     """Say what is wrong with the bounds of the step on two nodes, in ms, and with their images/s."""
     longest, shortest = answers.number("longest_ms"), answers.number("shortest_ms")
-    if near(longest, max(step, exchange), 0.05):
+    if is_close(longest, max(step, exchange), 0.05):
         raise Wrong("`longest_ms`: that is the larger of the two alone: first the step, then the exchange.")
-    if near(longest, 2 * step + exchange, 0.05):
+    if is_close(longest, 2 * step + exchange, 0.05):
         raise Wrong("`longest_ms`: two nodes compute at the same time, so the step counts once, not twice.")
-    if not near(longest, step + exchange, 0.04):
+    if not is_close(longest, step + exchange, 0.04):
         raise Wrong(f"`longest_ms` is not {longest:g}: one after the other.")
-    if near(shortest, step + exchange, 0.05):
+    if is_close(shortest, step + exchange, 0.05):
         raise Wrong("`shortest_ms`: these are added, but both go on at the same time: the longer one counts.")
-    if near(shortest, min(step, exchange), 0.05):
+    if is_close(shortest, min(step, exchange), 0.05):
         raise Wrong("`shortest_ms`: no step ends before its gradients are exchanged: take the longer one.")
-    if not near(shortest, max(step, exchange), 0.05):
+    if not is_close(shortest, max(step, exchange), 0.05):
         raise Wrong(f"`shortest_ms` is not {shortest:g}: the longer one of the two.")
     for name, bound, ms in (("least", "longest", longest), ("most", "shortest", shortest)):
         given, true = answers.number(name), 2 * BATCH / ms * 1000
-        if not near(given, true):
-            half = " These are those of one: both nodes do 256 images." if near(given, true / 2) else ""
+        if not is_close(given, true):
+            half = " These are those of one: both nodes do 256 images." if is_close(given, true / 2) else ""
             raise Wrong(
                 f"`{name}` is not {given:g}: images of a step on both nodes, by the {bound} step.{half}"
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Which of the six would you start?
@@ -64,9 +64,9 @@ def check(mine: Workspace) -> str:
     prices = check_prices(mine)
     check_choice(answers, prices)
     true, given = 100 * efficiency(), answers.number("efficiency")
-    if near(given, 2 * true):
+    if is_close(given, 2 * true):
         raise Wrong("`efficiency`: that is the speedup. Divide it by the number of workers.")
-    if not near(given, true):
+    if not is_close(given, true):
         raise Wrong(f"`efficiency` is not {given:g}: column `eff. %`, 2 devices, batch 512.")
     four = answers.word("four", "measured", "predicted", "unknown")
     if four == "measured":
@@ -95,12 +95,12 @@ def check_prices(mine: Workspace) -> dict[str, float]:
         if cell[run] == "?":
             raise Wrong(f"mine/candidates.csv: worker_hours of {run} is still open.")
         hours, true = cell.number(run), workers * seconds / 3600
-        if not near(hours, true, 0.04):
-            if near(hours, true / workers, 0.04):
+        if not is_close(hours, true, 0.04):
+            if is_close(hours, true / workers, 0.04):
                 raise Wrong(
                     f"{run}: {hours:g} are the hours of the run. Each of the {workers} workers costs as many."
                 )
-            if near(hours, 3600 * true):
+            if is_close(hours, 3600 * true):
                 raise Wrong(f"{run}: {hours:g} are seconds and not hours.")
             raise Wrong(f"{run}: not {hours:g}. Seconds / 3600, times the workers.")
         prices[run] = true

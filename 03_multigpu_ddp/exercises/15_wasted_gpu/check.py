@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainkit.schema import samples
 from trainkit.workshop.job_scripts import ask_slurm, requested
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # From ended.txt alone: which job do you suspect? Its number.
@@ -115,21 +115,21 @@ def _check_job(answers: Answers, jobs: list[Job]) -> Job:
 def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
     idle, given = job.gpus - job.ranks, answers.number("gpu_hours")
     true = idle * job.hours
-    if not near(given, true, 0.03):
+    if not is_close(given, true, 0.03):
         hint = f"{idle} GPUs, for as long as the job had them, in hours."
-        if near(given, job.gpus * job.hours, 0.03):
+        if is_close(given, job.gpus * job.hours, 0.03):
             hint = "that is what all its GPUs cost. Two of them did work."
-        if near(given, job.hours, 0.03):
+        if is_close(given, job.hours, 0.03):
             hint = "these are the hours of one GPU."
-        if near(given, 60 * true, 0.03) or near(given, 3600 * true, 0.03):
+        if is_close(given, 60 * true, 0.03) or is_close(given, 3600 * true, 0.03):
             hint = "Elapsed is hours:minutes:seconds, and 3600 seconds are an hour."
         raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
     given, paid = answers.number("percent"), sum(each.gpus * each.hours for each in jobs)
-    if not near(given, 100 * true / paid, 0.04):
+    if not is_close(given, 100 * true / paid, 0.04):
         hint = "`gpu_hours` of 100, by GPUs x hours of each job, added up."
-        if near(given, 50):
+        if is_close(given, 50):
             hint = "that is its share of its own job. What did all four cost?"
-        if near(given, 100 * true / sum(each.hours for each in jobs), 0.03):
+        if is_close(given, 100 * true / sum(each.hours for each in jobs), 0.03):
             hint = "hours of jobs are not yet GPU-hours: each of them had several GPUs."
         raise Wrong(f"`percent` is not {given:g}: {hint}")
     return true

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 from trainkit.monitor import waste
-from trainkit.workshop.work import Answers, Workspace, Wrong, near
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # From the table alone: which job wastes most, a, b or c?
@@ -129,12 +129,12 @@ def _check_number(answers: Answers, job: str) -> None:
 
 def _check_power(answers: Answers, power: list[float], limit: list[float], utilisation: list[float]) -> None:
     given, true = answers.number("a_power"), 100 * power[0] / limit[0]
-    if near(given, true, 0.06):
+    if is_close(given, true, 0.06):
         return
     hint = "`power_w` by `power_limit_w`, times 100."
-    if near(given, power[0], 0.06):
+    if is_close(given, power[0], 0.06):
         hint = "that is in watts."
-    if near(given, utilisation[0], 0.05):
+    if is_close(given, utilisation[0], 0.05):
         hint = "that is its utilisation."
     raise Wrong(f"`a_power` is not {given:g}: {hint}")
 
@@ -144,28 +144,28 @@ def _check_waits(answers: Answers, own: list[float], data: list[float], trained:
     if answers.number("b_rank") != slowest:
         raise Wrong("`b_rank`: that rank has little work of its own, and waits itself: see `own_seconds`.")
     given, true = answers.number("b_waits"), 100 * (1 - min(own) / trained[0])
-    if near(given, true, 0.03):
+    if is_close(given, true, 0.03):
         return
     hint = "`train_seconds` less the `own_seconds` of rank 0, by `train_seconds`, times 100."
-    if near(given, 100 - true, 0.03):
+    if is_close(given, 100 - true, 0.03):
         hint = "so much it worked. How much did it not?"
-    if near(given, 100 * (1 - max(own) / trained[0]), 0.1):
+    if is_close(given, 100 * (1 - max(own) / trained[0]), 0.1):
         hint = f"that is of rank {slowest}. How about those that wait for it?"
-    if near(given, 100 * data[0] / trained[0], 0.1):
+    if is_close(given, 100 * data[0] / trained[0], 0.1):
         hint = "so much it waited for its batches. It waits for more than these."
     raise Wrong(f"`b_waits` is not {given:g}: {hint}")
 
 
 def _check_core(answers: Answers, cores: list[float], waiting: list[float]) -> None:
     given, true = answers.number("c_core"), 100 * statistics.fmean(cores)
-    if near(given, true, 0.05):
+    if is_close(given, true, 0.05):
         return
     hint = "`cores` of a rank are those that it used."
-    if near(given, true / 100, 0.05):
+    if is_close(given, true / 100, 0.05):
         hint = "in percent."
-    if near(given, 2 * true, 0.05):
+    if is_close(given, 2 * true, 0.05):
         hint = "that was used of the core, by both ranks."
-    if near(given, 100 * waiting[0], 0.05):
+    if is_close(given, 100 * waiting[0], 0.05):
         hint = "so much of the time it waited for one."
     raise Wrong(f"`c_core` is not {given:g}: {hint}")
 
