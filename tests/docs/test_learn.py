@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import succeeded
 from test_compare import make_project, run
 
 STAGES = ("01_singlegpu", "02_multigpu_dp", "03_multigpu_ddp")
@@ -14,8 +15,7 @@ def learn(project: Path, done: dict[str, list[str]]) -> list[str]:
     for stage in STAGES:
         progress = {"done": done.get(stage, []), "hints": {}}
         (project / stage / "exercises" / "progress.json").write_text(json.dumps(progress))
-    learned = run(["make", "--no-print-directory", "-C", project, "learn"])
-    assert learned.returncode == 0, learned.stdout + learned.stderr
+    learned = succeeded(run(["make", "--no-print-directory", "-C", project, "learn"]))
     return learned.stdout.splitlines()
 
 

@@ -74,11 +74,6 @@ def ranks_in(folder: Path) -> dict[str, set[str]]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path / "a checkout")
-
-
-@pytest.fixture
 def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Iterator[Checkout]:
     checkout = Checkout(tmp_path / "a checkout", cluster)
     checkout.site(ON)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import rows_of
+from conftest import rows_of, succeeded
 
 from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
@@ -55,18 +55,12 @@ def facts_in(folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path / "a checkout")
-
-
 # --- local processes --------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 def test_a_stage_without_slurm(checkout: Checkout) -> None:
-    done = checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL))
     assert "no Slurm here: running as 2 local process(es)" in done.stdout
     (row,) = rows_of(checkout.folder / "results")
     assert (row["stage"], row["launcher"], row["world_size"]) == ("ddp", "submitit", 2)
@@ -83,8 +77,7 @@ def test_a_script_of_ones_own(checkout: Checkout) -> None:
     (folder / "my training.py").write_text(f"import beside\n{FACTS}")
     (checkout.folder / "data").unlink()
     arguments = ("--width", "64", "--train-size", "70000")
-    done = checkout.submit_py("ddp", "--script", "my work/my training.py", "--wait", *arguments)
-    assert done.returncode == 0, done.stderr
+    succeeded(checkout.submit_py("ddp", "--script", "my work/my training.py", "--wait", *arguments))
     (folder,) = job_folders(checkout)
     assert folder.name.startswith("my training-")
     assert [facts["arguments"][-4:] for facts in facts_in(folder)] == [list(arguments)] * 2
@@ -120,8 +113,7 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     sizes = ("--batch-size", 66)
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
     chosen = {"CUDA_VISIBLE_DEVICES": "8,9", "HIP_VISIBLE_DEVICES": "1,5,6,7"}
-    done = checkout.submit_py("ddp", *sizes, "--wait", **chosen)
-    assert done.returncode == 0, done.stderr
+    succeeded(checkout.submit_py("ddp", *sizes, "--wait", **chosen))
     for facts in facts_in(*job_folders(checkout)):
         assert facts["environment"]["HIP_VISIBLE_DEVICES"] == "1,5,6"
         assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "1,5,6"
@@ -233,8 +225,7 @@ def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
         path.write_text(own)
     name = "-x $(touch pwned) '\"\n#SBATCH --hold \033[31m"
     job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
-    done = checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD))
     assert r"done: results: \x1b[31mred" in done.stdout
     assert "\033" not in done.stdout
     assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
@@ -254,10 +245,11 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
         "SITE_CONTAINER=(env 'INSIDE=a container')  # as good as one\n"
     )
     on_cluster.script("ddp").write_text(FACTS)
-    done = on_cluster.submit_py(
-        "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
+    succeeded(
+        on_cluster.submit_py(
+            "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
+        )
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     job = job_of(on_cluster)
     ranks = facts_in(scratch / job)
     assert len(ranks) == 4
@@ -296,8 +288,7 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     checkout.fake("srun", "")
     checkout.site("export SBATCH_ACCOUNT=physics")
     arguments = "--gpus 4 --nodes 2 --partition gpu --time 1:30:00 --dry-run --epochs 3"
-    done = checkout.submit_py("ddp", *arguments.split())
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.submit_py("ddp", *arguments.split()))
     lines = done.stdout.splitlines()
     asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16GB", "time=90")
     for option in (*asked, "partition=gpu", "job-name=mnist-ddp", "signal=USR2@60", "requeue"):
@@ -340,8 +331,7 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
     checkout.fake("sbatch", f"echo {variables} >{shlex.quote(str(told))}; echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.site("export SBATCH_PARTITION=site")
-    done = checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment))
     assert told.read_text().strip() == sent
     (folder,) = job_folders(checkout)
     for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
@@ -485,6 +475,8 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
         ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
+        ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "of each: give one of them"),
+        ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
         ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.rank.data"),
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),

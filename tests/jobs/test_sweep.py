@@ -319,6 +319,7 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--out /proc/nowhere", "cannot be written to"),
         ("--out trainkit", "has other things in it"),
         ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
+        ("--batch-size-per-gpu 32", "is what --scaling weak makes of --batch-size"),
     ],
 )
 def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:

@@ -11,7 +11,17 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, Script, furthest, rows_of, weights_of
+from conftest import (
+    ENVIRONMENT,
+    REPOSITORY,
+    STAGES,
+    Script,
+    furthest,
+    one_error,
+    rows_of,
+    succeeded,
+    weights_of,
+)
 from forking import Forking
 
 from trainkit.schema import records
@@ -61,13 +71,7 @@ if here.rank == 1 and schedule.last_epoch == 2:
 SCALE = "print('scale', here.rank, scaler.get_scale(), model.module.fc2.weight.norm().item())"
 PLANTED = {
     "counted.py": ("accumulate.py", {"choose_precision(": COUNTING}),
-    "overflow.py": (
-        "mixed_precision.py",
-        {
-            "scaler.scale(": OVERFLOW,
-            "schedule.step()": SCALE,
-        },
-    ),
+    "overflow.py": ("mixed_precision.py", {"scaler.scale(": OVERFLOW, "schedule.step()": SCALE}),
 }
 TOLD = "told.txt"
 
@@ -95,8 +99,7 @@ def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def train(name: str, ranks: int, script: Path | str, *options: object) -> None:
         precision = () if script == "overflow.py" else ("--precision", "fp32")
         command = (WITHOUT_DROPOUT, results / script, *EXACT, *precision, *options)
-        done = forking.run(*command, "--results-dir", results / name, env=ENVIRONMENT, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        done = succeeded(forking.run(*command, "--results-dir", results / name, env=ENVIRONMENT, ranks=ranks))
         with (results / name / TOLD).open("a") as told:
             told.write(done.stdout)
 
@@ -206,13 +209,18 @@ def test_a_branch_that_some_steps_leave_out(trained: Callable) -> None:
         assert furthest(trained(how, 2).weights, trained(how, 1).weights) < ROUNDING
 
 
-def test_a_branch_left_out_unannounced_is_one_sentence(script: Script, tmp_path: Path) -> None:
+# The numbers of the weights and the biases that a step leaves out: of a branch, and of a critic.
+@pytest.mark.parametrize(("variant", "numbers"), [("unused.py", "8 9"), ("vae_counts.py", "9 10")])
+def test_a_branch_left_out_unannounced_is_one_sentence(
+    variant: str, numbers: str, script: Script, tmp_path: Path
+) -> None:
     arguments = (*EXACT, "--precision", "fp32", "--graph", "plain", "--results-dir", tmp_path)
-    done = script(BEYOND / "unused.py", *arguments, ranks=2)
+    done = script(BEYOND / variant, *arguments, ranks=2)
     assert done.returncode == 1
-    assert "error on rank 0: the last step left out some of the network" in done.stderr
-    assert "did not receive grad for rank 0: 8 9" in done.stderr
-    assert "unused.py" in done.stderr and 'beyond/unused.py", line' not in done.stderr
+    for rank in (0, 1):
+        assert f"error on rank {rank}: the last step left out some of the network" in done.stderr
+        assert f"did not receive grad for rank {rank}: {numbers}" in done.stderr
+    assert variant in done.stderr and "Traceback" not in done.stderr
 
 
 def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> None:
@@ -238,12 +246,14 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
         ("accumulate.py", ("--accumulate", 0), "argument --accumulate: 0 is too small"),
         ("mixed_precision.py", ("--precision", "bf16"), "argument --precision: invalid choice: 'bf16'"),
         ("by_hand.py", ("--flatten",), "unrecognized arguments: --flatten"),
+        ("tabular.py", ("--weights", "much"), "argument --weights: invalid choice: 'much'"),
+        ("tabular.py", ("--precision", "bf16"), "TableNet computes in fp32 only: leave out --precision bf16"),
+        ("tabular.py", ("--test-size", 6000), "--test-size 6000 is more than the 5000 test images"),
     ],
 )
 def test_a_mistake_is_one_sentence(variant: str, arguments: tuple, sentence: str, script: Script) -> None:
     done = script(BEYOND / variant, *SMALL, *arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+    assert one_error(done).startswith(f"error: {sentence}")
 
 
 def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
@@ -252,8 +262,7 @@ def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
     small = ("--train-size", 256, "--test-size", 100, "--batch-size", 48, "--no-cuda", "--epochs", 1)
     one_each = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     job = checkout.submit("srun", "beyond/lightning/mnist_lightning.py", *small, sbatch=one_each)
-    done = checkout.submit_py("ddp", "--script", "beyond/tabular.py", "--gpus", 1, *small, "--wait")
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(checkout.submit_py("ddp", "--script", "beyond/tabular.py", "--gpus", 1, *small, "--wait"))
     assert checkout.cluster.wait(job, timeout=300)["JobState"] == "COMPLETED", checkout.log(job)
     runs = [records.read(path) for path in (checkout.folder / "results" / "runs").glob("*.csv")]
     found = {(rows[0]["stage"], rows[0]["world_size"], rows[0]["nodes"]) for rows in runs}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from conftest import REPOSITORY, Script
+from conftest import REPOSITORY, Script, succeeded
 
 from trainkit.compare import breakdown_figure
 from trainkit.rank import step_phases
@@ -100,8 +100,7 @@ def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> Non
     folder = tmp_path / "breakdown"
     folder.mkdir()
     made_up(folder / "made-up.tsv")
-    done = script(SCRIPT, *SMALL, "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeeded(script(SCRIPT, *SMALL, "--results-dir", tmp_path))
     assert (folder / "breakdown.png").read_bytes().startswith(b"\x89PNG")
     lines = (folder / "breakdown.md").read_text().splitlines()
     header, _, *rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]

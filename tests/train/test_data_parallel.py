@@ -10,7 +10,7 @@ import replicas
 import torch
 import torch.nn.functional as F
 from checkout import Checkout
-from conftest import rows_of
+from conftest import places, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, data
@@ -107,17 +107,15 @@ def test_replicas_evaluate_as_one(two: tuple, images: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("recipe", "precision"), [("classic", "auto"), ("fast", "fp32")])
 def test_the_stage_trains_with_two_replicas(
-    recipe: str, precision: str, script: Callable, tmp_path: Path
+    recipe: str, precision: str, script: Callable, tmp_path: Path, checkout: Checkout
 ) -> None:
-    checkout = Checkout(tmp_path / "a checkout")
     planted = (
         f"sys.path.append({str(Path(__file__).parents[1])!r}); import replicas; gpus = replicas.pretend(2)"
     )
     checkout.insert("dp", planted, before="if gpus > 1:")
     small = ("--epochs", 2, "--train-size", 960, "--test-size", 301)
     chosen = ("--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)
-    done = script(checkout.script("dp"), *small, *chosen)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(script(checkout.script("dp"), *small, *chosen))
     rows = rows_of(tmp_path)
     assert {(row["devices"], row["batch_per_device"], row["world_size"]) for row in rows} == {(2, 32, 1)}
     assert rows[1]["train_loss"] < rows[0]["train_loss"] and rows[1]["test_accuracy"] > 50
@@ -136,29 +134,27 @@ def test_each_gpu_draws_its_own_random_numbers_after_a_stop_too(script: Callable
     """With as many GPUs as before they go on; with others each gets its own again, not all the same."""
     checkout = Checkout(tmp_path / "a checkout")
     checkout.plant("dp", GENERATORS)
-    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     small = ("--train-size", 128, "--test-size", 50, "--precision", "fp32", "--seed", 7)
     told = []
     for epochs, gpus in ((1, 2), (2, 2), (3, 3)):
-        done = script(checkout.script("dp"), *small, *places, "--epochs", epochs, env={"GPUS": str(gpus)})
+        done = script(
+            checkout.script("dp"), *small, *places(tmp_path), "--epochs", epochs, env={"GPUS": str(gpus)}
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         told.append([line for line in done.stdout.splitlines() if line.startswith(("seeded", "restored"))])
     assert told == [["seeded 7"], ["seeded 7", "restored [0, 1]"], ["seeded 7", "seeded 3007"]]
 
 
 def test_a_checkpoint_of_another_stage_keeps_the_kernels_of_this_one(
-    script: Callable, tmp_path: Path
+    script: Callable, tmp_path: Path, checkout: Checkout
 ) -> None:
     """Adam's state would bring fused kernels along, which DataParallel does without."""
-    checkout = Checkout(tmp_path / "a checkout")
-    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     small = ("--train-size", 64, "--test-size", 50, "--precision", "fp32", "--recipe", "fast", "--epochs", 2)
     stops = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
     checkout.insert("single", f"if epoch == 1: {stops}", before="model.train()")
-    assert "stopped after" in script(checkout.script("single"), *small, *places).stdout
+    assert "stopped after" in script(checkout.script("single"), *small, *places(tmp_path)).stdout
     checkout.insert("dp", "optimizer.param_groups[0].update(foreach=True, fused=False)", before="run = Run(")
     told = "[optimizer.param_groups[0][kind] for kind in ('foreach', 'fused')]"
     checkout.insert("dp", f"print({told})", before="run.finish()")
-    done = script(checkout.script("dp"), *small, *places)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(script(checkout.script("dp"), *small, *places(tmp_path)))
     assert "\n[True, False]\n" in done.stdout

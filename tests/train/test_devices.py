@@ -38,9 +38,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.full
-def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path) -> None:
+def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path, checkout: Checkout) -> None:
     """Before it has done anything; unless it is told to use the CPU."""
-    checkout = Checkout(tmp_path / "a checkout")
     fault = "import torch; torch.cuda.is_available = lambda: False; torch.cuda.device_count = lambda: 2"
     checkout.plant("single", fault)
     arguments = (checkout.script("single"), *ONE_STEP, "--results-dir", tmp_path / "results")

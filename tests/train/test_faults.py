@@ -12,23 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, STAGES, Script, rows_of, stage_command
-from forking import Forking
-from test_checkpoint import start, wait_for
+from conftest import ENVIRONMENT, Script, one_error, places, rows_of, stage_command, start_stage, succeeded
+from test_checkpoint import wait_for
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
-def two_epochs(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_epochs(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints after epochs 1 and 2, made by two processes, so that it was resumed once."""
     folder = tmp_path_factory.mktemp("two-epochs")
-    folders = ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
     for epochs in (1, 2):
-        done = forking.run(
-            STAGES["single"], *SMALL, "--no-cuda", "--epochs", epochs, *folders, env=ENVIRONMENT
-        )
-        assert done.returncode == 0, done.stderr
+        succeeded(script("single", *SMALL, "--epochs", epochs, *places(folder)))
     return folder
 
 
@@ -36,15 +31,7 @@ def two_epochs(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def resume(script: Script, two_epochs: Path, tmp_path: Path) -> Script:
     """Go on to epoch 3 from a copy of the checkpoints, in tmp_path, which may have been changed before."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
-    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
-    return lambda: script("single", *SMALL, "--epochs", 3, "--resume", "auto", *folders)
-
-
-def one_error(done: subprocess.CompletedProcess) -> str:
-    assert done.returncode == 1, done
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    return line
+    return lambda: script("single", *SMALL, "--epochs", 3, *places(tmp_path))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
@@ -57,7 +44,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     place.insert("single", go_on, before="optimizer.zero_grad()")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
-    (first,) = start(place.script("single"), *training)
+    first = start_stage(place.script("single"), *training)
     wait_for(lambda: list(tmp_path.glob("checkpoints/*.pt")), first)
     told = one_error(script("single", *training, "--resume", "auto"))
     (tmp_path / "go").touch()
@@ -75,8 +62,7 @@ def test_files_beside_the_checkpoints_stay(resume: Script, tmp_path: Path) -> No
     for path in mine:
         path.write_bytes(b"mine")
     torch.save(["a", "list"], folder / "epoch-7-step-0.pt")
-    done = resume()
-    assert done.returncode == 0, done.stderr
+    done = succeeded(resume())
     assert "resumed from" in done.stdout
     assert done.stderr.count("warning: the checkpoint") == 1
     assert all(path.read_bytes() == b"mine" for path in mine)
@@ -133,16 +119,15 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(script: Script
 
 
 def test_weights_that_are_no_numbers_replace_no_checkpoint(
-    script: Script, two_epochs: Path, tmp_path: Path
+    script: Script, two_epochs: Path, tmp_path: Path, checkout: Checkout
 ) -> None:
     """The losses were still numbers, and the last step of all broke the weights."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
-    place = Checkout(tmp_path / "a checkout")
-    place.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="run.add(loss)")
+    checkout.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="run.add(loss)")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
     training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
-    told = one_error(script(place.script("single"), *training))
+    told = one_error(script(checkout.script("single"), *training))
     assert "are no longer numbers after step 1 of epoch 3: lower --lr, in a new run" in told
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")} == before
 
@@ -252,11 +237,10 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
     ],
 )
 def test_an_error_of_a_gpu_or_of_nccl_is_one_sentence(
-    kind: str, text: str, told: str, script: Script, tmp_path: Path
+    kind: str, text: str, told: str, script: Script, checkout: Checkout
 ) -> None:
-    place = Checkout(tmp_path / "a checkout")
-    place.plant("ddp", f"raise {kind}({text!r})")
-    done = script(place.script("ddp"), env={"RANK": "1"})
+    checkout.plant("ddp", f"raise {kind}({text!r})")
+    done = script(checkout.script("ddp"), env={"RANK": "1"})
     assert f"error on rank 1: {told}" in one_error(done)
 
 

@@ -13,8 +13,16 @@ from types import ModuleType
 import pandas as pd
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, Script, rows_of, weights_of
-from forking import Forking
+from conftest import (
+    ENVIRONMENT,
+    REPOSITORY,
+    Script,
+    assert_same_end,
+    one_error,
+    rows_of,
+    succeeded,
+    weights_of,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,6 +52,8 @@ STOP = """\
                 __import__("os").kill(__import__("os").getpid(), 12)
 """
 Train = Callable[..., str]
+# Adam makes a step of full length of any gradient, however small.
+ROUNDING = {"loss": 1e-4, "weight": 1e-3}
 
 
 @pytest.fixture
@@ -64,13 +74,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(forking: Forking, texts: Path) -> Train:
+def train(script: Script, texts: Path) -> Train:
     """Trains, which has to go well; returns what all ranks have told."""
 
-    def run(folder: Path, *arguments: object, ranks: int, script: Path = SCRIPT) -> str:
-        places = ("--data-dir", texts, "--results-dir", folder)
-        done = forking.run(script, *SMALL, *places, *arguments, "--no-cuda", env=ENVIRONMENT, ranks=ranks)
-        assert done.returncode == 0, done.stdout + done.stderr
+    def run(folder: Path, *arguments: object, ranks: int, path: Path = SCRIPT) -> str:
+        given = (*SMALL, "--data-dir", texts, "--results-dir", folder, *arguments)
+        done = succeeded(script(path, *given, ranks=ranks))
         return done.stdout + done.stderr
 
     return run
@@ -84,23 +93,12 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same_end(folder: Path, other: Path) -> None:
-    """But for rounding, which came to a thousandth of this."""
-    losses, expected = (
-        [row[name] for row in rows_of(place) for name in ("train_loss", "test_loss")]
-        for place in (folder, other)
-    )
-    assert losses == pytest.approx(expected, rel=1e-4)
-    # Adam makes a step of full length of any gradient, however small.
-    torch.testing.assert_close(weights_of(folder), weights_of(other), rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize(("how", "ranks", "recompute"), TRAININGS)
 def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
     how: str, ranks: int, recompute: tuple, whole: Path, train: Train, tmp_path: Path
 ) -> None:
     train(tmp_path, "--how", how, *recompute, ranks=ranks)
-    assert_same_end(tmp_path, whole)
+    assert_same_end(tmp_path, whole, **ROUNDING)
     facts = {tuple(row[name] for name in ("model", "images", "test_images")) for row in rows_of(tmp_path)}
     assert facts == {("GPT", 120, 31 * 16)}
 
@@ -115,9 +113,9 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
     stopping.write_text(text.replace(step, f"{STOP}{step}"))
     checkpoints = tmp_path / "checkpoints"
     goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
-    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, script=stopping)
+    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=stopping)
     assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
-    assert_same_end(tmp_path, whole)
+    assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)
     torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)
 
@@ -201,10 +199,8 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
     import gpt
     import gpt_metrics
 
-    model, tokens = (
-        gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4),
-        torch.zeros(2, 64).long(),
-    )
+    model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
+    tokens = torch.zeros(2, 64).long()
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
     assert gpt_metrics.flops_per_token(model) == pytest.approx(counted.get_total_flops() / 128, rel=0.01)
@@ -255,18 +251,15 @@ def test_a_mistake_is_one_sentence(
     arguments: tuple, sentence: str, script: Script, texts: Path, tmp_path: Path
 ) -> None:
     done = script(SCRIPT, *SMALL, "--data-dir", texts, "--results-dir", tmp_path, *arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
+    assert one_error(done).startswith(f"error: {sentence}")
 
 
 @pytest.mark.full
 def test_the_ladder_goes_on_after_a_section_that_fails(tmp_path: Path) -> None:
     """tf32 needs a GPU; the CPU does bf16 at a tiny size."""
     command = [sys.executable, REPOSITORY / "tools" / "bench" / "gpt_ladder.py", "--smoke", "tf32", "bf16"]
-    done = subprocess.run(
-        [*command, "--out", tmp_path / "ladder.csv"], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    command += ["--out", tmp_path / "ladder.csv"]
+    done = succeeded(subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True))
     assert done.stdout == (tmp_path / "ladder.md").read_text()
     of_tf32, of_bf16 = pd.read_csv(tmp_path / "ladder.csv").to_dict("records")
     assert "--precision tf32 needs an NVIDIA GPU" in of_tf32["error"]

@@ -19,7 +19,17 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, rows_of, run_stage, stage_command
+from conftest import (
+    ENVIRONMENT,
+    GPUS,
+    REPOSITORY,
+    WITH_GPUS,
+    one_error,
+    rows_of,
+    run_stage,
+    stage_command,
+    succeeded,
+)
 from filelock import FileLock
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
@@ -52,16 +62,8 @@ def run(stage: str | Path, *arguments: object, **how: object) -> subprocess.Comp
 
 def train(stage: str | Path, folder: Path, *arguments: object, **how: object) -> list[dict]:
     """The rows of a run that has to go well."""
-    done = run(stage, *arguments, "--results-dir", folder, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(run(stage, *arguments, "--results-dir", folder, **how))
     return rows_of(folder)
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    """What a run said that had to fail with a sentence."""
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    return done.stderr
 
 
 # --- one GPU ----------------------------------------------------------------------------------------
@@ -114,17 +116,15 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_gpu_and_back(tmp_path: Path) -> N
     options = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--precision", "fp32")
     options += ("--train-size", 12_800, "--results-dir", tmp_path)
     for epochs, device in ((1, ("--no-cuda",)), (2, ()), (3, ("--no-cuda",))):
-        done = run_stage("single", *options, "--epochs", epochs, device=device, env=WITH_GPUS)
-        assert done.returncode == 0, done.stderr
+        succeeded(run_stage("single", *options, "--epochs", epochs, device=device, env=WITH_GPUS))
     rows = rows_of(tmp_path)
     assert [bool(row["cuda_version"]) for row in rows] == [False, True, False]
     assert rows[0]["train_loss"] > rows[1]["train_loss"] > rows[2]["train_loss"]
 
 
 @pytest.mark.parametrize("recipe", ["classic", "fast"])
-def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path) -> None:
+def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path, checkout: Checkout) -> None:
     """Ten times the steps synchronise no more often, but for the meetings, of which there is one a second."""
-    checkout = Checkout(tmp_path / "a checkout")
     checkout.insert("single", "torch.cuda.set_sync_debug_mode('warn')", before="model = Net(")
     waits = []
     for steps in (100, 1000):
@@ -195,7 +195,7 @@ def test_a_compiled_network_is_captured(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: str, tmp_path: Path) -> None:
     script = planted(tmp_path / "a checkout", CAPTURED, (line, before))
-    assert why in refused(run(script, "--results-dir", tmp_path))
+    assert why in one_error(run(script, "--results-dir", tmp_path))
 
 
 @pytest.mark.parametrize("how", ["ddp", "shard"])
@@ -227,13 +227,12 @@ def test_data_parallel_on_one_gpu_twice(recipe: str, precision: str, tmp_path: P
     assert f"seen torch.{kind} False" in done.stdout
 
 
-def test_memory_that_is_full_is_one_sentence(tmp_path: Path) -> None:
-    checkout = Checkout(tmp_path / "a checkout")
+def test_memory_that_is_full_is_one_sentence(tmp_path: Path, checkout: Checkout) -> None:
     checkout.insert("single", "torch.cuda.set_per_process_memory_fraction(1e-3)", before="run = Run(")
     done = run(
         checkout.script("single"), "--batch-size", 20_000, "--precision", "fp32", "--results-dir", tmp_path
     )
-    assert "the memory of this process's GPU is full: lower --batch-size" in refused(done)
+    assert "the memory of this process's GPU is full: lower --batch-size" in one_error(done)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(GPUS, marks=several)])
@@ -286,8 +285,7 @@ def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:
     options = ("--workers", 1, "--batch-size", 256, "--train-size", 60_000, "--epochs", 2, "--repeats", 1)
-    done = program("results/compare.py", "--local", *options, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(program("results/compare.py", "--local", *options, "--out", tmp_path))
     assert "One GPU shows what DDP itself costs" in done.stdout
     table = pd.read_csv(tmp_path / "comparison.csv")
     assert sorted(table.stage) == ["ddp", "dp", "single"]
@@ -322,9 +320,8 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
     ],
     ids=["is lost", "hangs"],
 )
-def test_a_peer_that(fate: str, why: str, tmp_path: Path) -> None:
+def test_a_peer_that(fate: str, why: str, tmp_path: Path, checkout: Checkout) -> None:
     """Killed within an epoch, or asleep for longer than the timeout; `submit.py` tells."""
-    checkout = Checkout(tmp_path / "a checkout")
     checkout.insert("ddp", f"if here.rank == 1 and epoch == 2: {fate}", before="model.train()")
     options = ("--gpus", 2, "--wait", "--timeout", 20, "--epochs", 3, "--results-dir", tmp_path)
     done = checkout.submit_py("ddp", *options, **WITH_GPUS)

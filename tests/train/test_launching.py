@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, STAGES, rows_of
+from conftest import ENVIRONMENT, STAGES, rows_of, succeeded
 from forking import free_port
 
 pytestmark = pytest.mark.full
@@ -37,11 +37,9 @@ def start(text: str, folder: Path) -> subprocess.CompletedProcess:
 
 def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     """Both machines are this one; what comes out is the same to the last digit."""
-    by_hand = start(commands("place="), tmp_path / "hand")
-    assert by_hand.returncode == 0, by_hand.stderr
+    succeeded(start(commands("place="), tmp_path / "hand"))
     first, second = commands("torchrun ").replace("=first ", "=localhost ").splitlines()
-    by_torchrun = start(f"export OMP_NUM_THREADS=1\n{second} &\n{first}", tmp_path / "torchrun")
-    assert by_torchrun.returncode == 0, by_torchrun.stderr
+    succeeded(start(f"export OMP_NUM_THREADS=1\n{second} &\n{first}", tmp_path / "torchrun"))
     (hand,), (torchrun,) = rows_of(tmp_path / "hand"), rows_of(tmp_path / "torchrun")
     assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1)
     assert (torchrun["launcher"], torchrun["world_size"], torchrun["nodes"]) == ("torchrun", 2, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, weights_of
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, succeeded, weights_of
 from forking import forking
 
 FOLDER = REPOSITORY / "03_multigpu_ddp" / "beyond" / "lightning"
@@ -40,8 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[
     with forking(tmp_path_factory.mktemp("forks"), ENVIRONMENT, loaded) as forks:
 
         def run(*arguments: object, ranks: int | None = None) -> str:
-            done = forks.run(*arguments, env=ENVIRONMENT, ranks=ranks)
-            assert done.returncode == 0, done.stdout + done.stderr
+            done = succeeded(forks.run(*arguments, env=ENVIRONMENT, ranks=ranks))
             assert "Warning" not in done.stderr and "deprecated" not in done.stderr
             return done.stdout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, weights_of
+from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
 from trainkit.rank import data, operations
@@ -35,8 +35,7 @@ def test_saved_weights_mean_the_same_in_the_classic_network(
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     from classic_mnist import Net as Classic
 
-    done = script("single", *SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeeded(script("single", *SMALL, "--epochs", 1, "--save-model", "--results-dir", tmp_path))
     weights = weights_of(tmp_path)
     classic, ours = Classic(), Net()
     classic.load_state_dict(weights)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
@@ -37,8 +37,7 @@ def test_it_trains_and_counts_every_test_image_once(
 ) -> None:
     arguments = ("--epochs", 2, "--batch-size", 100, "--data-dir", few_images)
     env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
-    done = forking.run(program, *arguments, ranks=ranks, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(forking.run(program, *arguments, ranks=ranks, env=env, cwd=tmp_path))
     lines = re.findall(r"^epoch (\d): loss (\S+), (\d+) of (\d+) right, \d+ images/s$", done.stdout, re.M)
     epochs, losses, right, tested = zip(*lines, strict=True)
     assert epochs == ("1", "2") and tested == (str(TESTED),) * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from conftest import rows_of
+from conftest import one_error, places, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import data, precision
@@ -168,16 +168,12 @@ def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     checkout.plant("single", "from trainkit.rank import precision; precision.has_tf32 = lambda device: True")
     switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
     checkout.insert("single", f"print(({switches}))", before="run.finish()")
-    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    small = (*places, "--train-size", 128, "--test-size", 50)
+    small = (*places(tmp_path), "--train-size", 128, "--test-size", 50)
     for arguments in (("--epochs", 1, "--precision", "tf32"), ("--epochs", 2)):
-        done = script(checkout.script("single"), *small, *arguments)
-        assert done.returncode == 0, done.stderr
+        done = succeeded(script(checkout.script("single"), *small, *arguments))
         assert "\n(True, True)\n" in done.stdout
     assert [row["precision"] for row in rows_of(tmp_path)] == ["tf32", "tf32"]
 
     checkout.script("single").write_text(plain)
-    done = script(checkout.script("single"), *small, "--epochs", 3)
-    assert done.returncode == 1
-    assert "error: --precision tf32 needs an NVIDIA GPU" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    told = one_error(script(checkout.script("single"), *small, "--epochs", 3))
+    assert told.startswith("error: --precision tf32 needs an NVIDIA GPU")

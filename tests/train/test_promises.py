@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, Script, rows_of, weights_of
+from conftest import REPOSITORY, Script, places, rows_of, succeeded, weights_of
 
 from trainkit.compare import comparison
 from trainkit.rank.model import Dropout
@@ -57,8 +57,7 @@ def two_ranks(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = "(model.module.state_dict(), model.module.dropout1(torch.ones(1000)))"
     save = f"torch.save({state}, opts.results_dir / f'rank-{{here.rank}}.pt')"
     place.insert("ddp", save, before="run.end_of_epoch(")
-    done = script(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2)
-    assert done.returncode == 0, done.stderr
+    succeeded(script(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2))
     return place.folder
 
 
@@ -68,17 +67,15 @@ def test_times_and_memory_are_those_of_the_slowest_and_the_fullest_rank(two_rank
     assert row["images_per_s"] == row["images"] / 32 == 4
 
 
-def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path) -> None:
+def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checkout: Checkout) -> None:
     """Of a GPU that holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
-    place = Checkout(tmp_path / "a checkout")
     reset = "machine.reset_peak_memory = lambda: peak.append(0)"
     ask = "machine.peak_memory_mb = lambda device: peak[-1]"
-    place.plant("single", f"from trainkit.runtime import machine; peak = [900]; {reset}; {ask}")
+    checkout.plant("single", f"from trainkit.runtime import machine; peak = [900]; {reset}; {ask}")
     hold = "peak[-1] = max(peak[-1], 700 if epoch == 1 else 300)"
-    place.insert("single", hold, before="optimizer.zero_grad()")
+    checkout.insert("single", hold, before="optimizer.zero_grad()")
     results = tmp_path / "results"
-    done = script(place.script("single"), *SMALL, "--epochs", 3, "--results-dir", results)
-    assert done.returncode == 0, done.stderr
+    succeeded(script(checkout.script("single"), *SMALL, "--epochs", 3, "--results-dir", results))
     assert [row["peak_memory_mb"] for row in rows_of(results)] == [700, 300, 300]
     for epochs, peak in ((3, 300), (1, 700)):
         rows, _ = comparison.load([results])
@@ -157,8 +154,7 @@ def test_the_seed_decides_on_the_weights(script: Script, tmp_path: Path) -> None
     for stage, seed in (("single", 7), ("dp", 7), ("ddp", 7), ("single", 8)):
         folder = tmp_path / f"{stage}-{seed}"
         arguments = (*SMALL, "--epochs", 1, "--lr", 1e-30, "--seed", seed, "--save-model")
-        done = script(stage, *arguments, "--results-dir", folder)
-        assert done.returncode == 0, done.stderr
+        succeeded(script(stage, *arguments, "--results-dir", folder))
         weights[stage, seed] = weights_of(folder)["conv1.weight"]
     assert torch.equal(weights["single", 7], weights["dp", 7])
     assert torch.equal(weights["single", 7], weights["ddp", 7])
@@ -166,14 +162,13 @@ def test_the_seed_decides_on_the_weights(script: Script, tmp_path: Path) -> None
 
 
 def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(script: Script, tmp_path: Path) -> None:
-    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    assert script("single", *SMALL, *folders, "--epochs", 1).returncode == 0
+    assert script("single", *SMALL, *places(tmp_path), "--epochs", 1).returncode == 0
     (path,) = (tmp_path / "checkpoints").glob("*.pt")
     state = torch.load(path, weights_only=True)
     assert state["run"]["elapsed_s"] > 0
     state["run"]["elapsed_s"] = 1e6
     torch.save(state, path)
-    assert script("single", *SMALL, *folders, "--epochs", 3).returncode == 0
+    assert script("single", *SMALL, *places(tmp_path), "--epochs", 3).returncode == 0
     rows = rows_of(tmp_path)
     assert [row["warmup"] for row in rows] == [True, True, False]
     assert rows[0]["elapsed_s"] < 1e6 <= rows[1]["elapsed_s"] <= rows[2]["elapsed_s"]
@@ -183,9 +178,8 @@ def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(script: Script, t
 
 
 @pytest.mark.parametrize("launcher", SCRIPTS)
-def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, tmp_path: Path) -> None:
+def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checkout) -> None:
     """Read, and run twice by bash on the first node of two, with an srun that starts nothing."""
-    checkout = Checkout(tmp_path / "a checkout")
     script = checkout.folder / SCRIPTS[launcher]
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
     assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import Script, rows_of, run_stage
+from conftest import Script, places, rows_of, run_stage, succeeded
 
 from trainkit.compare.report import report
 from trainkit.rank.compute_time import ComputeTime
@@ -32,8 +32,7 @@ def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """The results of two ranks, of which the second sleeps in every step, and what they have told."""
     place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
     place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
-    done = script(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(script(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2))
     return place.folder / "results", done.stdout
 
 
@@ -54,13 +53,11 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
     assert re.search(rf"In ddp-\S+ {who}", " ".join(capsys.readouterr().out.split()))
 
 
-def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script) -> None:
-    place = Checkout(tmp_path / "a checkout")
+def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, checkout: Checkout) -> None:
     slowly = "lambda self: ((time.sleep(0.1), batch)[1] for batch in whole(self))"
     patch = f"kind = type(train_batches); whole = kind.__iter__; kind.__iter__ = {slowly}"
-    place.insert("single", patch, before="run = Run")
-    done = script(place.script("single"), *SMALL, "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    checkout.insert("single", patch, before="run = Run")
+    succeeded(script(checkout.script("single"), *SMALL, "--results-dir", tmp_path))
     for seconds, row in zip(of_ranks(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
         assert 0.4 <= seconds < row["train_seconds"]
 
@@ -80,15 +77,13 @@ def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
     assert sorted(map(int, line)) == pytest.approx([least, most], abs=0.501)
 
 
-def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script) -> None:
+def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Checkout) -> None:
     """DataParallel has one rank and several devices, of which the first is the fullest."""
-    place = Checkout(tmp_path / "a checkout")
     gpus = "machine.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
     names = "machine.device_name = lambda device: 'H200'"
     memory = "machine.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    place.insert("dp", f"{gpus}; {names}; {memory}", before="for epoch in")
-    done = script(place.script("dp"), *SMALL, "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    checkout.insert("dp", f"{gpus}; {names}; {memory}", before="for epoch in")
+    done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
     assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
@@ -142,22 +137,15 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
     total = "sum(weights.sum().item() for weights in model.parameters())"
     tell = f"print('sum', here.rank, {total})"
     place.insert("ddp", tell, before="run.finish()")
-    done = script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2))
     assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
 
 
 @pytest.mark.parametrize(
     ("own_seconds", "found"),
     [
-        (
-            [(1.0, 1.1, 1.0, 1.6)],
-            "rank 3 on n0 takes 1.6x the median",
-        ),
-        (
-            [(1.0, 4.0), (1.0, 1.0)],
-            "rank 1 on n0 takes 2.5x the median",
-        ),
+        ([(1.0, 1.1, 1.0, 1.6)], "rank 3 on n0 takes 1.6x the median"),
+        ([(1.0, 4.0), (1.0, 1.0)], "rank 1 on n0 takes 2.5x the median"),
         ([(1.0, 1.2)], ""),
         ([(1.0,)], ""),
         ([(1.0, math.nan, 9.0)], ""),
@@ -176,10 +164,8 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
 
 
 def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
-    folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
     for epochs in (1, 2):
-        done = script("single", *SMALL, *folders, "--epochs", epochs)
-        assert done.returncode == 0, done.stderr
+        succeeded(script("single", *SMALL, *places(tmp_path), "--epochs", epochs))
     table = of_ranks(tmp_path)
     assert list(table.epoch) == [1, 2]
     for row, own_seconds in zip(rows_of(tmp_path), table.own_seconds, strict=True):
@@ -190,12 +176,11 @@ def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Checkout) -> None:
     """The exercise of the README of stage 03."""
-    place = Checkout(tmp_path / "a checkout")
-    place.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
+    checkout.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
     where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 20)
-    done = run_stage(place.script("ddp"), *SMALL, *where, processes=2)
+    done = run_stage(checkout.script("ddp"), *SMALL, *where, processes=2)
     assert done.returncode == 1
     place_of = rf"on {re.escape(os.uname().nodename)}: cpu CPU: .+, core\(s\) [\d,]+, gloo"
     for rank in (0, 1):
@@ -203,7 +188,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert "error on rank 0: lost the other ranks" in done.stderr
     texts = [(tmp_path / "results" / "debug" / f"debug-rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
-    source = place.script("ddp").read_text().splitlines()
+    source = checkout.script("ddp").read_text().splitlines()
     stacks = [re.findall(r'mnist_ddp\.py", line (\d+) in main', text) for text in texts]
     first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
     assert second.endswith("time.sleep(3600)") and first == "loss.backward()"
@@ -223,8 +208,7 @@ def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_pa
 
 
 def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
-    done = script("single", *SMALL, "--debug", "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(script("single", *SMALL, "--debug", "--results-dir", tmp_path))
     assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, interface unknown$", done.stdout, re.M)
     (tmp_path / "file" / "debug").parent.mkdir()
     (tmp_path / "file" / "debug").touch()

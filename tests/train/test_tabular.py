@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, rows_of, weights_of
-from forking import Forking
+from conftest import REPOSITORY, Script, furthest, places, rows_of, succeeded, weights_of
 from sklearn import calibration
 from sklearn import metrics as judges
 
@@ -45,21 +44,15 @@ class Trained:
         self.weights = weights_of(folder)
 
 
-def train(forking: Forking, folder: Path, ranks: int, *arguments: object) -> Trained:
-    done = forking.run(SCRIPT, *EXACT, *arguments, "--results-dir", folder, env=ENVIRONMENT, ranks=ranks)
-    assert done.returncode == 0, done.stderr
+def train(script: Script, folder: Path, ranks: int, *arguments: object) -> Trained:
+    done = succeeded(script(SCRIPT, *EXACT, *arguments, "--results-dir", folder, ranks=ranks))
     return Trained(folder, done.stdout)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all trainings."""
-    return tmp_path_factory.mktemp("tabular")
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path, forking: Forking) -> dict[str, Trained]:
-    return {name: train(forking, folder / name, *how) for name, how in TRAININGS.items()}
+def trained(script: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    folder = tmp_path_factory.mktemp("tabular")
+    return {name: train(script, folder / name, *how) for name, how in TRAININGS.items()}
 
 
 def test_exact_weights_train_as_one_process(trained: dict[str, Trained]) -> None:
@@ -134,33 +127,18 @@ def test_metrics_do_not_depend_on_the_ranks(trained: dict[str, Trained]) -> None
 
 
 def test_a_run_that_goes_on_keeps_the_metrics_of_before(
-    trained: dict[str, Trained], forking: Forking, tmp_path: Path
+    trained: dict[str, Trained], script: Script, tmp_path: Path
 ) -> None:
     """With rows from the processes of a loader, too."""
     places = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     for epochs in (1, 2):
-        resumed = train(forking, tmp_path, 2, *WORKERS, *places, "--epochs", epochs)
+        resumed = train(script, tmp_path, 2, *WORKERS, *places, "--epochs", epochs)
     assert "resumed from" in resumed.told
     assert furthest(resumed.weights, trained["exact on 2"].weights) < ROUNDING
     assert resumed.metrics == trained["exact on 2"].metrics
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--weights", "much"), "argument --weights: invalid choice: 'much'"),
-        (("--precision", "bf16"), "TableNet computes in fp32 only: leave out --precision bf16"),
-        (("--test-size", 6000), "--test-size 6000 is more than the 5000 test images"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: tuple, sentence: str, script: Script, tmp_path: Path) -> None:
-    done = script(SCRIPT, *SMALL, *arguments, "--results-dir", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {sentence}") and "Traceback" not in done.stderr
-
-
 def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Path) -> None:
-    places = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
-    assert script(SCRIPT, *SMALL, "--epochs", 1, *places).returncode == 0
-    done = script(SCRIPT, *SMALL, "--weights", "none", *places)
+    assert script(SCRIPT, *SMALL, "--epochs", 1, *places(tmp_path)).returncode == 0
+    done = script(SCRIPT, *SMALL, "--weights", "none", *places(tmp_path))
     assert done.returncode == 1 and "was made with --weights exact" in done.stderr

@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, rows_of, weights_of
-from forking import Forking
+from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, places, rows_of, succeeded, weights_of
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
 PAGE = SCRIPT.parent / "GENE_COUNTS.md"
@@ -35,24 +34,17 @@ def vae(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all trainings: by 1, 2 and 3 ranks, and by 2 with a stop after the first step."""
     results = tmp_path_factory.mktemp("vae")
     for ranks in (1, 2, 3):
-        train(forking, SCRIPT, *EXACT, "--results-dir", results / str(ranks), ranks=ranks)
+        succeeded(script(SCRIPT, *EXACT, "--results-dir", results / str(ranks), ranks=ranks))
     stopping = results / "stopping.py"
     text = SCRIPT.read_text().replace("            loss.backward()\n", f"{STOP}            loss.backward()\n")
     stopping.write_text(text)
-    places = "--results-dir", results / "resumed", "--checkpoint-dir", results / "saved", "--resume", "auto"
-    assert "stopped after step 1 of epoch 1" in train(forking, stopping, *EXACT, *places, ranks=2)
-    assert "resumed from" in train(forking, SCRIPT, *EXACT, *places, ranks=2)
+    for path, told in ((stopping, "stopped after step 1 of epoch 1"), (SCRIPT, "resumed from")):
+        assert told in succeeded(script(path, *EXACT, *places(results / "resumed"), ranks=2)).stdout
     return results
-
-
-def train(forking: Forking, *arguments: object, ranks: int | None = None) -> str:
-    done = forking.run(*arguments, env=ENVIRONMENT, ranks=ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -74,8 +66,7 @@ def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -
     """By the program of the page: adjusted Rand index with the true types, and with the plates."""
     (program,) = [block for block in PYTHON.findall(PAGE.read_text()) if "import" in block]
     arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
-    done = script(SCRIPT, *arguments, "--results-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeeded(script(SCRIPT, *arguments, "--results-dir", tmp_path))
     (weights,) = (tmp_path / "models").glob("*.pt")
     command = [sys.executable, "-c", program, weights]
     done = subprocess.run(command, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True)
@@ -145,13 +136,3 @@ def test_what_helps_the_critic_is_unlearned(vae: ModuleType) -> None:
     assert of_encoder.abs().max() > 0
     torch.testing.assert_close(of_encoder, -model.encoder[0].weight.grad)
     torch.testing.assert_close(of_critic, model.critic.weight.grad)
-
-
-def test_a_critic_left_out_unannounced_is_one_sentence(script: Script, tmp_path: Path) -> None:
-    done = script(SCRIPT, *EXACT, "--graph", "plain", "--results-dir", tmp_path, ranks=2)
-    assert done.returncode == 1
-    for rank in (0, 1):
-        assert f"error on rank {rank}: the last step left out some of the network" in done.stderr
-        # The weights and the biases of the critic, behind the dispersion and two layers of each network.
-        assert f"did not receive grad for rank {rank}: 9 10" in done.stderr
-    assert "Traceback" not in done.stderr
