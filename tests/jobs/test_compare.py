@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from checkout import copy_project
-from conftest import ENVIRONMENT, REPOSITORY, STAGES
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, succeeded
 
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
@@ -49,8 +49,7 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
 @pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     project = make_project(tmp_path)
-    done = compare(project, f"{QUICK} --workers 2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(compare(project, f"{QUICK} --workers 2"))
     (folder,) = (project / "results" / "comparisons").iterdir()
     table = pd.read_csv(folder / "comparison.csv")
     assert sorted(zip(table.stage, table.devices, strict=True)) == [
@@ -77,8 +76,7 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
 
     go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
-    again = run(shlex.split(go_on), PYTHONPATH=str(project))
-    assert again.returncode == 0, again.stderr
+    again = succeeded(run(shlex.split(go_on), PYTHONPATH=str(project)))
     assert "4 runs, 4 of them finished" in again.stdout
 
 
@@ -225,8 +223,7 @@ def test_a_probe_trains_as_a_run_of_its_own(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert failed.stderr == "error: --batch-size 600 is more than the 512 training images: lower it.\n"
     assert not list(tmp_path.glob("runs/*.csv"))
-    alone = run([sys.executable, STAGES["single"], *options, tmp_path / "2", "--results-dir", tmp_path])
-    assert alone.returncode == 0, alone.stderr
+    succeeded(run([sys.executable, STAGES["single"], *options, tmp_path / "2", "--results-dir", tmp_path]))
     before, probe, own = (
         records.read(next(tmp_path.glob(f"{folder}runs/*.csv"))) for folder in ("batch32/", "batch64/", "")
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from checkout import Checkout
 from cluster import RunningCluster
+from conftest import succeeded
 from filelock import FileLock
 
 OWN = """
@@ -24,8 +25,7 @@ def make(folder: Path, *files: str) -> None:
 
 def listed(checkout: Checkout) -> dict[str, list[str]]:
     """Size, state and what there is to go on from, of every job listed."""
-    done = checkout.python("slurm/jobs.py")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(checkout.python("slurm/jobs.py"))
     lines = [line.split("  ") for line in done.stdout.split("\n\n")[0].splitlines()[1:]]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     return {name: rest for name, _, *rest in cells}
@@ -37,8 +37,7 @@ def test_the_jobs_of_a_cluster(tmp_path: Path, cluster: RunningCluster) -> None:
     runs = str(checkout.submit("single", "mine.py", 600))
     waits = str(checkout.submit("single", "mine.py", 0, sbatch=("--hold",)))
     ended = str(checkout.submit("single", "mine.py", 0))
-    done = checkout.submit_py("single", "--script", "mine.py", "--wait", 0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(checkout.submit_py("single", "--script", "mine.py", "--wait", 0))
     (logs,) = (checkout.folder / "results/jobs/submitit").iterdir()
     of_submit_py = next(logs.glob("*_submission.sh")).name.partition("_")[0]
     cluster.wait(int(ended))
@@ -64,8 +63,7 @@ def test_the_jobs_of_a_cluster(tmp_path: Path, cluster: RunningCluster) -> None:
     stays = {runs, waits, "submitit/lost-20250101-120000-abcdef"}
     assert set(found) == {*removable, *stays, "9998", "9999"}
 
-    done = checkout.python("slurm/jobs.py", "--remove")
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(checkout.python("slurm/jobs.py", "--remove"))
     assert set(listed(checkout)) == {*stays, "9998", "9999"}
     done = checkout.python("slurm/jobs.py", "--remove", "--unfinished")
     assert "9998 (GONE, 10.0 MB) removed\n" in done.stdout

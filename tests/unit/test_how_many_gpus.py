@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
 from test_plot_results import ddp, write_run
 
@@ -58,8 +58,7 @@ def runs(
 
 def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
     """The recommendation comes first; the table, the CSV, the JSON and the proposal have the same numbers."""
-    done = asked(SAMPLE, "--target", 94, "--out", tmp_path, "--proposal", 20)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(asked(SAMPLE, "--target", 94, "--out", tmp_path, "--proposal", 20))
     assert done.stdout.startswith("Ask for 2 CPU workers on 1 node, DDP, batch 128: ")
     assert max(map(len, done.stdout.partition("To know better")[0].splitlines())) <= 120
     assert {path.name for path in tmp_path.glob("*.png")} == FIGURES
@@ -179,8 +178,7 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
 def test_names_are_escaped_and_bad_files_named(asked: Asked, tmp_path: Path) -> None:
     folder = runs(tmp_path, stage="<b>|x`", counts=(1, 2))
     (folder / "broken.csv").write_text("schema_version\n1\n")
-    done = asked(folder, "--epochs", 5, "--budget", 10, "--out", tmp_path, "--proposal")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(asked(folder, "--epochs", 5, "--budget", 10, "--out", tmp_path, "--proposal"))
     assert "broken.csv" in done.stdout.replace("\n    ", " ")
     for name in ("how_many_gpus.md", "proposal.md"):
         page = re.sub("```.*?```", "", (tmp_path / name).read_text(), flags=re.DOTALL)
