@@ -19,7 +19,7 @@ from torch import nn
 from trainkit.rank import synthetic
 from trainkit.runtime.network import free_port
 from trainkit.workshop.ranks import TIMEOUT, in_ranks
-from trainkit.workshop.work import Workspace, Wrong, near
+from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you change the script: torchrun starts it twice, as it is. How many of the two processes train
@@ -203,7 +203,7 @@ def wrong_step(ranks: list[Seen]) -> None:
     if not np.allclose(first["gradients"], second["gradients"], rtol=1e-5):
         raise Wrong("The ranks take their steps with different gradients: their networks drift apart.")
     share = sum(first["backward"]) / sum(first["losses"])
-    if not near(share, 1, 0.01):
+    if not is_close(share, 1, 0.01):
         raise Wrong(
             f"You multiply the loss by {share:.2f} before `backward`. DDP averages the gradients over the "
             "ranks already."
@@ -214,7 +214,7 @@ def wrong_numbers(ranks: list[Seen]) -> None:
     losses, accuracies = zip(*(zip(*seen["told"], strict=True) for seen in ranks), strict=True)
     steps = ranks[0]["steps"] // 2
     true = np.mean([seen["losses"][:steps] for seen in ranks])
-    if not near(losses[0][0], true, 1e-3):
+    if not is_close(losses[0][0], true, 1e-3):
         raise Wrong(f"The mean loss of the first epoch is {true:.4f}, and rank 0 tells {losses[0][0]:.4f}.")
     if ranks[0]["means"][0] != ranks[1]["means"][0]:
         raise Wrong(
@@ -246,7 +246,7 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
     if epochs != 1:
         raise Wrong(f"After one of two epochs, the resumed run trains {epochs} more.")
     (loss, _), (in_one_go, _) = resumed[0]["told"][0], whole[0]["told"][1]
-    if not near(loss, in_one_go, 1e-5):
+    if not is_close(loss, in_one_go, 1e-5):
         raise Wrong(
             f"Resumed after one epoch, the second has a loss of {loss:.6f}. In one go it has {in_one_go:.6f}."
         )
