@@ -7,29 +7,21 @@ import argparse
 import json
 from pathlib import Path
 
-import pandas as pd
-
-from trainkit.advice import advice
-from trainkit.advice.answer import AnswerText, checked
-from trainkit.compare import comparison
+from trainkit.advice.answer import answer_for
+from trainkit.advice.constraints import Constraints
 from trainkit.runtime.command_line import Parser, above_0, at_least, duration, list_of
-from trainkit.runtime.errors import UserError, run, tell
+from trainkit.runtime.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
-MOST_SETS = 20  # that are listed
 
 
 def main() -> int:
     own = _parse()
-    rows, skipped = comparison.load_some(own.paths)
-    rows = _set(rows, own.set)
-    all_reduces, not_read = advice.all_reduces(own.paths, rows)
-    skipped += not_read
-    constraints = advice.Constraints(
+    constraints = Constraints(
         own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
         own.gpus_per_node,
     )  # fmt: skip
-    words = AnswerText(checked(advice.advise(rows, constraints, all_reduces)), rows)
+    words, skipped = answer_for(own.paths, constraints, own.set)
     if own.json:
         tell(json.dumps(words.as_json() | {"skipped": skipped}, indent=1))
     else:
@@ -37,22 +29,6 @@ def main() -> int:
 
         report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
     return 0 if words.answer.best else 1
-
-
-def _set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
-    """Return the set that was chosen, or the only one."""
-    found = advice.sets(rows)
-    if len(found) == 1 and (number or 1) > 1:
-        raise UserError("these runs are of one set: leave out --set.")
-    if len(found) == 1 or number and number <= len(found):
-        return found[(number or 1) - 1][1]
-    listed = "; ".join(
-        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
-    )
-    raise UserError(
-        f"these runs are of {len(found)} sets that nothing may be fitted over together: {listed}. "
-        "Choose one with --set N."
-    )
 
 
 def _parse() -> argparse.Namespace:

@@ -8,6 +8,7 @@ import math
 from datetime import datetime
 from pathlib import Path
 
+from trainkit.advice.constraints import Constraints
 from trainkit.jobs import local, slurm, submission, sweep, until_known
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
@@ -89,20 +90,17 @@ def main() -> int:
         return 0
     if here:
         print("no Slurm here (sbatch is not on PATH): one run at a time, as processes of this machine")
-    question = _question(own)
+    constraints = Constraints(
+        own.target,
+        deadline_s=own.deadline and 60 * own.deadline,
+        budget_hours=own.budget,
+        min_efficiency=own.min_efficiency / 100,
+        gpus_per_node=own.gpus_per_node,
+    )
     with asked.claim(stages[0].script if own.script else None):
         if own.until_known:
-            return until_known.run(asked, runs, question, own.spend or math.inf)
-        return sweep.run(asked, runs, own.max_jobs, question=question)
-
-
-def _question(own: argparse.Namespace) -> tuple[str, ...]:
-    """The options of results/how_many_gpus.py."""
-    words = []
-    for name in ("target", "deadline", "budget", "min_efficiency", "gpus_per_node"):
-        if (value := getattr(own, name)) is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return tuple(words)
+            return until_known.run(asked, runs, constraints, own.spend or math.inf)
+        return sweep.run(asked, runs, own.max_jobs, constraints=constraints)
 
 
 def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
@@ -206,7 +204,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     answer.add_argument("--budget", type=above_0(), metavar="HOURS", help=f"{wishes}its GPU-hours")
     answer.add_argument(
-        "--min-efficiency", type=above_0(100), metavar="PERCENT", help=f"{wishes}its efficiency (default: 70)"
+        "--min-efficiency",
+        type=above_0(100),
+        default=70,
+        metavar="PERCENT",
+        help=f"{wishes}its efficiency (default: 70)",
     )
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(

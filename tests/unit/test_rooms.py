@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "runtime": (),
     "schema": ("runtime",),
     "rank": ("runtime", "schema"),
-    "jobs": ("runtime", "schema", "rank.options", "rank.staging"),
+    "jobs": ("runtime", "schema", "rank.options", "rank.staging", "advice"),
     "doctor": ("runtime", "schema", "jobs", "rank.data", "rank.run", "monitor.processes"),
     "compare": ("runtime", "schema"),
     "advice": ("runtime", "schema", "compare"),

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from trainkit.advice import scaling
+from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
 from trainkit.runtime.errors import UserError
@@ -34,25 +35,6 @@ BINS = 5  # of what a run may show, for what is expected to be known after it
 # What is equal in all runs of a set. The batch is what the models know of; of the learning rate it is that
 # which does not come from the rule by which it grows with the batch.
 OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_batch", "images", "lr")]
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """What the choice has to keep.
-
-    With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
-    `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the
-    largest count.
-    """
-
-    target: float | None = None
-    epochs: int | None = None
-    deadline_s: float | None = None
-    budget_hours: float | None = None
-    min_efficiency: float = 0.7
-    gpus: tuple[int, ...] = ()
-    batches: tuple[int, ...] = ()
-    gpus_per_node: int | None = None
 
 
 class NextRun(NamedTuple):

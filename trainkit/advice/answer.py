@@ -2,17 +2,21 @@
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, interval
+from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, advise, all_reduces, interval, sets
+from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
+from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import COLUMNS, UNKNOWN, Role, lr_factor
 
+MOST_SETS = 20  # that are listed
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
 # Of an option, as a program reads them: equally likely values of each.
@@ -225,6 +229,38 @@ class AnswerText:
             "unknown": answer.unknown,
             "sentence": self.sentence(),
         }
+
+
+def answer_for(
+    paths: Iterable[Path], constraints: Constraints, set_number: int | None = None
+) -> tuple[AnswerText, list[str]]:
+    """Answer for the runs in these files and folders, and tell by a sentence each what was left out.
+
+    Raises:
+        UserError: if there are none, if they are of several sets and `set_number` chooses none, or if they
+            support no answer.
+    """
+    paths = list(paths)
+    rows, skipped = comparison.load_some(paths)
+    rows = _chosen_set(rows, set_number)
+    measured, not_read = all_reduces(paths, rows)
+    return AnswerText(checked(advise(rows, constraints, measured)), rows), skipped + not_read
+
+
+def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
+    """Return the set that was chosen, or the only one."""
+    found = sets(rows)
+    if len(found) == 1 and (number or 1) > 1:
+        raise UserError("these runs are of one set: leave out --set.")
+    if len(found) == 1 or number and number <= len(found):
+        return found[(number or 1) - 1][1]
+    listed = "; ".join(
+        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
+    )
+    raise UserError(
+        f"these runs are of {len(found)} sets that nothing may be fitted over together: {listed}. "
+        "Choose one with --set N."
+    )
 
 
 def number(x: float, infinite: str = "never") -> str:

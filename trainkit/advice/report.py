@@ -1,14 +1,17 @@
 """The answer to "how many GPUs?": on the terminal, as how_many_gpus.html, .md and .csv, a proposal."""
 
+import sys
 from pathlib import Path
 
 import pandas as pd
 
 from trainkit.advice import figures
-from trainkit.advice.advice import Constraints, Option, advise, all_reduces, sets
-from trainkit.advice.answer import LEGEND, AnswerText, checked
+from trainkit.advice.advice import Option, advise, all_reduces, sets
+from trainkit.advice.answer import LEGEND, AnswerText, answer_for, checked
+from trainkit.advice.constraints import Constraints
 from trainkit.advice.proposal import proposal
 from trainkit.compare import page
+from trainkit.compare.report import report as comparison_report
 from trainkit.compare.text import no_formula, plain, wrapped
 from trainkit.runtime.errors import UserError, tell
 
@@ -40,6 +43,27 @@ def report(
         tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
     with page.writing_to(out):
         tell(f"Written to {out}: {', '.join(_write(words, constraints, out, notes, trainings))}")
+
+
+def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | None) -> int:
+    """Compare the runs, and answer if `constraints` are given; print both, and write them to `out`.
+
+    Returns the exit code, which is that of the comparison. What supports no answer is told.
+    """
+    code = 0
+    try:
+        tell(comparison_report(paths, out, constraints and constraints.target, blocks))
+    except UserError as error:
+        code = 1
+        print(f"error: {error}", file=sys.stderr)
+    if constraints:
+        tell("")
+        try:
+            words, skipped = answer_for(paths, constraints)
+            report(words, constraints, out, [f"Skipped: {sentence}" for sentence in skipped])
+        except UserError as error:
+            tell(str(error))
+    return code
 
 
 def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:

@@ -4,11 +4,9 @@ slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, s
 the runs are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
 """
 
-import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,18 +18,17 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from trainkit.advice.constraints import Constraints
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
-from trainkit.jobs.stages import REPOSITORY, Resources, Stage, resources
+from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
 from trainkit.runtime.errors import UserError, printable
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
 
-PLOT_RESULTS = REPOSITORY / "results" / "plot_results.py"
-HOW_MANY_GPUS = REPOSITORY / "results" / "how_many_gpus.py"
 EPOCHS = 3  # one to warm up, two to measure
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
 
@@ -253,18 +250,18 @@ def run(
     planned: list[PlannedRun],
     max_jobs: int,
     run_seconds: float | None = None,
-    question: tuple[str, ...] | None = None,
+    constraints: Constraints | None = None,
 ) -> int:
     """Finish the runs, at most `max_jobs` at a time, and compare; returns the exit code.
 
-    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known, and
-    `question` the options of results/how_many_gpus.py, if that is to answer.
+    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known; with
+    `constraints` the last words are how many GPUs to ask for.
 
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
     begin(sweep, planned, run_seconds)
-    return compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), question)
+    return compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), constraints)
 
 
 def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
@@ -314,47 +311,41 @@ def tell(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = No
     print(told)
 
 
-def compare(sweep: Sweep, failed: list[str], question: tuple[str, ...] | None = None) -> int:
-    """Compare what has finished, and answer the question if there is one; returns the sweep's exit code."""
-    csvs = sweep.finished()
+def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = None) -> int:
+    """Compare what has finished, and answer how many GPUs to ask for if `constraints` are given.
+
+    Returns the exit code.
+    """
     code = 0
-    if csvs:
+    if paths := _measured(sweep):
+        from trainkit.advice.report import compare_and_answer  # loads pandas, which a sweep needs at its end
+
         print(flush=True)
-        command = [sys.executable, PLOT_RESULTS, *csvs, *_all_reduce(sweep), "--out", sweep.folder]
-        if question and "--target" in question:
-            command += ["--target", question[question.index("--target") + 1]]
-        code = subprocess.run(command).returncode
-    if csvs and question is not None:
-        told, why_not = _how_many_gpus(sweep, "--out", str(sweep.folder), *question)
-        print(f"\n{told or why_not}", flush=True)
+        code = compare_and_answer(paths, sweep.folder, constraints)
     if failed:
         print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
     return 1 if failed else code
 
 
-def answer(sweep: Sweep, question: tuple[str, ...]) -> dict:
-    """What results/how_many_gpus.py --json says of the finished runs, `question` being its other options.
+def answer(sweep: Sweep, constraints: Constraints) -> dict:
+    """Return `AnswerText.as_json` of the finished runs.
 
-    Where it refuses, there are no `options` and `probes`, and the `sentence` tells why.
+    Where they support none, there are no `options` and `probes`, and the `sentence` tells why.
     """
-    told, why_not = _how_many_gpus(sweep, "--json", *question)
-    nothing = {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": why_not}
-    return json.loads(told) if told else nothing
+    from trainkit.advice.answer import answer_for
+
+    try:
+        if not (paths := _measured(sweep)):
+            raise UserError("nothing has run")
+        return answer_for(paths, constraints)[0].as_json()
+    except UserError as error:
+        return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": str(error)}
 
 
-def _how_many_gpus(sweep: Sweep, *options: str) -> tuple[str, str]:
-    """What it says of the finished runs, and where it refuses, why."""
-    csvs = sweep.finished()
-    if not csvs:
-        return "", "nothing has run"
-    command = [sys.executable, HOW_MANY_GPUS, *csvs, *_all_reduce(sweep), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout, done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-
-
-def _all_reduce(sweep: Sweep) -> list[Path]:
-    """The folder of what the doctor has measured, if there is one."""
-    return [folder for folder in [sweep.site.results_dir / "all_reduce"] if folder.is_dir()]
+def _measured(sweep: Sweep) -> list[Path]:
+    """Return the CSVs of the finished runs, if any, and the folder of what the doctor has measured."""
+    csvs, all_reduce = sweep.finished(), sweep.site.results_dir / "all_reduce"
+    return [*csvs, all_reduce] if csvs and all_reduce.is_dir() else csvs
 
 
 class _Queue:

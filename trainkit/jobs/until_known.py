@@ -1,12 +1,14 @@
 """A sweep that stops when it knows enough: one run at a time, the cheapest that tells something.
 
-What is known after each says results/how_many_gpus.py, in a process of its own: pandas is not loaded here.
+What is known after each says the advice room.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+from trainkit.advice.constraints import Constraints
 from trainkit.jobs import sweep
 from trainkit.jobs.sweep import PlannedRun, Sweep
 from trainkit.runtime.errors import UserError
@@ -20,11 +22,10 @@ class Step(NamedTuple):
     hours: float
 
 
-def run(asked: Sweep, planned: list[PlannedRun], question: tuple[str, ...], spend: float = math.inf) -> int:
+def run(asked: Sweep, planned: list[PlannedRun], constraints: Constraints, spend: float = math.inf) -> int:
     """Run of the runs what the answer needs, for at most `spend` device-hours; returns the exit code.
 
-    `question` are the options of results/how_many_gpus.py, without what there is to choose from. The folder
-    is claimed before.
+    The numbers of GPUs and the batches of `constraints` are those of the runs. The folder is claimed before.
 
     Raises:
         UserError: if a job is refused, or Slurm does not answer.
@@ -36,12 +37,12 @@ def run(asked: Sweep, planned: list[PlannedRun], question: tuple[str, ...], spen
 
     def ask(among: list[PlannedRun]) -> tuple[set[str], float, dict]:
         names = {csv.parents[1].name for csv in asked.finished()}
-        return names, asked.device_hours(), sweep.answer(asked, (*question, *_lists(among)))
+        return names, asked.device_hours(), sweep.answer(asked, _choosing_from(among, constraints))
 
     hours_name = "worker-hours" if asked.on_cpu else "GPU-hours"
     failed = search(planned, ask, finish, spend, asked.opts.epochs, hours_name)
     among = _without(planned, failed)
-    return sweep.compare(asked, [run.name for run in failed], (*question, *_lists(among)))
+    return sweep.compare(asked, [run.name for run in failed], _choosing_from(among, constraints))
 
 
 def of_use(planned: list[PlannedRun]) -> list[PlannedRun]:
@@ -67,9 +68,9 @@ def search(
 ) -> list[PlannedRun]:
     """Run one run after the other, and say each time what is known; returns those that failed.
 
-    `ask` returns the names of the finished runs, the device-hours that all runs have taken, and what
-    results/how_many_gpus.py answers where the runs that it is given are to be chosen from; `finish` whether
-    a run, of `epochs`, went well.
+    `ask` returns the names of the finished runs, the device-hours that all runs have taken, and the answer
+    (`sweep.answer`) where the runs that it is given are to be chosen from; `finish` whether a run, of
+    `epochs`, went well.
     """
     failed: list[PlannedRun] = []
     while True:
@@ -97,10 +98,9 @@ def _without(planned: list[PlannedRun], failed: list[PlannedRun]) -> list[Planne
     return [run for run in planned if run.configuration not in never]
 
 
-def _lists(planned: list[PlannedRun]) -> tuple[str, ...]:
-    """What there is to choose from, as options of results/how_many_gpus.py."""
+def _choosing_from(planned: list[PlannedRun], constraints: Constraints) -> Constraints:
     gpus, batches = {run.shape.gpus for run in planned}, {run.batch_size for run in planned}
-    return "--gpus", ",".join(map(str, sorted(gpus))), "--batch-size", ",".join(map(str, sorted(batches)))
+    return replace(constraints, gpus=tuple(sorted(gpus)), batches=tuple(sorted(batches)))
 
 
 def _known(answer: dict) -> str:
