@@ -20,7 +20,7 @@ from trainkit.advice.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.columns import COLUMNS, lr_factor
+from trainkit.schema.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
 
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
@@ -197,7 +197,7 @@ class RunSet:
         if steady.empty:
             raise UserError("no epoch after the warm-up was measured: train for --epochs 3 or more.")
         self._steady = steady.assign(step_seconds=steady.global_batch / steady.images_per_s)
-        self._has_single = (rows.stage == "single").any()
+        self._has_single = (rows.stage == SINGLE).any()
         self._images = rows.images.max()
         self._epochs = constraints.epochs or int(rows.epoch.max())
         self.goal = f"{self._epochs} epoch(s) of {self._images:,} images"
@@ -218,7 +218,7 @@ class RunSet:
         self._start = outside.groupby("devices").start.median()
         self._evaluation = self._steady.groupby("devices").eval_seconds.median()
         parallel = set(rows.stage[rows.devices > 1]) | (set(rows.stage) - set(comparison.TUTORIAL_STAGES))
-        self.stages = sorted(stage for stage in parallel or {"ddp"} if self.measured(stage))
+        self.stages = sorted(stage for stage in parallel or {DDP} if self.measured(stage))
         if not self.stages:
             raise UserError(
                 "DataParallel on one device is the plain model: run stage single, or more devices."
@@ -245,10 +245,8 @@ class RunSet:
 
     def measured(self, stage: str) -> Measured:
         """Return the seconds of its steps; on one device those of stage single, where there are any."""
-        of_stage = self._steady[
-            (self._steady.stage == stage) & ((self._steady.devices > 1) | (stage != "dp"))
-        ]
-        single = self._steady[self._steady.stage == "single"]
+        of_stage = self._steady[(self._steady.stage == stage) & ((self._steady.devices > 1) | (stage != DP))]
+        single = self._steady[self._steady.stage == SINGLE]
         own = of_stage[(of_stage.devices > 1) | ~of_stage.global_batch.isin(single.global_batch)]
         measured: Measured = {}
         for (devices, nodes, batch, _), run in pd.concat([single, own]).groupby(
@@ -259,7 +257,7 @@ class RunSet:
 
     def stage_on(self, devices: int, stage: str) -> str:
         """Return the stage that trains there: on one device single, where there are runs of it."""
-        return "single" if devices == 1 and self._has_single else stage
+        return SINGLE if devices == 1 and self._has_single else stage
 
     def shapes(self, model: Scaling) -> list[Shape]:
         """Return what there is to choose from."""

@@ -14,11 +14,10 @@ from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
 from trainkit.runtime.errors import UserError
-from trainkit.schema.columns import COLUMNS, UNKNOWN, Role, lr_factor
+from trainkit.schema.columns import COLUMNS, DDP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
 MOST_SETS = 20  # that are listed
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
-FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp"}  # of every other training: that of ddp
 # Of an option, as a program reads them: equally likely values of each.
 INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
     "images_per_s": lambda option: option.images_per_s,
@@ -193,10 +192,10 @@ class AnswerText:
         """Return what starts the run from the top folder, with the settings of the set."""
         row, (devices, nodes, batch) = self.rows.iloc[0], run.shape
         words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
-        words += ["python", f"{FOLDERS.get(run.stage, '03_multigpu_ddp')}/submit.py"]
+        words += ["python", f"{STAGE_FOLDERS.get(run.stage, STAGE_FOLDERS[DDP])}/submit.py"]
         if run.stage not in comparison.TUTORIAL_STAGES:
             words += ["--script", "YOUR_SCRIPT.py"]
-        words += ["--gpus", devices] * (run.stage != "single") + ["--nodes", nodes] * (nodes > 1)
+        words += ["--gpus", devices] * (run.stage != SINGLE) + ["--nodes", nodes] * (nodes > 1)
         words += ["--batch-size", devices * batch, "--epochs", run.epochs]
         words += ["--train-size", self.rows.images.max()]
         # With a seed of an earlier run it would learn the same again.

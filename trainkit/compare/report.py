@@ -9,6 +9,7 @@ import pandas as pd
 from trainkit.compare import comparison, figures, page, sizes, text, trust
 from trainkit.compare.summary import verdict
 from trainkit.runtime.errors import UserError, tell
+from trainkit.schema.columns import SINGLE
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
 SHOWN = {
@@ -160,7 +161,7 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
     )
-    notes = table.why.where(table.baseline == "", own.where(table.baseline != "single", ""))
+    notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
     known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
     table = table.assign(

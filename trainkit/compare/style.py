@@ -13,6 +13,8 @@ matplotlib.use("Agg")  # compute nodes have no screen
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from trainkit.schema.columns import DDP, DP, SINGLE
+
 plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
 
 Look = dict[str, object]  # keywords of matplotlib's artists
@@ -22,7 +24,7 @@ BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, BLACK, ORANGE, SKY)
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 # Colour and hatch of the bars of each stage, and of somebody's own training.
-STAGE_BARS = {"single": ("#999999", ""), "dp": ("#F7D9A0", "xx"), "ddp": ("#BFE0F5", "//")}
+STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
 # Colour and hatch of each phase of a step, in their order.
 PHASES = {

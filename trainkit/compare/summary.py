@@ -4,6 +4,7 @@ import pandas as pd
 
 from trainkit.compare import trust
 from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
+from trainkit.schema.columns import DDP, DP, SINGLE
 
 STRICT = "global batch {0.global_batch}"
 WEAK = "batch {0.batch_per_device} on each"
@@ -25,12 +26,12 @@ def _judged_stages(section: pd.DataFrame) -> list[str]:
     """Return the parallel stages and the own trainings; beside those no stage of the tutorial is missed."""
     present = set(section.stage)
     own = sorted(present - set(TUTORIAL_STAGES))
-    return [stage for stage in ("ddp", "dp") if stage in present or not own] + own
+    return [stage for stage in (DDP, DP) if stage in present or not own] + own
 
 
 def _clause(stage: str, rows: pd.DataFrame) -> str:
     name, several = stage_name(stage), rows[rows.devices > 1]
-    one_process = stage == "dp" or (rows.world_size < rows.devices).any()
+    one_process = stage == DP or (rows.world_size < rows.devices).any()
     unit = "device" if one_process else "worker"
     if rows.empty:
         return f"there is no {name} run"
@@ -58,7 +59,7 @@ def _pace(rows: pd.DataFrame, name: str, batch: str) -> str:
     """Tell the speedup at the largest device count of `rows`, at best and at worst."""
     top = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
     best, worst = top.iloc[0], top.iloc[-1]
-    one = "single" if best.baseline == "single" else f"{name} on one"
+    one = "single" if best.baseline == SINGLE else f"{name} on one"
     text = f"{best.speedup:.2f}x as fast as {one} ({_at(best, batch)})"
     if len(top) > 1:
         text += f" at best, {worst.speedup:.2f}x at worst ({_at(worst, batch)})"

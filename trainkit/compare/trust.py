@@ -2,6 +2,8 @@
 
 import pandas as pd
 
+from trainkit.schema.columns import DDP
+
 FEWEST_EPOCHS = 2  # measured, the warm-up not among them
 MOST_EFFICIENCY = 1.05
 MOST_DIFFERENCE = 0.1  # of one DDP worker and stage single, which do the same work
@@ -29,7 +31,7 @@ MARKS = {
 
 def doubt(row: tuple, ones: list[tuple]) -> str:
     """Return the marks of a row of a comparison; `ones` are its baselines, the rows on one device."""
-    one_worker = row.stage == "ddp" and row.devices == 1
+    one_worker = row.stage == DDP and row.devices == 1
     found = {
         "q": any(
             row.images_per_s > MOST_EFFICIENCY * row.devices * one.images_per_s

@@ -35,9 +35,10 @@ from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, printable, reason, tell
 from trainkit.schema import records
+from trainkit.schema.columns import DDP
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
-JOB_SCRIPT = STAGES["ddp"].script.parent / "slurm_submit.sh"
+JOB_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES
 from trainkit.runtime import files
 from trainkit.runtime.errors import UserError
+from trainkit.schema.columns import DDP
 
 IMPORT_SECONDS = 180
 
@@ -104,7 +105,7 @@ def check_folders(site: Site) -> list[Finding]:
     folders = {
         site.results_dir: ("results", own),
         site.jobs_dir: ("checkpoints", own),
-        STAGES["ddp"].script.parent: ("logs", "put this checkout where you may write"),
+        STAGES[DDP].script.parent: ("logs", "put this checkout where you may write"),
     }
     found = []
     for folder, (what, fix) in folders.items():

@@ -13,6 +13,7 @@ from trainkit.jobs.sweep import Grid
 from trainkit.rank.options import MOST_IMAGES
 from trainkit.rank.staging import TRAIN_IMAGES
 from trainkit.runtime.errors import UserError
+from trainkit.schema.columns import DDP, DP, SINGLE
 
 BATCH_SIZES = (256, 1024, 4096)  # of a GPU, to choose from
 NEAR_THE_BEST = 0.9
@@ -109,7 +110,7 @@ def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Gr
     several = device_counts(gpus)[1:]
     # DataParallel on one GPU is the plain model, which stage single measures.
     return [
-        Grid((STAGES["single"], STAGES["ddp"]), (1,), (batch_size,), **sizes),
-        Grid((STAGES["single"],), (1,), tuple(number * batch_size for number in several), **sizes),
-        Grid((STAGES["dp"], STAGES["ddp"]), several, (batch_size,), scaling="both", **sizes),
+        Grid((STAGES[SINGLE], STAGES[DDP]), (1,), (batch_size,), **sizes),
+        Grid((STAGES[SINGLE],), (1,), tuple(number * batch_size for number in several), **sizes),
+        Grid((STAGES[DP], STAGES[DDP]), several, (batch_size,), scaling="both", **sizes),
     ]

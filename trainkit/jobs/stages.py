@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError
+from trainkit.schema.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -47,9 +48,9 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("single", REPOSITORY / "01_singlegpu" / "mnist_singlegpu.py", default_gpus=1),
-        Stage("dp", REPOSITORY / "02_multigpu_dp" / "mnist_multigpu.py", default_gpus=2),
-        Stage("ddp", REPOSITORY / "03_multigpu_ddp" / "mnist_ddp.py", default_gpus=2, process_per_gpu=True),
+        Stage(SINGLE, REPOSITORY / STAGE_FOLDERS[SINGLE] / "mnist_singlegpu.py", default_gpus=1),
+        Stage(DP, REPOSITORY / STAGE_FOLDERS[DP] / "mnist_multigpu.py", default_gpus=2),
+        Stage(DDP, REPOSITORY / STAGE_FOLDERS[DDP] / "mnist_ddp.py", default_gpus=2, process_per_gpu=True),
     )
 }
 
@@ -83,7 +84,7 @@ def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) ->
     Raises:
         UserError: if the stage cannot use that many, or they do not divide among the nodes.
     """
-    if stage.name == "single" and gpus > 1:
+    if stage.name == SINGLE and gpus > 1:
         raise UserError(f"stage single uses 1 GPU, not {gpus}: use stage 02, 02_multigpu_dp, or 03.")
     if nodes > 1 and not stage.process_per_gpu:
         raise UserError(

@@ -27,6 +27,7 @@ from trainkit.rank import options, staging
 from trainkit.runtime.command_line import Parser, at_least, time_limit
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import check_writable
+from trainkit.schema.columns import SINGLE
 
 if TYPE_CHECKING:
     import submitit
@@ -291,7 +292,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add = parser.add_argument
     own_script = f"your own training, such as a copy of {stage.script.name} with another model"
     add("--script", metavar="FILE.py", help=own_script)
-    here = "" if stage.name == "single" else "; without Slurm, all GPUs of this machine, if it has any"
+    here = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
     gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
     add("--gpus", type=at_least(0), metavar="N", help=f"{gpus}0: one process per node, on its CPU")
     add("--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)")
@@ -315,6 +316,6 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
 
 def _default_gpus(stage: Stage, arguments: Sequence[str]) -> int:
     """A job's, or where there is no Slurm those of this machine, if it has any that are to be used."""
-    if stage.name == "single" or slurm.is_here() or "--no-cuda" in arguments:
+    if stage.name == SINGLE or slurm.is_here() or "--no-cuda" in arguments:
         return stage.default_gpus
     return local.gpus_here() or stage.default_gpus

@@ -28,6 +28,7 @@ from trainkit.rank.options import Options
 from trainkit.runtime.errors import UserError, printable
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
+from trainkit.schema.columns import DP
 
 EPOCHS = 3  # one to warm up, two to measure
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
@@ -160,7 +161,7 @@ class Sweep:
         gpus, most = run.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
         if self.here and gpus > most:
             raise UserError(f"{gpus} workers are more than the {most} found here")
-        if run.stage.name == "dp" and gpus > 1 and self.on_cpu:
+        if run.stage.name == DP and gpus > 1 and self.on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
         sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
         submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)

@@ -12,6 +12,7 @@ from trainkit.advice.constraints import Constraints
 from trainkit.jobs import sweep
 from trainkit.jobs.sweep import PlannedRun, Sweep
 from trainkit.runtime.errors import UserError
+from trainkit.schema.columns import DDP, DP, SINGLE
 
 
 class Step(NamedTuple):
@@ -51,10 +52,10 @@ def of_use(planned: list[PlannedRun]) -> list[PlannedRun]:
     Raises:
         UserError: if none is on one device.
     """
-    on_one = {run.stage.name for run in planned if run.shape.gpus == 1} - {"dp"}
+    on_one = {run.stage.name for run in planned if run.shape.gpus == 1} - {DP}
     if not on_one:
         raise UserError("--until-known starts on 1 GPU: add 1 to --gpus, and single or ddp to --stages.")
-    alone = "single" if "single" in on_one else "ddp"
+    alone = SINGLE if SINGLE in on_one else DDP
     return [run for run in planned if run.shape.gpus > 1 or run.stage.name == alone]
 
 

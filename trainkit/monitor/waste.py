@@ -21,6 +21,7 @@ from trainkit.monitor.sampled_job import LEAST_MOMENTS, Place, Row, SampledJob, 
 from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
+from trainkit.schema.columns import DP
 from trainkit.schema.samples import GPU, NODE, RANK
 
 SCHEMA_VERSION = 1
@@ -375,7 +376,7 @@ def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
     if few and not job.shares:  # which may also be for want of batches
         remedy += ", loader workers if there are none"
     stages = {row["stage"] for row in job.steady}
-    if any(stage.startswith("dp") for stage in stages):  # whose step cannot be captured
+    if any(stage.startswith(DP) for stage in stages):  # whose step cannot be captured
         remedy += ", or DDP (03_multigpu_ddp)"
     elif not any("captured" in stage for stage in stages):
         remedy += f", or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"

@@ -15,6 +15,7 @@ FLOAT32 = 3.5e38  # the largest one, rounded up
 # The stages of the tutorial, in its order, and how they read. Any other name is somebody's own training.
 SINGLE, DP, DDP = "single", "dp", "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
+STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
 TUTORIAL_MODEL = "Net"
 DEFAULT_WIDTH = 32
 BASE_BATCH = 64  # without --batch-size, and that for which --lr is given where a rule scales it
