@@ -10,37 +10,37 @@ import torch
 from trainkit.jobs import site, slurm, stages
 from trainkit.rank import staging
 from trainkit.runtime import errors, machine
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 from trainkit.workshop.exercises import Workbook, relative
 
 
 def main() -> None:
     data_dir = site.read_site().data_dir
-    print(f"python  {platform.python_version()}, torch {torch.__version__} for {machine.build()}")
-    print(f"GPUs    {_gpus()}")
+    tell(f"python  {platform.python_version()}, torch {torch.__version__} for {machine.build()}")
+    tell(f"GPUs    {_gpus()}")
     first = []
     try:
         staging.check("mnist", data_dir)
-        print(f"MNIST   in {data_dir}")
+        tell(f"MNIST   in {data_dir}")
     except UserError as error:
-        print(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
+        tell(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
         first.append("make data")
     without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
-    print(f"Slurm   {'here: submit.py sends jobs' if slurm.is_here() else without}")
+    tell(f"Slurm   {'here: submit.py sends jobs' if slurm.is_here() else without}")
 
     workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
     for workbook in workbooks:
-        print(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
+        tell(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
     unfinished = [workbook for workbook in workbooks if workbook.open]
     if not unfinished:
-        print("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
+        tell("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
         return
     stage = unfinished[0].folder.parent
-    print(f"\n{unfinished[0].bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
+    tell(f"\n{unfinished[0].bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
     if activate.exists():  # a room may share another
         first.append(f"source {relative(activate)}")
-    print("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
+    tell("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
 
 
 def _gpus() -> str:

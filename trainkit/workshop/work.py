@@ -121,7 +121,9 @@ class Workspace:
 
 
 class Answers(dict):
-    """What answers.txt says, by name; one that is gone is `Wrong`."""
+    """What answers.txt, or another `file` of the learner, says, by name; one that is gone is `Wrong`."""
+
+    file = ANSWERS
 
     def __missing__(self, name: str) -> NoReturn:
         raise Wrong(f"mine/{ANSWERS}: `{name} = ...` is not there any more. Put the line back.")
@@ -140,7 +142,7 @@ class Answers(dict):
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise Wrong(f"mine/{ANSWERS}: `{name} = {self[name]}` is not a number.")
+            raise Wrong(f"mine/{self.file}: `{name} = {self[name]}` is not a number.")
         return number
 
     def word(self, name: str, *allowed: str) -> str:

@@ -19,14 +19,15 @@ epoch: does it say anything about the others?
 ## 3
 
 `torch.cuda.synchronize()` is called `device.synchronize()` here. Call it before the clock is read, once per
-epoch, not once per step. Leave `speeds[0]` out of the mean.
+epoch, not once per step. Leave `speeds[0]` out.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "= high", "= low", "Run the starter once more"),
     ("clock.py", "        device.synchronize()\n", "", "stops while the device still works"),
     ("clock.py", "        device.sync", "            device.sync", "after every step"),
-    ("clock.py", "speeds[1:]", "speeds", "first epoch"),
+    ("clock.py", "median(speeds[1:])", "mean(speeds)", "first epoch"),
+    ("clock.py", "statistics.median(", "max(", "the luckiest"),
     ("clock.py", "        seconds = clock()", "        seconds = -clock()", "negative"),
 ]  # fmt: skip
 LAUNCH, WORK, WARMUP = 0.0002, 0.002, 5  # seconds to queue a step and to do it; how much slower at first
@@ -35,13 +36,15 @@ LAUNCH, WORK, WARMUP = 0.0002, 0.002, 5  # seconds to queue a step and to do it;
 class Device:
     """Counts its seconds in place of working."""
 
-    def __init__(self, warm: bool = False) -> None:
+    def __init__(self, warm: bool = False, lucky: float = 1) -> None:
         self.now = self.done = 0.0
-        self.steps = 20 * warm
+        self.steps, self.lucky = 20 * warm, lucky  # the third epoch takes so much of its usual time
 
     def train(self, images: int) -> None:
         self.now += LAUNCH
-        self.done = max(self.now, self.done) + WORK * images / 64 * (WARMUP if self.steps < 20 else 1)
+        self.done = max(self.now, self.done) + WORK * images / 64 * {0: WARMUP, 2: self.lucky}.get(
+            self.steps // 20, 1
+        )
         self.steps += 1
 
     def synchronize(self) -> None:
@@ -75,6 +78,12 @@ def check(mine: Workspace) -> str:
         raise Wrong(
             f"The mean has the first epoch in it, which loads kernels: {with_warmup:,.0f} images/s in place "
             f"of {true:,.0f}."
+        )
+    lucky = Device(lucky=0.9)
+    if not near(measure(lucky, lucky.clock), true, 0.05):
+        raise Wrong(
+            "Of a device that was faster in one of its epochs you tell the luckiest one. Take the median: "
+            "no single epoch changes it much."
         )
     if prediction == "low":
         raise Wrong(

@@ -26,8 +26,8 @@ workers_seconds = 9.7
 HINTS = """\
 ## 1
 
-images/s are the images of an epoch, divided by its seconds. So what are the seconds? And how many images
-has an epoch of these runs? The first line above the table ends with that number.
+What does a speed in images/s tell of an epoch, and what has to be known beside it? Look at the line above
+the table, too.
 
 ## 2
 

@@ -15,6 +15,9 @@ ranks_on_n2 = 2 3    # which ranks share node n2? Such as: 0 3
 
 # SECOND job
 gpu_of_rank_2 = 1    # the N of its cuda:N
+
+# `python who.py` in the batch script itself, without srun: how many processes take part?
+without_srun = 1
 """
 HINTS = """\
 ## 1
@@ -44,6 +47,8 @@ WRONG = [
     ("who.py", '"SLURM_PROCID", "SLURM_LOCALID"', '"SLURM_PROCID", "SLURM_PROCID"', "counts over all nodes"),
     ("who.py", '"SLURM_NTASKS"', '"SLURM_NTASKS_PER_NODE"', "the world size as 2"),
     ("who.py", '"SLURM_NTASKS"', '"?"', "a gap"),
+    ("answers.txt", "without_srun = 1", "without_srun = 4", "the batch script is one process"),
+    ("who.py", '"SLURM_STEP_NUM_TASKS" in', '"SLURM_PROCID" in', "would wait for peers"),
     ("who.py", "return local_rank", "return rank % world_size", "has no cuda:2"),
     ("who.py", "return local_rank", "return rank % 2", "two processes take cuda:0"),
 ]  # fmt: skip
@@ -55,14 +60,14 @@ def torchrun(rank: int, local_rank: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
         "SLURM_PROCID": str(rank // 2), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "2",
     }  # fmt: skip
 
 
 def srun(rank: int, local_rank: int) -> dict[str, str]:
     return {
         "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "4",
     }  # fmt: skip
 
 
@@ -78,7 +83,7 @@ def check(mine: Workspace) -> str:
             "`gpu_of_rank_3`: a node counts its GPUs from 0, so with two GPUs there is no cuda:3 on n2. "
             "Which of the two is for the process with that SLURM_LOCALID?"
         )
-    if re.findall(r"\d", answers["ranks_on_n2"]) != ["2", "3"]:
+    if sorted(re.findall(r"\d", answers["ranks_on_n2"])) != ["2", "3"]:
         raise Wrong(
             "`ranks_on_n2`: in the first job, look for the lines that begin with `n2` behind the rank."
         )
@@ -87,11 +92,19 @@ def check(mine: Workspace) -> str:
             "`gpu_of_rank_2`: in the second job rank 2 is on n1, beside rank 0. There is no formula for the "
             "local rank: it depends on how the tasks were placed. Read its SLURM_LOCALID."
         )
+    if answers.number("without_srun") != 1:
+        raise Wrong("`without_srun`: the batch script is one process. It is srun that starts the others.")
     who = mine.module("who.py")
     for launcher, local_ranks in ((torchrun, BLOCK), (srun, BLOCK), (srun, CYCLIC)):
         check_names(who.who_am_i, launcher, local_ranks)
     if who.who_am_i({}) != (0, 0, 1):
         raise Wrong("Without a launcher there is one process: rank 0, local rank 0, world size 1.")
+    batch = {name: value for name, value in srun(0, 0).items() if name != "SLURM_STEP_NUM_TASKS"}
+    if who.who_am_i(batch) != (0, 0, 1):
+        raise Wrong(
+            "In the batch script, without srun, `who_am_i` believes SLURM_PROCID and SLURM_NTASKS, and would "
+            "wait for peers that nobody started: see by SLURM_STEP_NUM_TASKS whether this is a step of srun."
+        )
     check_gpus(who.gpu)
     guess = "as you predicted" if prediction == 2 else f"you had predicted {answers['prediction']}"
     return (

@@ -18,8 +18,8 @@ rule = 4
 HINTS = """\
 ## 1
 
-Begin with the row of one GPU: its speedup is 1, its efficiency 100 %. How many images does the
-whole training have? How many seconds do they take at its images/s?
+Two of the columns compare a row with another row, two belong to the whole training. Which are
+which? Begin with the row of one GPU.
 
 ## 2
 
@@ -38,6 +38,7 @@ WRONG = [
     ("table.csv", "77.8", "128.5", "upside down"),
     ("table.csv", "1.83,91.3", "1.93,91.3", "another training"),
     ("table.csv", "91.3,456", "91.3,?", "still open"),
+    ("table.csv", "91.3,456", "91.3,many", "mine/table.csv, 2 GPUs: `minutes = many` is not a number"),
     ("answers.txt", "cheapest = 1", "cheapest = 16", "13.9 GPU-hours are fewer"),
     ("answers.txt", "deadline = 2", "deadline = 16", "15.2 GPU-hours are fewer"),
     ("answers.txt", "budget = 8", "budget = 16", "33.7 GPU-hours"),
@@ -96,6 +97,7 @@ def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]
 def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: dict[str, float]) -> None:
     """Say what is wrong with one row of the learner's table."""
     cells = Answers((name, (given.get(name) or "?").strip()) for name in true)
+    cells.file = f"table.csv, {gpus} GPUs"
     for name, value in true.items():
         where = f"{name} of {gpus} GPUs"
         if cells[name] == "?":

@@ -27,9 +27,8 @@ c_cure = cores
 HINTS = """\
 ## 1
 
-Utilisation is the share of the time in which some kernel ran. A kernel can be short, and it can do nothing
-but wait for another GPU. Power tells the work: set it beside its limit. And what limits a rank is not
-always its GPU.
+Set the ranks of each job beside each other, and what a GPU draws beside what it may. Which columns differ
+between ranks, and which are alike though they should not be?
 
 ## 2
 

@@ -17,7 +17,7 @@ def images_per_second(device, clock=time.perf_counter) -> float:
         device.synchronize()
         seconds = clock() - start
         speeds.append(STEPS * BATCH / seconds)
-    return statistics.mean(speeds[1:])
+    return statistics.median(speeds[1:])
 
 
 if __name__ == "__main__":

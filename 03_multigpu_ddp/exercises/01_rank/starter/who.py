@@ -12,7 +12,7 @@ def who_am_i(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """Rank, local rank and world size, from what torchrun or srun says."""
     if "RANK" in environment:  # torchrun; inside a Slurm job srun's variables are there, too
         names = TORCHRUN
-    elif "SLURM_PROCID" in environment:  # srun
+    elif "?" in environment:  # a step of srun
         names = SRUN
     else:
         return 0, 0, 1

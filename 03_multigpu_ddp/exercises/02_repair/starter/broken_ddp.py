@@ -30,8 +30,8 @@ def main() -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9)
     epochs = fit(model, loader, optimizer)
-    validated = evaluate(model, validation_set, rank, size)
-    tested = evaluate(model, load(1_001, seed=2), rank, size)
+    validated = evaluate(model.module, validation_set, rank, size)
+    tested = evaluate(model.module, load(1_001, seed=2), rank, size)
     if rank == 0:
         for number, epoch in enumerate(epochs, start=1):
             print(f"epoch {number}: mean loss {epoch['loss']:.3f}", end=", ")
