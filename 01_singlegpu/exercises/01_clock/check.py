@@ -80,7 +80,7 @@ def check(mine: Workspace) -> str:
             f"of {true:,.0f}."
         )
     lucky = Device(lucky=0.9)
-    if not near(measure(lucky, lucky.clock), true, 0.05):
+    if not is_close(measure(lucky, lucky.clock), true, 0.05):
         raise Wrong(
             "Of a device that was faster in one of its epochs you tell the luckiest one. Take the median: "
             "no single epoch changes it much."
