@@ -138,9 +138,7 @@ def preview(request: Request, site: Site) -> str:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         return f"no Slurm here: would run as {request.resources.tasks} local process(es) of {command}"
     executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
-    overruled = " ".join(
-        sorted(f"{name}={value}" for name, value in _overriding_variables(request, site).items())
-    )
+    overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
         + f"\n# From the environment, which overrules the lines above: {overruled or '(nothing)'}"
@@ -212,7 +210,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
     from submitit.core.utils import FailedJobError
 
     executor = _executor(request, folder)
-    variables = local.outside_of_jobs() | local.QUIET | _overriding_variables(request, site)
+    variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with local.environment(variables), redirect_stderr(io.StringIO()):
@@ -257,7 +255,7 @@ def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
     return executor
 
 
-def _overriding_variables(request: Request, site: Site) -> dict[str, str]:
+def _overrides(request: Request, site: Site) -> dict[str, str]:
     """The SBATCH_* variables. To sbatch they count more than the script's lines, so options are here too."""
     asked = {"SBATCH_PARTITION": request.partition, "SBATCH_TIMELIMIT": request.minutes}
     return site.sbatch | {name: str(value) for name, value in asked.items() if value}

@@ -70,11 +70,8 @@ class Run:
     def __post_init__(self) -> None:
         startup.mark("optimizer")
         dataset, device = self.train_set.name, self.here.device
-        facts = self._facts()
-        # None but on rank 0.
-        self._log = process_group.on_rank_0(
-            lambda: RunLog(self.options, self.here, dataset, self.model, facts)
-        )
+        given = (self.options, self.here, dataset, self.model, self._facts())
+        self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
         state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, self._log, self.sharded)
         self._agreement = Agreement(device)

@@ -125,9 +125,8 @@ class Exercise:
             raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
         repository, runs = self.folder.parents[2], self.mine.folder / "runs"
         if runs.exists():
-            tell(
-                f"Your own runs are kept in {relative(runs.rename(_unused(self.mine.folder / 'own-runs')))}."
-            )
+            kept = runs.rename(_unused(self.mine.folder / "own-runs"))
+            tell(f"Your own runs are kept in {relative(kept)}.")
         runs.mkdir()
         for name, run_ids in recorded.items():
             if name.endswith(".csv"):
