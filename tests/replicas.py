@@ -52,7 +52,7 @@ class TorchWithoutStreams:
 
 
 def broadcast(tensors: list[torch.Tensor], devices: list[int]) -> list[list[torch.Tensor]]:
-    """As torch/csrc/cuda/comm.cpp: the first replica has the tensors themselves, the others copies, which are
+    """Do as torch/csrc/cuda/comm.cpp: the first replica has the tensors, the others copies, which are
     contiguous whatever the layout was."""
     layout = torch.contiguous_format
     copies = [[tensor.clone(memory_format=layout) for tensor in tensors] for _ in devices[1:]]
@@ -60,7 +60,7 @@ def broadcast(tensors: list[torch.Tensor], devices: list[int]) -> list[list[torc
 
 
 class Broadcast(torch.autograd.Function):
-    """As PyTorch's, which refuses tensors of the CPU."""
+    """PyTorch's own refuses tensors of the CPU."""
 
     @staticmethod
     def forward(ctx: object, devices: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -54,7 +54,7 @@ class Learner:
         return done.returncode, " ".join(done.stdout.split())
 
     def solve(self) -> None:
-        """By check.py and by hand; the next time it is a copy of that."""
+        """Lay out the solution; the next time it is a copy of that."""
         if not self._solved.exists():
             self.do()
             if "RECORDED" in CHECKS[self.original]:

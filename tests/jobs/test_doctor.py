@@ -198,7 +198,7 @@ def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize(("in_job_too", "level"), [(False, FAULT), (True, WARNING)])
 def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: Path) -> None:
-    """As the job will have it, whatever the doctor itself runs in; a job may still find it."""
+    """The job's environment is looked at, whatever the doctor itself runs in; a job may still find it."""
     site_file.write_text("activate_environment() { conda activate tutorial; }\n")
     told = login_node.check_environment(site.read_site(), in_job_too)
     assert "conda: command not found" in found(told, "environment", level)

@@ -172,7 +172,7 @@ def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, che
 
 
 def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
-    """By SIGTERM, which submitit's processes would survive."""
+    """SIGTERM does it, which submitit's processes would survive."""
     checkout.script("ddp").write_text(FACTS.replace("# here", "import time; time.sleep(600)"))
     process = subprocess.Popen(
         [sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py", "--gpus", "2", "--wait"],
@@ -378,7 +378,7 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
 def test_the_state_of_a_job(
     scontrol: str, sacct: str | None, end: str, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what Slurm says, with accounting and without it, and by the end of the job's log."""
+    """It follows from what Slurm says, with accounting or without, and from the end of the job's log."""
     checkout.fake("scontrol", scontrol)
     if sacct:
         checkout.fake("sacct", sacct)

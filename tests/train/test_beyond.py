@@ -152,7 +152,7 @@ def test_ranks_that_do_not_average_drift_apart(trained: Callable) -> None:
 
 
 def checksums(by_hand: Trained) -> list[list[float]]:
-    """Of every epoch, those of the ranks."""
+    """The sums of the weights that the ranks told after every epoch."""
     lines = [line for line in by_hand.told if line.startswith("sum of the weights")]
     return [json.loads(line.partition(":")[2]) for line in lines]
 
@@ -257,7 +257,7 @@ def test_a_mistake_is_one_sentence(variant: str, arguments: tuple, sentence: str
 
 
 def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
-    """By sbatch on two nodes, and by submit.py; what a script imports from beside it is found."""
+    """One by sbatch on two nodes, one by submit.py; what a script imports from beside it is found."""
     checkout = Checkout(tmp_path / "a checkout", cluster)
     small = ("--train-size", 256, "--test-size", 100, "--batch-size", 48, "--no-cuda", "--epochs", 1)
     one_each = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")

@@ -46,7 +46,7 @@ def backward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def test_a_step_with_gradients_of_other_strides(
     recipe: str, two: tuple, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, where fused Adam of older releases refuses them."""
+    """On GPUs fused Adam of older releases refuses them; so does this one."""
     real = torch._fused_adam_
 
     def as_on_a_gpu(weights: list, gradients: list, *rest: object, **more: object) -> None:

@@ -147,7 +147,7 @@ def test_a_folder_of_results_that_is_removed_is_made_again(script: Script, tmp_p
 
 
 def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_path: Path) -> None:
-    """As if the disk were full. Both ranks end: rank 0 with the reason, the other one at once."""
+    """The disk is full. Both ranks end: rank 0 with the reason, the other one at once."""
     place = Checkout(tmp_path / "a checkout")
     full = "lambda file: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
     place.insert("ddp", f"epoch == 2 and setattr(os, 'fsync', {full})", before="run.end_of_epoch")

@@ -154,7 +154,7 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
 
 
 def test_the_text_costs_what_its_grammar_says(gpt_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the choices that were made for it; and no text can come of two different rows of choices."""
+    """The cost follows from the choices for a text; no text can come of two different rows of choices."""
     made = []
 
     class Noting(random.Random):

@@ -127,7 +127,7 @@ def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
 
 
 def test_a_line_that_is_in_no_file_is_shown(tmp_path: Path) -> None:
-    """As a cell's: IPython, and the REPL from Python 3.13 on, keep the source for tracebacks in this way."""
+    """IPython, and the REPL from Python 3.13 on, keep the source of a cell for tracebacks in this way."""
     program = """
 import linecache, trainkit
 source = "def train():\\n    return 1 / 0  # here\\n"
@@ -204,7 +204,7 @@ def refuse() -> None:
 
 
 class Unreadable:
-    """As DistributedDataParallel, it can be pickled, and not be read where there is no process group."""
+    """Like DistributedDataParallel, it can be pickled, and not be read where there is no process group."""
 
     def __reduce__(self) -> tuple:
         return refuse, ()

@@ -35,7 +35,7 @@ Runs = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
-    """Of a program in a process that has loaded Lightning, what it printed; it has to go well."""
+    """Runs a program in a process that has loaded Lightning; returns what it printed."""
     loaded = f"import sys; sys.path.append({str(FOLDER)!r})\nimport lightning.pytorch"
     with forking(tmp_path_factory.mktemp("forks"), ENVIRONMENT, loaded) as forks:
 

@@ -31,7 +31,7 @@ def outputs(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def test_saved_weights_mean_the_same_in_the_classic_network(
     images: torch.Tensor, script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of pytorch/examples, mnist/main.py, as the benchmark's baseline has it."""
+    """The classic one is in pytorch/examples, mnist/main.py; the benchmark's baseline has it."""
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     from classic_mnist import Net as Classic
 
@@ -48,7 +48,7 @@ IMAGES = Split("noise", torch.randn(8, 1, 28, 28), torch.zeros(8))
 
 
 class Attention(nn.Module):
-    """Of 28 rows of 28 pixels each."""
+    """Self-attention over the 28 rows of an image."""
 
     def __init__(self) -> None:
         super().__init__()

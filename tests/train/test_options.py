@@ -29,7 +29,7 @@ def learning_rates(*arguments: object, steps_per_epoch: int, steps: int) -> list
 
 @pytest.mark.parametrize("recipe", ["classic", "sgd"])
 def test_a_warm_up_is_counted_in_images_at_any_batch(recipe: str) -> None:
-    """Of 1,024 images, in epochs of 1,536: by then it is over, and the step decay is as without it."""
+    """It lasts 1,024 images, in epochs of 1,536; the step decay after that is as without it."""
     same = ("--recipe", recipe, "--lr", 0.1, "--gamma", 0.5)
     for batch in (64, 256):
         steps = 3 * 1536 // batch

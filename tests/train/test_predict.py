@@ -167,7 +167,7 @@ def test_a_mistake_is_one_sentence(
 
 @pytest.mark.full
 def test_the_commands_of_its_page(weights: Path, tmp_path: Path, script: Script) -> None:
-    """As they stand there, with these weights and an image."""
+    """They run as they stand there, with these weights and an image."""
     page = (BEYOND / "PREDICT.md").read_text()
     commands = re.findall(r"^python predict\.py (.*)$", page, re.MULTILINE)
     assert len(commands) >= 3

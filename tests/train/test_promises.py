@@ -68,7 +68,7 @@ def test_times_and_memory_are_those_of_the_slowest_and_the_fullest_rank(two_rank
 
 
 def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checkout: Checkout) -> None:
-    """Of a GPU that holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
+    """A GPU holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
     reset = "machine.reset_peak_memory = lambda: peak.append(0)"
     ask = "machine.peak_memory_mb = lambda device: peak[-1]"
     checkout.plant("single", f"from trainkit.runtime import machine; peak = [900]; {reset}; {ask}")
@@ -93,7 +93,7 @@ def test_ranks_drop_other_neurons_and_keep_equal_weights(two_ranks: Path) -> Non
 
 
 def test_a_gpus_queue_is_empty_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU: the work is done, and not merely queued, at both ends."""
+    """On a pretended GPU the work is done, and not merely queued, at both ends."""
     seen = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     look = SimpleNamespace(perf_counter=lambda: seen.append("looked") or len(seen))

@@ -153,7 +153,7 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
     ids=["one of four", "where it was slow", "a little", "alone", "not known"],
 )
 def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
-    """Of the epochs, between which the job has gone on elsewhere, of each rank."""
+    """`own_seconds` has a row for each epoch, on a node of its own, with a number for each rank."""
     rows = [
         {"rank": rank, "own_seconds": seconds, "host": f"n{epoch}"}
         for epoch, of_epoch in enumerate(own_seconds)

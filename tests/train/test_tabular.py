@@ -77,7 +77,7 @@ def test_weights_are_for_the_rare_class(trained: dict[str, Trained]) -> None:
 def test_metrics_are_those_of_scikit_learn(
     name: str, trained: dict[str, Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the saved weights, on all test rows at once."""
+    """It computes them from the saved weights, on all test rows at once."""
     monkeypatch.syspath_prepend(BEYOND)
     from tabular import TableNet
     from tabular_data import CLASSES, load

@@ -63,7 +63,7 @@ def test_a_stop_within_an_epoch_and_a_resume_end_at_the_same_weights(folder: Pat
 
 
 def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -> None:
-    """By the program of the page: adjusted Rand index with the true types, and with the plates."""
+    """The program of the page tells the adjusted Rand index with the true types, and with the plates."""
     (program,) = [block for block in PYTHON.findall(PAGE.read_text()) if "import" in block]
     arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
     succeeded(script(SCRIPT, *arguments, "--results-dir", tmp_path))
@@ -86,7 +86,7 @@ def test_the_page_quotes_the_script() -> None:
 
 
 def test_the_cells_are_of_the_model_that_is_told(vae: ModuleType) -> None:
-    """Of a type and plate: counts scatter more than a Poisson distribution's, by mean^2 / dispersion."""
+    """Within a type and plate, counts scatter more than a Poisson distribution's, by mean^2 / dispersion."""
     inputs, types = vae.draw_cells(6_000, 1)
     again, _ = vae.draw_cells(6_000, 1)
     held_out, _ = vae.draw_cells(6_000, 2)

@@ -15,7 +15,7 @@ def my_images(split: data.Split) -> data.Split:
 
 
 def prepare(images: torch.Tensor) -> torch.Tensor:
-    """Of the bytes of a batch (n, 1, 28, 28), float32, each image with mean 0 and standard deviation 1."""
+    """Turn bytes (n, 1, 28, 28) into float32, each image with mean 0 and standard deviation 1."""
     images = images.to(torch.float32, memory_format=torch.channels_last)
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
     std = images.std(dim=(1, 2, 3), keepdim=True, correction=0)

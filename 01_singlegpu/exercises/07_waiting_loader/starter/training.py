@@ -15,7 +15,7 @@ def my_images(split: data.Split) -> data.Split:
 
 
 def prepare_one(image: torch.Tensor) -> torch.Tensor:
-    """Of the bytes of one image (1, 28, 28), float32 with mean 0 and standard deviation 1."""
+    """Turn the bytes of one image (1, 28, 28) into float32 with mean 0 and standard deviation 1."""
     pixels = [float(pixel) for pixel in image.flatten()]
     mean = sum(pixels) / len(pixels)
     std = (sum((pixel - mean) ** 2 for pixel in pixels) / len(pixels)) ** 0.5
