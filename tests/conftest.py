@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[1]
 Script = Callable[..., subprocess.CompletedProcess]  # what the fixture `script` is
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
+BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
+WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

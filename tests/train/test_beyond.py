@@ -12,9 +12,11 @@ import torch
 from checkout import Checkout
 from cluster import RunningCluster
 from conftest import (
+    BEYOND,
     ENVIRONMENT,
     REPOSITORY,
     STAGES,
+    WITHOUT_DROPOUT,
     Script,
     furthest,
     one_error,
@@ -26,8 +28,6 @@ from forking import Forking
 
 from trainkit.schema import records
 
-BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
-WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson: a page quotes it. The others are trainings of their own.
 VARIANTS = sorted(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, STAGES, Script, rows_of, succeeded
+from conftest import BEYOND, REPOSITORY, STAGES, Script, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, capture, data, options
@@ -86,7 +86,7 @@ def test_more_steps_wait_no_more_often(recipe: str, waits: Waits) -> None:
 
 # --- a step captured in a CUDA graph -----------------------------------------------------------------
 
-CAPTURED = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
+CAPTURED = BEYOND / "captured.py"
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--epochs", 2, "--precision", "fp32")
 
 

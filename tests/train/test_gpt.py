@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import (
+    BEYOND,
     ENVIRONMENT,
     REPOSITORY,
     Script,
@@ -32,7 +33,7 @@ from trainkit.schema import records
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
 )
-SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "gpt.py"
+SCRIPT = BEYOND / "gpt.py"
 PAGE = SCRIPT.parent / "GPT.md"
 # Two epochs of 10 steps.
 SMALL = ("--width", 16, "--heads", 2, "--context", 16, "--shards", 1, "--batch-size", 12, "--train-size", 120)

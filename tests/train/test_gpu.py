@@ -20,6 +20,7 @@ import pytest
 import torch
 from checkout import Checkout
 from conftest import (
+    BEYOND,
     ENVIRONMENT,
     GPUS,
     REPOSITORY,
@@ -42,7 +43,7 @@ pytestmark = [
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
-CAPTURED, GPT = (REPOSITORY / "03_multigpu_ddp" / "beyond" / f"{name}.py" for name in ("captured", "gpt"))
+CAPTURED, GPT = (BEYOND / f"{name}.py" for name in ("captured", "gpt"))
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 

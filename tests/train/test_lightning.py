@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, rows_of, succeeded, weights_of
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, WITHOUT_DROPOUT, rows_of, succeeded, weights_of
 from forking import forking
 
-FOLDER = REPOSITORY / "03_multigpu_ddp" / "beyond" / "lightning"
+FOLDER = BEYOND / "lightning"
 SCRIPT = FOLDER / "mnist_lightning.py"
-WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 SMALL = ("--batch-size", 50, "--train-size", 500, "--test-size", 301, "--width", 4, "--precision", "fp32")
 SMALL = (*SMALL, "--epochs", 2, "--no-cuda", "--timeout", 60)
 # A second rank gets USR2 in the third step; `sys.argv` has the script's words.

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, STAGES, Script, one_error, rows_of, succeeded
+from conftest import BEYOND, STAGES, Script, one_error, rows_of, succeeded
 from PIL import Image
 
 from trainkit.rank import data
 
-BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 PREDICT = BEYOND / "predict.py"
 SMALL = ("--train-size", 2000, "--epochs", 1, "--save-model", "--no-cuda")
 COUNT = 1001  # odd: a rank more would be padded

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, STAGES, Script, assert_same_end, places, rows_of, succeeded, weights_of
+from conftest import (
+    BEYOND,
+    STAGES,
+    WITHOUT_DROPOUT,
+    Script,
+    assert_same_end,
+    places,
+    rows_of,
+    succeeded,
+    weights_of,
+)
 
 from trainkit.rank import sharded
 from trainkit.rank.model import Net
@@ -15,8 +25,7 @@ from trainkit.rank.model import Net
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
 )
-FSDP, PIPELINE = (REPOSITORY / "03_multigpu_ddp" / "beyond" / f"{name}.py" for name in ("fsdp", "pipeline"))
-WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+FSDP, PIPELINE = (BEYOND / f"{name}.py" for name in ("fsdp", "pipeline"))
 # SGD, as Adam and Adadelta take a large step along a gradient that is nearly 0, whatever its sign.
 SMALL = ("--train-size", 180, "--test-size", 101, "--batch-size", 60, "--width", 4, "--epochs", 2)
 SMALL += ("--recipe", "sgd", "--precision", "fp32", "--timeout", 60, "--save-model")

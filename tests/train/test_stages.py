@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPOSITORY, STAGES, Script, rows_of, run_stage, succeeded, weights_of
+from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
 from trainkit.rank import batches, data, options, staging
 from trainkit.rank.evaluation import evaluate
@@ -14,7 +14,6 @@ from trainkit.rank.model import Net
 
 SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)
 EXACT = (*SMALL, "--lr", 0.1)
-WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
 
 
 @pytest.mark.parametrize(("stage", "processes"), [("single", None), ("dp", None), ("ddp", None), ("ddp", 2)])

@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Script, furthest, places, rows_of, succeeded, weights_of
+from conftest import BEYOND, Script, furthest, places, rows_of, succeeded, weights_of
 from sklearn import calibration
 from sklearn import metrics as judges
 
 from trainkit.schema import records
 
-BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 SCRIPT = BEYOND / "tabular.py"
 SMALL = ("--train-size", 900, "--test-size", 1000, "--batch-size", 30, "--epochs", 2, "--no-cuda")
 # SGD, as to Adadelta and Adam gradients that are twice as large are nearly the same.

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, Script, furthest, places, rows_of, succeeded, weights_of
+from conftest import BEYOND, ENVIRONMENT, Script, furthest, places, rows_of, succeeded, weights_of
 
-SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "vae_counts.py"
+SCRIPT = BEYOND / "vae_counts.py"
 PAGE = SCRIPT.parent / "GENE_COUNTS.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # 5 steps an epoch, and held-out cells that neither 2 nor 3 ranks share equally.
