@@ -183,13 +183,13 @@ def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
     def cost(option: Option) -> float:
         return seconds(option) * (option.shape.devices if deadline else 1)
 
-    able = [option for option in answer.options if efficiency(option) >= Constraints().min_efficiency]
-    able = [option for option in able if not deadline or seconds(option) <= deadline]
-    if answer.best is None or not able:
-        return answer.best is None and not able
+    eligible = [option for option in answer.options if efficiency(option) >= Constraints().min_efficiency]
+    eligible = [option for option in eligible if not deadline or seconds(option) <= deadline]
+    if answer.best is None or not eligible:
+        return answer.best is None and not eligible
     late = deadline is not None and seconds(answer.best) > (1 + AS_GOOD) * deadline
     wasteful = efficiency(answer.best) < (1 - AS_GOOD) * Constraints().min_efficiency
-    return not late and not wasteful and cost(answer.best) <= (1 + AS_GOOD) * min(map(cost, able))
+    return not late and not wasteful and cost(answer.best) <= (1 + AS_GOOD) * min(map(cost, eligible))
 
 
 # --- recorded runs --------------------------------------------------------------------------------

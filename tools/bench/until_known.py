@@ -125,7 +125,7 @@ class Replay:
             "hours": self._spent(),
             "choose": _label(best) if best else "",
             "sure": known.sure if known else 0.0,
-            "dearer": _dearer(everything, best, self._constraints) if best else math.inf,
+            "dearer": _extra_cost(everything, best, self._constraints) if best else math.inf,
         }
 
     def _ask(self, _: list[PlannedRun]) -> tuple[set[str], float, dict]:
@@ -150,7 +150,7 @@ class Replay:
         return float(self._hours[self._runs()].sum())
 
 
-def _dearer(everything: Answer, chosen: Option, constraints: Constraints) -> float:
+def _extra_cost(everything: Answer, chosen: Option, constraints: Constraints) -> float:
     """Return what the chosen costs by all runs over their choice, less 1; infinite if a rule is broken."""
     (alike,) = (o for o in everything.options if (o.stage, o.shape) == (chosen.stage, chosen.shape))
     wasteful = alike.shape.devices > 1 and np.median(alike.efficiency) < constraints.min_efficiency

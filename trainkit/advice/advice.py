@@ -209,7 +209,7 @@ class RunSet:
         if target is None and not constraints.epochs:
             target = _reached_by_most(whole)
         if target is not None:
-            self._aim_at(target, whole)
+            self._set_target(target, whole)
         outside = rows.groupby("run_id").agg(
             devices=("devices", "first"), trained=("train_seconds", "sum"), tested=("eval_seconds", "sum"),
             elapsed=("elapsed_s", "max"),
@@ -224,7 +224,7 @@ class RunSet:
                 "DataParallel on one device is the plain model: run stage single, or more devices."
             )
 
-    def _aim_at(self, target: float, rows: pd.DataFrame) -> None:
+    def _set_target(self, target: float, rows: pd.DataFrame) -> None:
         """Count the time until this test accuracy (%), by the runs on all of the data."""
         best = rows.test_accuracy.max()
         if not best >= target:

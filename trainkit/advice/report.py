@@ -12,7 +12,7 @@ from trainkit.advice.constraints import Constraints
 from trainkit.advice.proposal import proposal
 from trainkit.compare import page
 from trainkit.compare.report import report as comparison_report
-from trainkit.compare.text import no_formula, plain, wrapped
+from trainkit.compare.text import plain, wrapped, write_csv
 from trainkit.runtime.errors import UserError, tell
 
 MOST_SETS = 4  # that a page has an answer for
@@ -99,8 +99,7 @@ def _write(
     words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None
 ) -> list[str]:
     """Write the files, and return their names."""
-    numbers = words.numbers().apply(lambda column: column.map(no_formula))
-    numbers.to_csv(out / "how_many_gpus.csv", index=False)
+    write_csv(words.numbers(), out / "how_many_gpus.csv")
     names = figures.draw(words, constraints, out)
     drawn = [page.Figure(out / name) for name in names]
     answer = [*_blocks_of(words, words.options(), notes), *drawn]

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.compare import comparison
+from trainkit.compare.page import writing_to
 from trainkit.compare.style import PHASES, save
 from trainkit.compare.text import markdown
 from trainkit.runtime.errors import UserError
@@ -40,11 +41,9 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
         axes.set_title(f"{_message(panel)}\n{textwrap.fill(_settings(panel.iloc[0]), 85)}", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-    try:
+    with writing_to(out, "give another folder"):
         save({"breakdown.png": figure}, out)
         (out / "breakdown.md").write_text(_markdown(table), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): give another folder.") from None
     return ["breakdown.png", "breakdown.md"]
 
 

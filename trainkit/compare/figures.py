@@ -63,12 +63,12 @@ def _figure(
     return figure
 
 
-def _same(rows: pd.DataFrame) -> pd.DataFrame:
+def _all_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
 def _throughput(table: pd.DataFrame) -> Figure | None:
-    return _figure(table, _same, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows))
+    return _figure(table, _all_rows, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows))
 
 
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
@@ -97,7 +97,7 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
         (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
     ):
         for text, rows in lines:
-            look = _look(text, looks)
+            look = _line_look(text, looks)
             axes.plot(rows.train_images, rows[column], **look)
             size = sizes.break_even(rows, saved)
             if 0 < size < math.inf:
@@ -145,7 +145,7 @@ def _speedup_and_efficiency(
         counts, efficiencies = list(line.index), list(line)
         if counts[0] > 1:  # the baseline is a row of another stage
             counts, efficiencies = [1, *counts], [1, *efficiencies]
-        look = _look(text, looks)
+        look = _line_look(text, looks)
         left.plot(counts, [n * share for n, share in zip(counts, efficiencies, strict=True)], **look)
         right.plot(counts, [100 * share for share in efficiencies], **look)
     left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
@@ -159,12 +159,12 @@ def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
     """Draw a curve per run; repeats of a configuration look alike."""
     columns = comparison.CONFIGURATION
     named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
-    return _figure(named.merge(rows, on=columns), _same, _curves)
+    return _figure(named.merge(rows, on=columns), _all_rows, _accuracy_curves)
 
 
-def _curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
+def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
     for _, epochs in section.groupby("run_id", sort=False):
-        look = _look(comparison.label(epochs.iloc[0]), looks)
+        look = _line_look(comparison.label(epochs.iloc[0]), looks)
         axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
     axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
     axes.grid(alpha=0.3)
@@ -176,7 +176,7 @@ def _title(device: str, dataset: str, model: str) -> str:
     return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
 
 
-def _look(text: str, looks: Looks) -> style.Look:
+def _line_look(text: str, looks: Looks) -> style.Look:
     """Return label and style of a line: equal texts look alike in all panels of a figure."""
     label = text.lstrip("_")  # a legend leaves out what begins with an underscore
     return looks.setdefault(text, {"label": label} | style.line_look(len(looks)))

@@ -96,7 +96,7 @@ def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
 
 
 @contextmanager
-def writing_to(out: Path) -> Iterator[None]:
+def writing_to(out: Path, fix: str = "give another --out") -> Iterator[None]:
     """Make the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
 
     Raises:
@@ -106,7 +106,7 @@ def writing_to(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): give another --out.") from None
+        raise UserError(f"{out} cannot be written to ({error.strerror}): {fix}.") from None
 
 
 def _as_markdown(block: Block) -> str:

@@ -93,7 +93,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     shown, reasons = as_text(table, target)
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
-    narrow, left_out = _fitting(shown)
+    narrow, left_out = _fit_to_terminal(shown)
     blocks: list[page.Block] = []
     runs = _runs(rows, table)
     for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
@@ -108,7 +108,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
     tell("\n".join(map(text.wrapped, told)) + "\n")
     with page.writing_to(out):
-        _write_csv(table, out / "comparison.csv")
+        text.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
         blocks += [page.Notes(notes), *(page.Figure(out / name) for name in names)]
         page.write(out / "comparison.md", "Comparison", [page.Text(conclusion), *blocks])
@@ -146,14 +146,10 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     notes += reasons
     tell(f"{text.plain(shown)}\n\n" + "\n".join(map(text.wrapped, notes)) + "\n")
     with page.writing_to(out):
-        _write_csv(table, out / "each.csv")
+        text.write_csv(table, out / "each.csv")
         for name in ("each.html", "each.md"):
             page.write(out / name, "Each folder by itself", [page.Table(shown), page.Notes(notes)])
     return f"Written to {out}: each.html, each.md, each.csv"
-
-
-def _write_csv(table: pd.DataFrame, path: Path) -> None:
-    table.apply(lambda column: column.map(text.no_formula)).to_csv(path, index=False)
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
@@ -175,7 +171,7 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     )
     columns = dict(SHOWN)
     if target is not None:
-        table = table.assign(reached=[_reached(row) for row in table.itertuples()])
+        table = table.assign(reached=[_time_to_target(row) for row in table.itertuples()])
         columns |= {f"s to {target:g} %": ("reached", ""), "train s to it": ("target_train_s", ".1f")}
     shown = pd.DataFrame(
         {
@@ -208,7 +204,7 @@ def _memory(row: tuple) -> str:
     return f"{row.least_memory_mb:.0f}..{row.peak_memory_mb:.0f}" if uneven else f"{row.peak_memory_mb:.0f}"
 
 
-def _reached(row: tuple) -> str:
+def _time_to_target(row: tuple) -> str:
     if not row.target_runs:
         return "not reached"
     some = f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
@@ -228,7 +224,7 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
 
 
-def _fitting(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def _fit_to_terminal(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return the columns that a terminal has room for, and the names of those left out."""
     least_needed = [name for name in LEAST_NEEDED if name in shown]
     left_out = least_needed[:1]

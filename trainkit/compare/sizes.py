@@ -47,13 +47,13 @@ def sentences(section: pd.DataFrame) -> list[str]:
         epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
         if not math.isnan(epoch) and not math.isnan(run):
             told.append(
-                f"{text} is sooner done than one device: with an epoch {_in_words(epoch)}; with a run of "
-                f"{rows.epochs.iloc[0]} epochs, its start included, {_in_words(run)}."
+                f"{text} is sooner done than one device: with an epoch {_size_words(epoch)}; with a run of "
+                f"{rows.epochs.iloc[0]} epochs, its start included, {_size_words(run)}."
             )
     return told
 
 
-def _in_words(size: float) -> str:
+def _size_words(size: float) -> str:
     if size == 0:
         return "at all measured sizes"
     return "not within the measured sizes" if math.isinf(size) else f"from about {size:,.0f} images on"

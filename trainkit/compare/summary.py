@@ -48,25 +48,25 @@ def _clause(stage: str, rows: pd.DataFrame) -> str:
         baseline=weak.weak_baseline,
     )
     told = [
-        f"{scaling}on {rows.devices.max()} {units} trained {_pace(rows, name, batch)}"
+        f"{scaling}on {rows.devices.max()} {units} trained {_tell_speedup(rows, name, batch)}"
         for rows, scaling, batch in ((strict, "", STRICT), (weak, "in weak scaling ", WEAK))
         if not rows.empty
     ]
     return f"{name} {', and '.join(told)}"
 
 
-def _pace(rows: pd.DataFrame, name: str, batch: str) -> str:
+def _tell_speedup(rows: pd.DataFrame, name: str, batch: str) -> str:
     """Tell the speedup at the largest device count of `rows`, at best and at worst."""
     top = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
     best, worst = top.iloc[0], top.iloc[-1]
     one = "single" if best.baseline == SINGLE else f"{name} on one"
-    text = f"{best.speedup:.2f}x as fast as {one} ({_at(best, batch)})"
+    text = f"{best.speedup:.2f}x as fast as {one} ({_tell_where(best, batch)})"
     if len(top) > 1:
-        text += f" at best, {worst.speedup:.2f}x at worst ({_at(worst, batch)})"
+        text += f" at best, {worst.speedup:.2f}x at worst ({_tell_where(worst, batch)})"
     return text + (", which is slower than one" if best.speedup < 1 else "")
 
 
-def _at(row: pd.Series, batch: str) -> str:
+def _tell_where(row: pd.Series, batch: str) -> str:
     nodes = f"{row.nodes} nodes" if row.nodes > 1 else ""
     doubt = f"doubt {row.doubt}" if row.doubt else ""
     where = ", ".join(filter(None, [batch.format(row), row.variant, nodes, doubt]))

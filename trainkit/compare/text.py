@@ -3,6 +3,7 @@
 import html
 import re
 import textwrap
+from pathlib import Path
 
 import pandas as pd
 
@@ -42,6 +43,15 @@ def escaped(text: str) -> str:
     return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
 
 
-def no_formula(cell: object) -> object:
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write the table for a spreadsheet.
+
+    Raises:
+        OSError: if `path` cannot be written.
+    """
+    table.apply(lambda column: column.map(_no_formula)).to_csv(path, index=False)
+
+
+def _no_formula(cell: object) -> object:
     """Quote a text that begins like a formula: a spreadsheet would compute it."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell

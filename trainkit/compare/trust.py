@@ -39,26 +39,26 @@ def doubt(row: tuple, ones: list[tuple]) -> str:
             for one in ones
         ),
         "e": min(run.steady_epochs for run in (row, *ones)) < FEWEST_EPOCHS,
-        "s": row.devices > 1 and any(_scatter(row, one) for one in ones),
+        "s": row.devices > 1 and any(_is_within_scatter(row, one) for one in ones),
     }
     return "".join(mark for mark, holds in found.items() if holds)
 
 
 def legend(table: pd.DataFrame) -> list[str]:
     """Tell what every mark in the table means, a line each."""
-    return [f"doubt {mark}: {what} ({shows})." for mark, (what, shows, _) in _found(table)]
+    return [f"doubt {mark}: {what} ({shows})." for mark, (what, shows, _) in _marks_in(table)]
 
 
 def sentence(table: pd.DataFrame) -> str:
     """Tell what not to rely on, and what to do; nothing if no row is marked."""
-    reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _found(table)]
+    reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _marks_in(table)]
     return f" Do not rely on this: {'; '.join(reasons)}." if reasons else ""
 
 
-def _scatter(row: tuple, one: tuple) -> bool:
+def _is_within_scatter(row: tuple, one: tuple) -> bool:
     spread = max(run.fastest - run.slowest for run in (row, one))
     return spread > abs(row.images_per_s - one.images_per_s)
 
 
-def _found(table: pd.DataFrame) -> list[tuple[str, tuple[str, str, str]]]:
+def _marks_in(table: pd.DataFrame) -> list[tuple[str, tuple[str, str, str]]]:
     return [(mark, texts) for mark, texts in MARKS.items() if table.doubt.str.contains(mark).any()]

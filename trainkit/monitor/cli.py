@@ -171,7 +171,8 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if until:
-        collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, _end_of(until, folder.parent))
+        job = folder.parent
+        collector.sample(folder, {job_folder.VARIABLE: str(job)}, _until_end_of(until, job))
     else:
         # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
@@ -189,7 +190,7 @@ def _end_of_input(seconds: float) -> bool:
     return bool(readable) and not os.read(0, 65536)
 
 
-def _end_of(process: int, folder: Path) -> Callable[[float], bool]:
+def _until_end_of(process: int, folder: Path) -> Callable[[float], bool]:
     """Return what waits for the end of the process that controls the ranks of the job in `folder`."""
 
     def ended(seconds: float) -> bool:

@@ -40,7 +40,7 @@ class Process:
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
 
-    def look(self, seconds: float) -> None:
+    def update(self, seconds: float) -> None:
         """See what it is now, `seconds` after the sample before.
 
         Raises:
@@ -50,7 +50,7 @@ class Process:
         with process.oneshot():
             self.parent, self.started = process.ppid(), process.create_time()
             cpu = process.cpu_times()
-        self.core_list = _ranges({*process.cpu_affinity()})
+        self.core_list = _as_core_list({*process.cpu_affinity()})
         self.resident = process.memory_info().rss
         self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
         with suppress(psutil.AccessDenied):
@@ -67,7 +67,7 @@ class Process:
     def memory(self) -> int:
         return max(self.resident - self.shared, 0)
 
-    def walk(self) -> None:
+    def update_shared_memory(self) -> None:
         """See what it shares, for which the kernel walks through its pages."""
         with suppress(psutil.Error):  # it has ended
             self.shared = self.resident - psutil.Process(self.pid).memory_full_info().pss
@@ -114,7 +114,7 @@ class Processes:
         self._processes = {process.pid: process for process in found if process}
         if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
             for process in self._processes.values():
-                process.walk()
+                process.update_shared_memory()
         self._samples += 1
         families = self._families()
         self.ranks = {process.pid: process.rank for family in families for process in family}
@@ -129,7 +129,7 @@ class Processes:
                 return None
             process = self._processes.get(pid) or Process(pid)
             process.rank, process.by_torchrun = _rank(environment), b"\0TORCHELASTIC_RUN_ID=" in environment
-            process.look(seconds)
+            process.update(seconds)
         except (OSError, psutil.Error):
             return None
         self._strangers[pid] = 0
@@ -174,7 +174,7 @@ def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
     }
 
 
-def _ranges(numbers: set[int]) -> str:
+def _as_core_list(numbers: set[int]) -> str:
     """Write 0, 1, 2 and 5 as 0-2,5."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     ends = sorted(n for n in numbers if n + 1 not in numbers)

@@ -63,14 +63,14 @@ class SampledJob:
         self.trainings, unread = _trainings(folder)
         self.notes = _notes(folder) + unread
         self.shares = _shares(self.trainings)
-        self.windows = _joined(window for training in self.trainings for window in training.windows)
+        self.windows = _merge_windows(window for training in self.trainings for window in training.windows)
         self.windows = self.windows or [(self._all_there() + SETTLE, math.inf)]
         self.judged = {what: self._in_windows(series) for what, series in self.rows.items()}
         self.moments = max(map(len, self.judged[NODE].values()), default=0)
         if self.moments < LEAST_MOMENTS:
             self.judged = {what: {} for what in self.rows}
         self.seconds = max(
-            sum(after["time"] - before["time"] for before, after in together(rows))
+            sum(after["time"] - before["time"] for before, after in consecutive(rows))
             for rows in self.rows[NODE].values()
         )
 
@@ -85,7 +85,7 @@ class SampledJob:
         return any(row["loader"] == "workers" for row in self.steady)
 
     @cached_property
-    def uses(self) -> dict[Place, list[Place]]:
+    def gpus_of_rank(self) -> dict[Place, list[Place]]:
         """The GPUs of each rank that is seen on one."""
         found: dict[Place, set[Place]] = defaultdict(set)
         for place, rows in (self.judged[GPU] or self.rows[GPU]).items():
@@ -107,14 +107,14 @@ class SampledJob:
         """Average a column over all samples to judge of these places; NaN if it is not known."""
         return mean([row for place in places for row in self.judged[what].get(place, [])], column)
 
-    def place(self, rank: int) -> Place:
+    def place_of_rank(self, rank: int) -> Place:
         """Return where a rank of the record was sampled last: its host may have another name there."""
         for series in (self.judged[RANK], self.rows[RANK]):
             if places := [place for place in series if place[1] == rank]:
                 return max(places, key=lambda place: series[place][-1]["time"])
         return "?", rank
 
-    def at_once(self, what: str) -> list[Place]:
+    def most_at_once(self, what: str) -> list[Place]:
         """Return the most of a moment, on the nodes there in the end: before a requeue it had others."""
         nodes = {place: rows[-1]["time"] for place, rows in self.rows[NODE].items()}
         there = [node for (node, _), last in nodes.items() if last > max(nodes.values()) - GAP]
@@ -125,7 +125,7 @@ class SampledJob:
         of_nodes = [[places for (name, _), places in moments.items() if name == node] for node in there]
         return sorted(place for places in of_nodes for place in max(places, key=len, default=[]))
 
-    def busy(self, gpu: Place) -> float:
+    def load(self, gpu: Place) -> float:
         """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if it is not known.
 
         What it takes when idle is the lowest that was seen, as far as that can be idle.
@@ -135,10 +135,10 @@ class SampledJob:
         idle = min(IDLE_AT_MOST * limit, lowest)
         return (self.mean(GPU, [gpu], "power_w") - idle) / (limit - idle) if limit else math.nan
 
-    def busy_of(self, rank: Place) -> float:
+    def load_of_rank(self, rank: Place) -> float:
         """Return how busy a rank's GPUs are, or on a CPU its first thread: 0 to 1, or NaN."""
-        if rank in self.uses:
-            return statistics.fmean(map(self.busy, self.uses[rank]))
+        if rank in self.gpus_of_rank:
+            return statistics.fmean(map(self.load, self.gpus_of_rank[rank]))
         return min(1.0, self.mean(RANK, [rank], "cores"))
 
     def waits_for_core(self, rank: Place) -> float:
@@ -157,14 +157,14 @@ class SampledJob:
 
         So its process is stopped, or uses fewer `cores`, and its GPUs have a lower `utilisation` (%).
         """
-        gpus = [self.rows[GPU][gpu] for gpu in self.uses.get(rank, [])]
+        gpus = [self.rows[GPU][gpu] for gpu in self.gpus_of_rank.get(rank, [])]
         at_work = {row["time"] for rows in gpus for row in rows if row["utilisation"] >= utilisation}
 
         def idle(row: Row) -> bool:
             return row["name"] == "T" or row["cores"] < cores and row["time"] not in at_work
 
         longest, pause = [], []
-        for before, after in together(self.rows[RANK][rank]):
+        for before, after in consecutive(self.rows[RANK][rank]):
             if before["time"] > self.windows[0][0] and idle(before) and idle(after):
                 pause = pause if pause and pause[-1] is before else [before]
                 pause.append(after)
@@ -176,7 +176,7 @@ class SampledJob:
 
         NaN and "" if that of one of them is not known, or there is none.
         """
-        every = [_joules(rows, began, ended) for rows in self.rows[GPU].values()]
+        every = [_energy_of_gpu(rows, began, ended) for rows in self.rows[GPU].values()]
         if not every or any(math.isnan(joules) for joules, _ in every):
             return math.nan, ""
         source = "counter" if all(counted for _, counted in every) else "power"
@@ -187,7 +187,7 @@ class SampledJob:
 
         And NaN if another training ran at the same time, as nobody knows whose the energy was.
         """
-        spans = _joined(training.span for training in trainings)
+        spans = _merge_windows(training.span for training in trainings)
         others = [training.span for training in self.trainings if training not in trainings]
         if any(began < until and since < ended for began, ended in spans for since, until in others):
             return math.nan
@@ -260,7 +260,7 @@ def mean(rows: Iterable[Row], column: str) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
-def together(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+def consecutive(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     """Pair each sample with the next, where none is missing in between."""
     times = [row["time"] for row in rows]
     usual = statistics.median(after - before for before, after in pairwise(times)) if len(rows) > 1 else 0
@@ -317,7 +317,7 @@ def since_1970(text: str) -> float:
         return math.nan
 
 
-def _joined(windows: Iterable[Window]) -> list[Window]:
+def _merge_windows(windows: Iterable[Window]) -> list[Window]:
     """Put windows in the order of time, without overlaps."""
     joined: list[Window] = []
     for began, ended in sorted(windows):
@@ -342,11 +342,11 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= LONGEST_NUMBER
 
 
-def _joules(rows: list[Row], began: float, ended: float) -> tuple[float, bool]:
+def _energy_of_gpu(rows: list[Row], began: float, ended: float) -> tuple[float, bool]:
     """Sum up the energy of a GPU; also: by its counter? NaN if neither that nor its power is known."""
     counted = any(row["energy_j"] >= 0 for row in rows)
     total, known = 0.0, False
-    for before, after in together(rows):
+    for before, after in consecutive(rows):
         seconds = after["time"] - before["time"]
         inside = min(after["time"], ended) - max(before["time"], began)
         joules = after["energy_j"] - before["energy_j"]

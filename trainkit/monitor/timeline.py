@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from trainkit.compare import style
 from trainkit.monitor import waste
-from trainkit.monitor.sampled_job import Place, SampledJob, since_1970, together
+from trainkit.monitor.sampled_job import Place, SampledJob, consecutive, since_1970
 from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
@@ -141,7 +141,7 @@ def _power(job: SampledJob) -> Panel:
         if (hot := judged.throttled.str.contains("heat").mean()) >= waste.HOT:
             told.append(f"slowed by heat {100 * hot:.0f} % of the time")
         areas = (of_gpu.power_w / (limit if limit > 0 else of_gpu.power_w.max())).to_frame("power")
-        warning = len(told) > 1 or job.busy(gpu) < waste.LOW
+        warning = len(told) > 1 or job.load(gpu) < waste.LOW
         rows.append(PanelRow(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
     title = "power of each GPU, a full row is its limit"
     return Panel(title, rows, {"power": style.POWER}, "median", "utilisation")
@@ -188,7 +188,7 @@ def _samples_of(job: SampledJob, what: str) -> Iterator[tuple[str, Place, pd.Dat
         if what != NODE:
             words.append(f"{'GPU' if what == GPU else what} {place[1]}")
         rows = job.rows[what][place]
-        whole = {id(after) for _, after in together(rows)}
+        whole = {id(after) for _, after in consecutive(rows)}
         ends = [{"time": row["time"]} for row in rows[1:] if id(row) not in whole]
         frame = pd.DataFrame([*ends, *rows]).sort_values("time", kind="stable")
         yield " ".join(words), place, frame.set_index("time")

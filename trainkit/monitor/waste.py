@@ -228,15 +228,15 @@ def _find_paused_ranks(job: SampledJob) -> Iterator[Issue]:
 def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
     """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
     if waits := _timed_waits(job):
-        yield _waiting_for_batches(job, [job.place(rank) for rank in waits], max(waits.values()))
+        yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
     if any(share.own > 0 for share in job.shares.values()):
         return
     starved = {}  # as of a captured step, or a split network
     for rank, rows in job.judged[RANK].items():
         # Half of the loader workers may be of the test set, and rest.
         loaders_full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
-        if loaders_full and job.busy_of(rank) < (LOW if rank in job.uses else STARVED):
-            starved[rank] = job.busy_of(rank)
+        if loaders_full and job.load_of_rank(rank) < (LOW if rank in job.gpus_of_rank else STARVED):
+            starved[rank] = job.load_of_rank(rank)
     if starved:
         yield _waiting_for_batches(job, list(starved), 1 - min(starved.values()))
 
@@ -249,9 +249,9 @@ def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
     slowest = max(own, key=own.get)
     times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
     lost = own[slowest] - statistics.fmean(own.values())
-    explained = slowest in _timed_waits(job) or _is_hindered(job, job.place(slowest))
+    explained = slowest in _timed_waits(job) or _is_hindered(job, job.place_of_rank(slowest))
     if times >= records.SLOW and lost >= WORTH and not explained:
-        where = _name_places("rank", [job.place(slowest)])
+        where = _name_places("rank", [job.place_of_rank(slowest)])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
@@ -264,7 +264,7 @@ def _find_slow_exchange(job: SampledJob) -> Iterator[Issue]:
     if share < EXCHANGE or not mean(job.steady, "train_seconds") >= LONG_EPOCH:
         return
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
-    nodes = job.at_once(NODE)
+    nodes = job.most_at_once(NODE)
     network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
         remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
@@ -278,7 +278,7 @@ def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
     crowded = [
         rank
         for rank, part in waiting.items()
-        if part >= CROWDED and not (rank in job.uses and job.busy_of(rank) >= LOW)
+        if part >= CROWDED and not (rank in job.gpus_of_rank and job.load_of_rank(rank) >= LOW)
     ]
     if not crowded:
         return
@@ -347,7 +347,7 @@ def _memory_in_use(row: Row) -> float:
 
 def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
     """Find GPUs without work, and those that wait for their next kernel; `found`: kinds of before."""
-    parts = {gpu: job.busy(gpu) for gpu in job.judged[GPU] if not job.is_unused(gpu)}
+    parts = {gpu: job.load(gpu) for gpu in job.judged[GPU] if not job.is_unused(gpu)}
     busy = {gpu: part for gpu, part in parts.items() if not math.isnan(part)}
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and job.mean(GPU, [gpu], "utilisation") < NO_KERNELS]
     explained = bool(found & WAITING)
@@ -366,7 +366,7 @@ def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
 
 def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
     where, few = _name_places("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
-    busy = statistics.fmean(map(job.busy, gpus))
+    busy = statistics.fmean(map(job.load, gpus))
     number, lost = busy, 1 - busy
     told = f"{'gaps between' if few else 'short'} kernels leave {where}"
     if grade == FASTER:
@@ -441,7 +441,7 @@ def _is_hindered(job: SampledJob, rank: Place) -> bool:
     """Tell whether a slow rank has fewer cores than the others, or a hot GPU: another rule tells that."""
     others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
     crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
-    gpus = [row for gpu in job.uses.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
+    gpus = [row for gpu in job.gpus_of_rank.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
     return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
 
 
@@ -460,7 +460,7 @@ def _power(job: SampledJob, gpus: list[Place]) -> str:
 
 
 def _devices(job: SampledJob) -> str:
-    gpus, ranks, nodes = (job.at_once(what) for what in (GPU, RANK, NODE))
+    gpus, ranks, nodes = (job.most_at_once(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
     names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
     if len(names) == 1 and names != {""}:
@@ -499,13 +499,5 @@ def _or_none(number: float) -> float | None:
 
 
 # The first tells more where two find the same kind.
-RULES = (
-    _find_unused_gpus,
-    _find_paused_ranks,
-    _find_waiting_for_batches,
-    _find_slow_rank,
-    _find_slow_exchange,
-    _find_shared_cores,
-    _find_throttled_gpus,
-    _find_full_memory,
-)
+RULES = (_find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches, _find_slow_rank)
+RULES += (_find_slow_exchange, _find_shared_cores, _find_throttled_gpus, _find_full_memory)
