@@ -107,7 +107,7 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: 
         chosen = plan.choose_batch(probes)
         batch_size, train_size = chosen.batch_size, own.train_size or plan.choose_train_size(chosen, gpus)
         run_seconds = chosen.run_seconds(compared.opts.epochs, train_size)
-    print(plan.told(probes, batch_size, train_size))
+    print(plan.summary(probes, batch_size, train_size))
     repeats = own.repeats or plan.REPEATS
     if gpus == 1:
         print(

@@ -33,7 +33,7 @@ class Probe:
     eval_seconds: float
 
     @classmethod
-    def of(cls, rows: list[dict]) -> "Probe":
+    def from_rows(cls, rows: list[dict]) -> "Probe":
         """Read a probe from the rows of its record."""
         steady = [row for row in rows if not row["warmup"]] or rows
         return cls(
@@ -49,7 +49,7 @@ class Probe:
 
 def probes_of(runs: Iterable[list[dict]]) -> list[Probe]:
     """Return the probes by their rows, the smallest batch first; the last one of a batch that ran again."""
-    latest = {probe.batch_size: probe for probe in map(Probe.of, runs)}
+    latest = {probe.batch_size: probe for probe in map(Probe.from_rows, runs)}
     return [latest[batch_size] for batch_size in sorted(latest)]
 
 
@@ -91,7 +91,7 @@ def choose_train_size(probe: Probe, gpus: int) -> int:
     return min(round(images / TRAIN_IMAGES), MOST_IMAGES // TRAIN_IMAGES) * TRAIN_IMAGES
 
 
-def told(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
+def summary(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
     """Say what was measured, and chosen."""
     speeds = ", ".join(f"{probe.images_per_s:,.0f} at batch {probe.batch_size}" for probe in probes)
     length = f" ({train_size / TRAIN_IMAGES:g} passes over MNIST)" if train_size > TRAIN_IMAGES else ""
