@@ -58,6 +58,10 @@ def kinds(folder: Path) -> list[str]:
     return [finding.kind for finding in waste.judge(folder).findings]
 
 
+def first_line(folder: Path) -> str:
+    return waste.judge(folder).lines("job 12")[0]
+
+
 def change(folder: Path, how: Callable[[Row], Row | None]) -> None:
     """Every sample as `how` returns it, or without those for which that is None."""
     for path in folder.glob("*.csv"):
@@ -146,14 +150,14 @@ def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]
     assert finding.number == pytest.approx(30, abs=1) and finding.share == pytest.approx(0.3, abs=0.01)
     waste_first = waste.judge(made([replace(SOME, utilisation=30), UNUSED, UNUSED], ranks=1)).findings
     assert [finding.grade for finding in waste_first] == ["waste", "could be faster"]
-    assert "loader workers if there are none" in waste.judge(made([SOME], record=False)).lines("job 12")[0]
+    assert "loader workers if there are none" in first_line(made([SOME], record=False))
     remedies = {
         "ddp": "or a captured step (",
         "ddp-captured": "(--batch-size).",
         "dp": "or DDP (03_multigpu_ddp).",
     }
     for stage, remedy in remedies.items():  # DataParallel's step cannot be captured
-        assert remedy in waste.judge(made([SOME] * 2, facts={"stage": stage})).lines("job 12")[0]
+        assert remedy in first_line(made([SOME] * 2, facts={"stage": stage}))
 
 
 def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:
@@ -188,7 +192,7 @@ def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
     assert kinds(made([replace(STARVED, data=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
     own_work = [replace(STARVED, loaders=0, loader_cores=0, data=share) for share in (0.3, 0.5)]  # resident
     assert kinds(made(own_work[:1])) == ["launch_bound"]
-    assert "or prepare less for each batch" in waste.judge(made(own_work[1:])).lines("job 12")[0]
+    assert "or prepare less for each batch" in first_line(made(own_work[1:]))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_the_remedy_of_a_waiting_loader(
 ) -> None:
     gpu = replace(STARVED, loaders=loaders, loader_cores=cores)
     facts = FROM_LOADERS | {"workers_per_loader": loaders}
-    assert words in waste.judge(made([gpu] * 2, facts=facts)).lines("job 12")[0]
+    assert words in first_line(made([gpu] * 2, facts=facts))
 
 
 def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
@@ -219,9 +223,9 @@ def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
 
 
 def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
-    first = waste.judge(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2)).lines("job 12")[0]
+    first = first_line(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2))
     assert first.startswith("neither heat nor a power cap") and "to 690 of 1,400 MHz" in first
-    assert "a cap (" in waste.judge(made([Gpu(clock=690, slowed=("power+other", 1))])).lines("job 12")[0]
+    assert "a cap (" in first_line(made([Gpu(clock=690, slowed=("power+other", 1))]))
     # At its limit a GPU has a lower clock, and full power.
     assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
 
@@ -248,12 +252,12 @@ def test_a_rank_that_does_nothing(
         return row | ({"power_w": "70", "utilisation": "0"} if row["what"] == samples.GPU else state)
 
     change(folder, stall)
-    assert words in waste.judge(folder).lines("job 12")[0]
+    assert words in first_line(folder)
 
 
 def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
     folder = made([Gpu(power=120, waiting=0.4)] * 2)
-    assert "other programs work on its 8 cores, too" in waste.judge(folder).lines("job 12")[0]
+    assert "other programs work on its 8 cores, too" in first_line(folder)
     assert kinds(made([Gpu(power=300, waiting=0.4)] * 2)) == []  # it hides behind the work of the GPU
     assert kinds(made([Gpu(power=120, waiting=0.7, cores=0.03)] * 2)) == ["launch_bound"]  # hardly wants one
 
@@ -261,7 +265,7 @@ def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
 def test_a_short_job(made: Callable[..., Path]) -> None:
     """What holds at any moment is told; for the rest there is too little."""
     folder = made([STARVED] * 2, epochs=2, train=4)
-    assert waste.judge(folder).lines("job 12")[0].startswith("too short to tell: ")
+    assert first_line(folder).startswith("too short to tell: ")
     folder = made([Gpu(memory=0.99)], epochs=1, train=2)
     assert kinds(folder) == ["memory_full"]
     first = next(folder.glob("*.csv")).read_text().splitlines()[:4]
@@ -275,20 +279,17 @@ def test_a_short_job(made: Callable[..., Path]) -> None:
 def test_a_training_of_fifteen_seconds_has_a_verdict(
     made: Callable[..., Path], epochs: int, train: float
 ) -> None:
-    assert waste.judge(made([FULL] * 2, epochs=epochs, train=train)).lines("job 12")[0] == "no waste found"
+    assert first_line(made([FULL] * 2, epochs=epochs, train=train)) == "no waste found"
     assert kinds(made([Gpu(power=100)] * 2, epochs=epochs, train=train)) == ["launch_bound"]
 
 
 def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
     folder = made([FULL], record=False)
     change(folder, lambda row: row if row["what"] == samples.NODE else None)
-    assert waste.judge(folder).lines("job 12")[0].startswith("nothing to judge: ")
+    assert first_line(folder).startswith("nothing to judge: ")
     folder = made([FULL] * 2, record=False)
     change(folder, lambda row: None if row["what"] == samples.RANK else row | {"ranks": "-"})
-    assert (
-        "no rank uses GPUs 0, 1 on n1: see why its log names the CPU"
-        in waste.judge(folder).lines("job 12")[0]
-    )
+    assert "no rank uses GPUs 0, 1 on n1: see why its log names the CPU" in first_line(folder)
 
 
 def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
@@ -304,11 +305,9 @@ def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
 
 def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
-    assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
+    assert first_line(folder).startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
     folder = made([FULL, *[UNUSED] * 5], ranks=1, nodes=3)
-    assert (
-        waste.judge(folder).lines("job 12")[0].startswith("no rank uses 15 GPUs on 3 nodes: ask for 3 GPUs")
-    )
+    assert first_line(folder).startswith("no rank uses 15 GPUs on 3 nodes: ask for 3 GPUs")
     assert "6 GPUs" not in waste.judge(folder).lines("job 12")[-1]
 
 
@@ -318,7 +317,7 @@ def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
 ) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
     (folder / "n2.csv").write_text(left)
-    assert waste.judge(folder).lines("job 12")[0].startswith("no rank uses GPU 1 on n1: ")
+    assert first_line(folder).startswith("no rank uses GPU 1 on n1: ")
     (folder / "n1.csv").write_text(left)
     with pytest.raises(UserError):
         waste.judge(folder)

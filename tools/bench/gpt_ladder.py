@@ -25,9 +25,16 @@ from trainkit.runtime.command_line import Parser, one_of
 from trainkit.schema import records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
-LARGE = "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --batch-size 16 --test-size 32"
-TINY = "--context 16 --batch-size 8 --test-size 32 --no-cuda"
 EPOCHS = 3  # the first warms up, and is not counted
+
+
+class Size(NamedTuple):
+    arguments: str
+    batch_size: int
+
+
+LARGE = Size("--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --test-size 32", 16)
+TINY = Size("--context 16 --test-size 32 --no-cuda", 8)
 
 
 class Section(NamedTuple):
@@ -50,10 +57,10 @@ NUMBERS = ["tokens_per_s", "slowest", "fastest", "mfu_percent", "peak_memory_mb"
 COLUMNS = ["section", *NUMBERS, "process_seconds", "error", "arguments", *FACTS]
 
 
-def measure(section: Section, size: str, folder: Path) -> dict[str, object]:
+def measure(section: Section, size: Size, folder: Path) -> dict[str, object]:
     """Run one section, and return its row."""
-    arguments = f"{size} {section.arguments}".split()
-    batch = int(arguments[arguments.index("--batch-size") + 1])
+    batch = size.batch_size
+    arguments = f"{size.arguments} --batch-size {batch} {section.arguments}".split()
     results, log = folder / section.name, folder / "log.txt"
     command = [sys.executable, SCRIPT, *arguments, "--train-size", section.steps * batch, "--epochs", EPOCHS]
     command += ["--lr-warmup-images", batch, "--data-dir", folder, "--results-dir", results]
