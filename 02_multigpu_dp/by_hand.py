@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from trainkit import batches, data, errors, machine, options, process_group
-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule, take_all_gpus
 from trainkit.runtime.command_line import at_least
 
 import torch
@@ -27,7 +27,7 @@ def main() -> None:
     count = len(devices)
     opts = opts.for_devices(count, "replicas")
     torch.manual_seed(opts.seed)
-    machine.take_all_gpus(opts.seed)  # each drops other neurons
+    take_all_gpus(opts.seed)  # each drops other neurons
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores
 
     # By default all images go to the device once and stay there.

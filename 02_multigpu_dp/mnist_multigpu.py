@@ -3,8 +3,8 @@
 Try: python mnist_multigpu.py --epochs 2
 """
 
-from trainkit import batches, data, errors, machine, options, process_group
-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule, take_all_gpus
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def main() -> None:
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
     opts = opts.for_devices(gpus, "GPUs")
     torch.manual_seed(opts.seed)
-    machine.take_all_gpus(opts.seed)  # each drops other neurons
+    take_all_gpus(opts.seed)  # each drops other neurons
 
     # By default all images go to the device once and stay there.
     train_set, test_set = data.load(opts.dataset, opts.data_dir)

@@ -8,7 +8,7 @@ errors.quiet_on_ctrl_c()  # before PyTorch, whose loading it may interrupt
 
 # Loaded by whoever names one: a login node takes none of them, and has no time for PyTorch.
 _ROOMS = {"batches": "rank", "data": "rank", "options": "rank"}
-_ROOMS |= {"machine": "runtime", "process_group": "runtime"}
+_ROOMS |= {"process_group": "runtime"}
 _MODULES = {
     "Net": "rank.model",
     "Run": "rank.run",
@@ -17,6 +17,7 @@ _MODULES = {
     "evaluate": "rank.evaluation",
     "launch": "runtime.launching",
     "optimizer_and_schedule": "rank.recipes",
+    "take_all_gpus": "runtime.device",
 }
 
 

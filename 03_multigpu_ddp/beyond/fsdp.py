@@ -61,7 +61,7 @@ def main() -> None:
     process_group.leave()
 
 
-def split(model: nn.Module, here: process_group.World) -> None:
+def split(model: nn.Module, here: process_group.Place) -> None:
     """Leave each rank its share of every weight. A layer is put together for its own turn only."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)

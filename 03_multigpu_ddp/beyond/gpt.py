@@ -84,7 +84,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
-def split(model: GPT, here: process_group.World) -> None:
+def split(model: GPT, here: process_group.Place) -> None:
     """Leave each rank its share of every weight. A block is put together for its own turn only."""
     how = {"mesh": init_device_mesh(here.device.type, (here.size,))}
     if model.precision == "bf16":  # weights travel in bf16, gradients are added up in float32

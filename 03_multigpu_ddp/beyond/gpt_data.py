@@ -14,7 +14,8 @@ from random import Random
 from trainkit import batches, errors, options
 from trainkit.runtime import files, startup
 from trainkit.rank.options import Options
-from trainkit.runtime.process_group import World
+from trainkit.runtime.device import is_gpu
+from trainkit.runtime.place import Place
 
 import numpy as np
 import torch
@@ -139,13 +140,13 @@ class TextBatches(batches.Batches):
     def __iter__(self) -> Iterator[batches.Batch]:
         for indices in self.order:
             windows = self.split.windows(indices)
-            if self.device.type == "cuda":  # a copy from pinned memory does not wait for the GPU
+            if is_gpu(self.device):  # a copy from pinned memory does not wait for the GPU
                 windows = windows.pin_memory()
             windows = windows.to(self.device, non_blocking=True)
             yield windows[:, :-1].contiguous(), windows[:, 1:].flatten()
 
 
-def training(text: Text, opts: Options, here: World) -> TextBatches:
+def training(text: Text, opts: Options, here: Place) -> TextBatches:
     """Return this rank's share of the batches, in a new order every epoch, as `batches.training`."""
     options.check_sizes(opts, len(text), here.size)
     size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
@@ -155,7 +156,7 @@ def training(text: Text, opts: Options, here: World) -> TextBatches:
     )
 
 
-def validating(text: Text, opts: Options, here: World) -> TextBatches:
+def validating(text: Text, opts: Options, here: Place) -> TextBatches:
     """Return this rank's share of the windows for validation, each once, in batches as large as in training.
 
     Raises:

@@ -4,9 +4,9 @@ import math
 
 from trainkit.compare.peaks import peak
 from trainkit.rank.epoch import Metric, Trained
-from trainkit.runtime.machine import device_name
+from trainkit.runtime.device import device_name
 from trainkit.rank.options import Options
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def flops_per_token(model: nn.Module) -> int:
     return 6 * weights + 12 * len(model.blocks) * width * context
 
 
-def of_epoch(trained: Trained, opts: Options, here: World, flops: int) -> list[Metric]:
+def of_epoch(trained: Trained, opts: Options, here: Place, flops: int) -> list[Metric]:
     """Return the metrics of an epoch; `flops` are those of a window. MFU is NaN where no peak is known."""
     windows_per_s = trained.steps * opts.batch_size / trained.seconds
     most = 1e12 * here.size * peak(device_name(here.device), opts.precision)

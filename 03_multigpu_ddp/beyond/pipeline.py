@@ -53,7 +53,7 @@ class Deep(nn.Module):
 class InTurn(nn.Module):
     """All stages, one after the other; each rank gets what the last one returns. For evaluation."""
 
-    def __init__(self, stage: nn.Module, here: process_group.World) -> None:
+    def __init__(self, stage: nn.Module, here: process_group.Place) -> None:
         super().__init__()
         self.stage, self.rank, self.last = stage, here.rank, here.size - 1
 

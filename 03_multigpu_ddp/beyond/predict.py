@@ -11,9 +11,10 @@ from trainkit import data, errors, process_group
 from trainkit import Net, UserError
 from trainkit.rank.batches import TEST_BATCH
 from trainkit.rank.checkpoint import load_verified
-from trainkit.rank.precision import has_tf32, set_precision
+from trainkit.rank.precision import set_precision
 from trainkit.rank.staging import DEFAULT_DIR
 from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.device import has_tf32, is_gpu
 from trainkit.runtime.files import check_regular, replacing
 from trainkit.schema import records
 
@@ -60,7 +61,7 @@ def main() -> None:
         names = {"index": range(len(labels)), "label": labels.tolist()}
 
     with torch.no_grad():
-        parts = pixels.split(TEST_BATCH[device.type])
+        parts = pixels.split(TEST_BATCH[is_gpu(device)])
         output = torch.cat([network(data.normalize(part.to(device))) for part in parts])
     digits, probabilities = output.argmax(1).cpu(), output.exp().cpu()
     write(args.out, names, digits, probabilities)

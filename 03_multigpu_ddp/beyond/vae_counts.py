@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trainkit import batches, data, errors, options, process_group
 from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
 from trainkit.rank.options import Options
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def negative_elbo(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
-def noise_of(step: int, opts: Options, here: World) -> torch.Tensor:
+def noise_of(step: int, opts: Options, here: Place) -> torch.Tensor:
     """Draw this rank's share of the noise for the batch of a step: N ranks together draw what one draws."""
     random = batches.generator(opts.seed, -1 - step)  # the orders of the epochs have the numbers from 1 on
     noise = torch.randn(opts.batch_size, LATENT, generator=random)

@@ -20,7 +20,7 @@ from trainkit.doctor import checkup, checkup_torch, cli, login_node
 from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.jobs import site, slurm
 from trainkit.monitor import processes
-from trainkit.runtime import machine, process_group
+from trainkit.runtime import device, process_group
 from trainkit.runtime.errors import UserError
 from trainkit.schema.records import read_all_reduce
 
@@ -216,7 +216,7 @@ def test_what_pytorch_can_do_on_the_login_node(
     build: str, most_gpus: int, check: str, level: str, words: str,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(machine, "build", lambda: build)
+    monkeypatch.setattr(device, "build", lambda: build)
     checkup_torch.look_from_login_node(REPOSITORY / "data", most_gpus)
     told = findings_in(read_messages(capfd.readouterr().out))
     assert re.search(words, found(told, check, level)), told
@@ -268,7 +268,7 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 140 * 2**30))
-        monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+        monkeypatch.setattr(device, "try_gpu", lambda device: None)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
 
     return give
@@ -322,8 +322,8 @@ def test_the_gpus_of_a_node(
     """`seen` of the `given` GPUs are shown to each of two tasks."""
     in_a_job(SLURM_GPUS_ON_NODE=str(given), SLURM_CLUSTER_NAME="practice")
     give_gpus(seen)
-    monkeypatch.setattr(machine, "driver", lambda: "driver 535.104.05")
-    monkeypatch.setattr(machine, "build", lambda: "CUDA 12.1")
+    monkeypatch.setattr(device, "driver", lambda: "driver 535.104.05")
+    monkeypatch.setattr(device, "build", lambda: "CUDA 12.1")
     lines = told_by(checkup_torch.gpus, 2)
     assert words in lines
     assert words.startswith("ok") == all(line.startswith("ok") for line in lines.splitlines())
@@ -520,7 +520,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     for row, shown in zip(read_all_reduce(kept), told["all_reduce"], strict=True):
         assert row["seconds"] == pytest.approx(shown["seconds"], rel=1e-5)
         assert (row["bytes"], row["ranks"], row["nodes"], row["backend"]) == (shown["bytes"], 4, 2, "gloo")
-        assert row["device_name"] == machine.device_name(torch.device("cpu"))
+        assert row["device_name"] == device.device_name(torch.device("cpu"))
     assert not list((checkout.folder / "results" / "jobs").iterdir())
 
 

@@ -123,10 +123,12 @@ def test_the_stage_trains_with_two_replicas(
 
 # As if there were so many GPUs with random numbers.
 GENERATORS = """\
+import types; from trainkit.runtime import device; \
 states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \
 torch.cuda.is_initialized = lambda: True; torch.cuda.device_count = lambda: len(states); \
-torch.cuda.get_rng_state_all = lambda: states; machine.reset_peak_memory = lambda: None; \
-machine.seed_gpus = lambda seed: print("seeded", seed); machine.try_gpu = lambda device: None; \
+torch.cuda.get_rng_state_all = lambda: states; torch.cuda.reset_peak_memory_stats = lambda gpu: None; \
+torch.cuda.default_generators = [types.SimpleNamespace(manual_seed=lambda seed: print("seeded", seed))]; \
+device.try_gpu = lambda gpu: None; \
 torch.cuda.set_rng_state_all = lambda states: print("restored", [state.item() for state in states])"""
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from checkout import Checkout
 from conftest import ENVIRONMENT, rows_of, stage_command
 
-from trainkit.runtime import machine, process_group
+from trainkit.runtime import device, machine, process_group
 from trainkit.runtime.errors import UserError
+from trainkit.runtime.place import Place
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."
@@ -81,13 +82,13 @@ def test_a_job_that_asked_for_gpus_and_finds_none(
 def test_the_reason_that_pytorch_gives_is_told(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(OLD_DRIVER, stacklevel=1)))
-    monkeypatch.setattr(machine, "driver", lambda: "driver 535.104.05")
+    monkeypatch.setattr(device, "driver", lambda: "driver 535.104.05")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError) as refused:
-        machine.check_usable()
+        device.usable_gpus()
     for told in (
         OLD_DRIVER,
-        f"torch {torch.__version__} is built for {machine.build()}, ",
+        f"torch {torch.__version__} is built for {device.build()}, ",
         "driver 535.104.05",
     ):
         assert told in str(refused.value)
@@ -135,11 +136,10 @@ OWN = {
 def test_the_gpu_of_a_rank(
     local_rank: int, tasks: int, visible: int, gpu: int, gpus: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {"rank": local_rank, "local_rank": local_rank, "size": tasks, "local_size": tasks}
-    monkeypatch.setattr(process_group, "_place", lambda: place | {"nodes": 1, "launcher": "srun"})
-    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+    monkeypatch.setattr(device, "try_gpu", lambda device: None)
     gpus(visible)
-    assert process_group.own_device(use_cuda=True) == torch.device("cuda", gpu)
+    here = Place(local_rank, local_rank, size=tasks, local_size=tasks, launcher="srun")
+    assert device.choose_device(here, use_cuda=True) == torch.device("cuda", gpu)
 
 
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
@@ -154,8 +154,8 @@ def second_rank(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
         monkeypatch.setenv(name, value)
     for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):  # join() sets them
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
-    monkeypatch.setattr(machine, "card", lambda device: "host 5e:00")
+    monkeypatch.setattr(device, "try_gpu", lambda device: None)
+    monkeypatch.setattr(process_group, "card", lambda device: "host 5e:00")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
     gpus(2)
     return store
@@ -174,13 +174,13 @@ def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
 ) -> None:
     tried = []
     generators = [torch.Generator() for _ in range(3)]
-    monkeypatch.setattr(machine, "try_gpu", lambda device: tried.append(device.index))
+    monkeypatch.setattr(device, "try_gpu", lambda device: tried.append(device.index))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     gpus(0)
-    machine.take_all_gpus(7)
+    device.take_all_gpus(7)
     assert tried == []
     gpus(3)
-    machine.take_all_gpus(7)
+    device.take_all_gpus(7)
     assert tried == [2, 1, 0]  # PyTorch goes on with the last one
     assert [generator.initial_seed() for generator in generators] == [7, 8, 9]
 
@@ -219,10 +219,9 @@ def test_every_rank_takes_its_own_slice_of_a_card(
     launcher: str, gpus: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm lists the slices of all ranks, and CUDA would show the first one to each."""
-    place = {"rank": 1, "local_rank": 1, "size": 2, "local_size": 2, "nodes": 1, "launcher": launcher}
-    monkeypatch.setattr(process_group, "_place", lambda: place)
-    monkeypatch.setattr(machine, "try_gpu", lambda device: None)
+    monkeypatch.setattr(device, "try_gpu", lambda device: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     gpus(1)
-    assert process_group.own_device(use_cuda=True) == torch.device("cuda", 0)
+    here = Place(rank=1, local_rank=1, size=2, local_size=2, launcher=launcher)
+    assert device.choose_device(here, use_cuda=True) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

@@ -13,7 +13,7 @@ from conftest import REPOSITORY, Script, places, rows_of, succeeded, weights_of
 
 from trainkit.compare import comparison
 from trainkit.rank.model import Dropout
-from trainkit.runtime import clock, machine, process_group
+from trainkit.runtime import clock, device, process_group
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
@@ -38,12 +38,13 @@ def test_the_list_of_promises_is_up_to_date() -> None:
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from trainkit.runtime import clock, machine
+from trainkit.rank import run
+from trainkit.runtime import clock
 
 def measure(rank):
     ticks = itertools.count(0, {SECONDS}[rank])
     clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
-    machine.peak_memory_mb = lambda device: {MEMORY}[rank]
+    run.peak_memory_mb = lambda device: {MEMORY}[rank]
 """
 
 
@@ -69,9 +70,9 @@ def test_times_and_memory_are_those_of_the_slowest_and_the_fullest_rank(two_rank
 
 def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checkout: Checkout) -> None:
     """A GPU holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
-    reset = "machine.reset_peak_memory = lambda: peak.append(0)"
-    ask = "machine.peak_memory_mb = lambda device: peak[-1]"
-    checkout.plant("single", f"from trainkit.runtime import machine; peak = [900]; {reset}; {ask}")
+    reset = "run.reset_peak_memory = lambda: peak.append(0)"
+    ask = "run.peak_memory_mb = lambda device: peak[-1]"
+    checkout.plant("single", f"from trainkit.rank import run; peak = [900]; {reset}; {ask}")
     hold = "peak[-1] = max(peak[-1], 700 if epoch == 1 else 300)"
     checkout.insert("single", hold, before="optimizer.zero_grad()")
     results = tmp_path / "results"
@@ -119,8 +120,8 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(machine, "try_gpu", lambda device: met.append(device.index))
-    monkeypatch.setattr(machine, "card", lambda device: "")
+    monkeypatch.setattr(device, "try_gpu", lambda device: met.append(device.index))
+    monkeypatch.setattr(process_group, "card", lambda device: "")
     monkeypatch.setattr(
         torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 3, 4)])
     )

@@ -14,7 +14,7 @@ from conftest import Script, places, rows_of, run_stage, succeeded
 
 from trainkit.compare.report import report
 from trainkit.rank.compute_time import ComputeTime
-from trainkit.runtime import machine
+from trainkit.runtime.device import devices_in_use
 from trainkit.schema import records
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
@@ -79,10 +79,10 @@ def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
 
 def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Checkout) -> None:
     """DataParallel has one rank and several devices, of which the first is the fullest."""
-    gpus = "machine.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
-    names = "machine.device_name = lambda device: 'H200'"
-    memory = "machine.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    checkout.insert("dp", f"{gpus}; {names}; {memory}", before="for epoch in")
+    gpus = "run.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
+    names = "run.device_name = lambda device: 'H200'"
+    memory = "run.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
+    checkout.plant("dp", f"from trainkit.rank import run; {gpus}; {names}; {memory}")
     done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
@@ -92,8 +92,8 @@ def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Chec
 def test_the_gpus_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: [0, 5, 7, 0][gpu.index])
-    assert machine.devices_in_use(torch.device("cuda", 1)) == [torch.device("cuda", i) for i in (1, 2)]
-    assert machine.devices_in_use(torch.device("cpu")) == [torch.device("cpu")]
+    assert devices_in_use(torch.device("cuda", 1)) == [torch.device("cuda", i) for i in (1, 2)]
+    assert devices_in_use(torch.device("cpu")) == [torch.device("cpu")]
 
 
 class Moment:

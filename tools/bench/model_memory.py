@@ -11,7 +11,8 @@ from trainkit.rank.model import Net
 from trainkit.rank.precision import set_precision
 from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.rank.run import Run
-from trainkit.runtime import machine, process_group
+from trainkit.runtime import process_group
+from trainkit.runtime.device import peak_memory_mb
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         evaluate(model, test_batches, F.nll_loss)
-    print(machine.peak_memory_mb(here.device))
+    print(peak_memory_mb(here.device))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import re
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from trainkit.doctor.checkup import FIXES, GB, LIMIT, in_words, node, send
 from trainkit.doctor.finding import FAULT, OK, WARNING, Finding
 from trainkit.monitor import processes
 from trainkit.rank import data, run  # noqa: F401  what a rank imports
-from trainkit.runtime import clock, machine, process_group
+from trainkit.runtime import clock, device, machine, place, process_group
 
 # What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
 # main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
@@ -47,16 +46,15 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, as the training would choose it; one rank of a node those of all `tasks`."""
-    device = process_group.own_device(use_cuda=True)
-    if device.type == "cuda":
-        free, size = torch.cuda.mem_get_info(device)
-        if free < 0.8 * size:
-            message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
-            fix = f"something else computes there; without the node: sbatch --exclude={node()}"
-            yield Finding("gpus", WARNING, message, fix)
+    own = device.choose_device(place.read(), use_cuda=True)
+    free = device.share_of_memory_free(own)
+    if free < 0.8:
+        message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
+        fix = f"something else computes there; without the node: sbatch --exclude={node()}"
+        yield Finding("gpus", WARNING, message, fix)
     if not tasks:
         return
-    given, seen = machine.gpus_given() or 0, torch.cuda.device_count()
+    given, seen = device.gpus_given() or 0, len(device.gpus())
     if given and given != tasks:
         message = f"{tasks} task(s) for {given} GPU(s): it has to be one task per GPU"
         fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
@@ -66,7 +64,7 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
         fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
         yield Finding("gpus", WARNING, message, fix)
     if seen:
-        yield Finding("gpus", OK, f"{_cards()}, {_software_of_gpus()}")
+        yield Finding("gpus", OK, f"{device.cards()}, {device.build_and_backend()}")
     elif given:  # else it would have been refused before
         message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
         yield Finding("gpus", OK, message)
@@ -75,30 +73,15 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
         yield Finding("gpus", WARNING, message, "sbatch --gpus-per-node=2")
 
 
-def _cards() -> str:
-    """The GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
-    all_of_them = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in all_of_them)
-    cards = [f"{count} x {kind}" for kind, count in kinds.items()]
-    return ", ".join(cards if torch.version.hip else [*cards, machine.driver()])
-
-
-def _software_of_gpus() -> str:
-    """What this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
-    if not torch.distributed.is_nccl_available():
-        return machine.build()
-    return f"{machine.build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-
-
 def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     """Check the job's Python and, read by it, the data; `most_gpus` are those of the largest node.
 
     Raises:
         UserError: if the data cannot be read.
     """
-    version = f"torch {torch.__version__.partition('+')[0]} for {_software_of_gpus()}"
+    version = f"torch {torch.__version__.partition('+')[0]} for {device.build_and_backend()}"
     found = [Finding("environment", OK, f"{sys.executable}, {version}")]
-    if machine.build() == "the CPU only" and most_gpus:
+    if device.build() == "the CPU only" and most_gpus:
         message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
         found.append(Finding("gpus", FAULT, message, fix))
@@ -111,7 +94,7 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
 def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
     """Check that what the node has left, and the job may take of it, is enough for its ranks."""
     room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
-    least = tasks * (GPU_RANK_GB if torch.cuda.is_available() else RANK_GB)
+    least = tasks * (GPU_RANK_GB if device.gpus() else RANK_GB)
     need = least + tasks * num_workers * LOADER_WORKER_GB
     if room < need:
         message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
@@ -136,20 +119,18 @@ def join() -> Iterator[Finding]:
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
     """Check that sums over all ranks are correct, and time them; rank 0 tells the rows."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    own = device.choose_device(place.read(), use_cuda=True)
     facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": process_group.count()}
-    facts |= {"backend": dist.get_backend(), "device_name": machine.device_name(device)}
+    facts |= {"backend": dist.get_backend(), "device_name": device.device_name(own)}
     rows = []
     for number_of_bytes in SIZES:
-        wrong = _wrong_sums(number_of_bytes, device)
+        wrong = _wrong_sums(number_of_bytes, own)
         if wrong:
             message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
-        if process_group.largest(wrong, device):  # on any rank: all of them stop here
+        if process_group.largest(wrong, own):  # on any rank: all of them stop here
             return
-        values = torch.zeros(number_of_bytes // 4, device=device)
+        values = torch.zeros(number_of_bytes // 4, device=own)
         seconds = statistics.median(_time_one(values) for _ in range(REPEATS))
         rows.append(facts | bandwidth(process_group.count(), number_of_bytes, seconds))
         if seconds > SLOW_SECONDS:
@@ -162,10 +143,10 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
     process_group.leave()
 
 
-def _wrong_sums(number_of_bytes: int, device: torch.device) -> int:
+def _wrong_sums(number_of_bytes: int, own: torch.device) -> int:
     """How many of the numbers of a sum over all ranks are wrong on this one."""
     rank, size = process_group.rank(), process_group.count()
-    ramp = torch.arange(number_of_bytes // 4, device=device, dtype=torch.float32) % 1000
+    ramp = torch.arange(number_of_bytes // 4, device=own, dtype=torch.float32) % 1000
     expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
     return int((process_group.sum_in_place(ramp + rank) != expected).sum())
 

@@ -162,12 +162,9 @@ def gpus_here() -> int:
     """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
-    import torch
+    from trainkit.runtime.device import usable_gpus
 
-    from trainkit.runtime import machine
-
-    machine.check_usable()
-    return torch.cuda.device_count()
+    return len(usable_gpus())
 
 
 @contextmanager

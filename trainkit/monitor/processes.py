@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import time
 from collections import Counter
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from trainkit.runtime import place
 from trainkit.schema import samples
 
 SYS = Path("/sys")
@@ -95,7 +95,7 @@ class Processes:
     """
 
     def __init__(self, mine: dict[str, str]) -> None:
-        self._marks = [f"\0{name}={value}\0".encode() for name, value in mine.items()]
+        self._mine = {f"{name}={value}" for name, value in mine.items()}
         self._processes: dict[int, Process] = {}
         self._strangers: Counter[int] = Counter()  # process -> samples in which it was not of the job
         self._torchruns: set[int] = set()
@@ -124,11 +124,11 @@ class Processes:
         """Look at a process; None if it is not of the job, another user's, or has ended."""
         self._strangers[pid] += 1
         try:
-            environment = b"\0" + (_proc(pid) / "environ").read_bytes()
-            if pid == os.getpid() or not all(mark in environment for mark in self._marks):
+            variables = os.fsdecode((_proc(pid) / "environ").read_bytes()).split("\0")
+            if pid == os.getpid() or not self._mine.issubset(variables):
                 return None
             process = self._processes.get(pid) or Process(pid)
-            process.rank, process.by_torchrun = _rank(environment), b"\0TORCHELASTIC_RUN_ID=" in environment
+            process.rank, process.by_torchrun = _rank(variables)
             process.update(seconds)
         except (OSError, psutil.Error):
             return None
@@ -185,11 +185,11 @@ def _proc(pid: int | str) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid))
 
 
-def _rank(environment: bytes) -> int:
-    for name in (b"RANK", b"SUBMITIT_LOCAL_GLOBALID", b"SLURM_PROCID"):
-        if found := re.search(rb"\0%b=(\d+)\0" % name, environment):
-            return int(found[1])
-    return 0
+def _rank(variables: list[str]) -> tuple[int, bool]:
+    """The rank of a process with these variables, and whether torchrun has started it."""
+    env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
+    rank, launcher = place.rank_of(env) or "", place.launcher_of(env)
+    return int(rank) if rank.isdecimal() else 0, bool(launcher) and launcher.name == "torchrun"
 
 
 def _has_torch(pid: int) -> bool:

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Sampler
 from trainkit.rank.data import Split
 from trainkit.rank.options import Options, check_sizes
 from trainkit.runtime import startup
+from trainkit.runtime.device import is_gpu
 from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 # Images per evaluation step, where --test-batch-size does not tell: a GPU would wait between small ones.
-TEST_BATCH = {"cpu": 250, "cuda": 2_500}
+TEST_BATCH = 250, 2_500  # on a CPU, on a GPU
 
 
 def training(
@@ -52,7 +53,7 @@ def testing(
         raise UserError(
             f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
         )
-    batch = options.test_batch_size or TEST_BATCH[device.type]
+    batch = options.test_batch_size or TEST_BATCH[is_gpu(device)]
     split = split.first(batch * world_size if options.dry_run else options.test_size or len(split))
     order = UnpaddedTestSampler(len(split), batch, rank, world_size)
     return _make_batches(split, order, options, device)
@@ -193,7 +194,7 @@ class WorkerBatches(Batches):
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_the_parent,
             generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
-            pin_memory=device.type == "cuda",
+            pin_memory=is_gpu(device),
         )
         # Now, before the training: at a fork, a thread of the process group that has just been at work may be
         # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.

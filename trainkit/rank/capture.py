@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.runtime.device import is_gpu, keeping_random_numbers
 from trainkit.runtime.errors import UserError, first_line
 
 
@@ -14,14 +15,14 @@ def check(model: nn.Module) -> None:
     """Raise a UserError where no CUDA graph can be made."""
     if isinstance(model, nn.DataParallel):
         raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
-    if next(model.parameters()).device.type != "cuda":
+    if not is_gpu(next(model.parameters()).device):
         raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
 
 
 def graphed(model: nn.Module, inputs: torch.Tensor) -> None:
     """Make the forward and the backward pass a CUDA graph each, for `inputs` of this size."""
     # Its trials are not to change the training's dropout.
-    with _explained(), torch.random.fork_rng([inputs.device]):
+    with _explained(), keeping_random_numbers(inputs.device):
         torch.cuda.make_graphed_callables(model.train(), (inputs,))
 
 

@@ -29,7 +29,8 @@ from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.runlog import RunLog
-from trainkit.runtime import job_folder, machine, process_group
+from trainkit.runtime import job_folder, process_group
+from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, replacing
 from trainkit.schema.columns import TUTORIAL_MODEL
@@ -116,7 +117,7 @@ class Checkpoints:
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
-        state |= {"random_numbers": process_group.gather(_random_numbers())}
+        state |= {"random_numbers": process_group.gather(random_states())}
         mistake = ""
         if self._sharded:
             if not self._sharded.finite():  # asked of all ranks
@@ -325,19 +326,11 @@ def _read(path: Path) -> dict:
     return state
 
 
-def _random_numbers() -> list[torch.Tensor]:
-    """The states of this rank's generators: the CPU's, then those of its GPUs."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
     """Set this rank's; new ones, of `seed`, if there were other ranks or GPUs when they were saved."""
-    if len(of_all_ranks) == process_group.count():
-        cpu, *gpus = of_all_ranks[process_group.rank()]
-        if len(gpus) == (torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-            torch.set_rng_state(cpu)
-            torch.cuda.set_rng_state_all(gpus)
-            return
-    torch.manual_seed(seed + process_group.rank())
-    if process_group.count() == 1:  # DataParallel's GPUs are all of one process
-        machine.seed_gpus(seed)
+    rank, ranks = process_group.rank(), process_group.count()
+    if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
+        return
+    torch.manual_seed(seed + rank)
+    if ranks == 1:  # DataParallel's GPUs are all of one process
+        seed_gpus(seed)

@@ -1,10 +1,11 @@
 """How long a rank works by itself in a step, without its waiting for the gradients of the others."""
 
 import math
-import time
 
 import torch
 from torch import nn
+
+from trainkit.runtime.device import between, is_gpu, moment
 
 
 class ComputeTime:
@@ -54,7 +55,7 @@ class ComputeTime:
         self._last, self._began = None, moment(self._device)
 
     def _gradient(self, weights: torch.Tensor) -> None:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_gpu(self._device) and torch.cuda.is_current_stream_capturing():
             self._captured = True
             return
         self._last, self._ended = weights, moment(self._device)
@@ -70,17 +71,3 @@ class ComputeTime:
                 hook.remove()
         self._hooks = []
         self._start()
-
-
-def moment(device: torch.device) -> float | torch.cuda.Event:
-    """A moment of the GPU's own time, where there is one, as the CPU is ahead of it; for `between`."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def between(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
-    """Seconds from one moment to the other; a GPU has to be at the later one."""
-    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

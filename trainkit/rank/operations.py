@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.rank.data import Split
 from trainkit.rank.model import unwrapped
+from trainkit.runtime.device import keeping_random_numbers
 
 INPUTS = 2  # BatchNorm refuses a single one
 
@@ -27,7 +28,7 @@ def per_image(model: nn.Module, train_set: Split) -> float:
     # Attention as matrix products: not every device's own kernel for it has a formula.
     counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), counter, attention:
+        with keeping_random_numbers(device), counter, attention:
             inputs = train_set.prepare(train_set.inputs[:INPUTS].to(device))
             copy.deepcopy(network).train()(inputs).square().mean().backward()
     except Exception:  # a network with inputs and outputs of its own kind trains all the same

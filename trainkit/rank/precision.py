@@ -15,7 +15,8 @@ from trainkit.rank.data import Split
 from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import optimizer_and_schedule
-from trainkit.runtime import clock, machine, process_group, startup
+from trainkit.runtime import clock, process_group, startup
+from trainkit.runtime.device import device_name, has_tf32, is_gpu, keeping_random_numbers, may_gain_by_bf16
 from trainkit.runtime.errors import UserError
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -65,7 +66,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     if precision == "tf32" and not has_tf32(_device(network)):
         raise UserError(
             "--precision tf32 needs an NVIDIA GPU of compute capability 8.0 or newer (A100, H100), not "
-            f"{machine.device_name(_device(network))}: take such a one, or train with another --precision."
+            f"{device_name(_device(network))}: take such a one, or train with another --precision."
         )
     if own_choice:
         network.precision = precision if precision in ("bf16", "fp16") else "fp32"
@@ -80,12 +81,6 @@ def _device(network: nn.Module) -> torch.device:
     return next(network.parameters()).device
 
 
-def has_tf32(device: torch.device) -> bool:
-    """Whether the device is a GPU with TF32."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _allow_tf32(allowed: bool) -> None:
     """For both kinds of layers: by default PyTorch allows it in convolutions and not in matrix products."""
     with warnings.catch_warnings():
@@ -98,9 +93,7 @@ def _worth_a_trial(model: nn.Module) -> list[str]:
     network = unwrapped(model)
     device, weights = _device(network), _of_weights(network)
     names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
-    # A CPU's name does not tell whether it has bf16 units; without them it computes in bf16, but slower.
-    may_gain = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if hasattr(network, "precision") and weights == "fp32" and may_gain:
+    if hasattr(network, "precision") and weights == "fp32" and may_gain_by_bf16(device):
         names.append("bf16")
     return names
 
@@ -117,11 +110,11 @@ def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_
     device = _device(network)
     devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else process_group.count()
     batch, steps = options.batch_size // devices, 10  # in a row: a GPU works off a queue
-    if device.type == "cpu":
+    if not is_gpu(device):
         batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
     inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
     # The training's dropout is not to depend on this.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with keeping_random_numbers(device):
         trial = copy.deepcopy(network).train()
         optimizer, _ = optimizer_and_schedule(options, trial, steps_per_epoch=1)
         startup.mark("optimizer")

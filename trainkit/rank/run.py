@@ -23,9 +23,10 @@ from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.runlog import RunLog
-from trainkit.runtime import clock, machine, process_group, startup
+from trainkit.runtime import clock, process_group, startup
+from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few need it
@@ -51,7 +52,7 @@ class Run:
 
     name: str  # what the record calls the run: "single", "dp", "ddp", or a name of your own
     options: Options
-    here: World
+    here: Place
     train_set: Split
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -109,7 +110,7 @@ class Run:
         """
         self.trained = None
         device = batches.device
-        machine.reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
+        reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
         learning_rate = self.schedule.get_last_lr()[0]
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
@@ -209,12 +210,12 @@ def rows_of_ranks(
             "rank": process_group.rank(),
             "host": platform.node(),
             "device": str(one),
-            "device_name": machine.device_name(one),
+            "device_name": device_name(one),
             "own_seconds": own_seconds,
             "data_seconds": data_seconds,
-            "peak_memory_mb": machine.peak_memory_mb(one),
+            "peak_memory_mb": peak_memory_mb(one),
         }
-        for one in machine.devices_in_use(device)
+        for one in devices_in_use(device)
     ]
     return sum(process_group.gather(own), [])
 

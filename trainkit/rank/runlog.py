@@ -19,9 +19,10 @@ from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.runtime import machine, startup
+from trainkit.runtime.device import build, device_name, is_gpu
 from trainkit.runtime.errors import UserError, reason, tell
 from trainkit.runtime.files import replacing
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
 from trainkit.schema.records import Recorder, slow_rank
@@ -35,7 +36,7 @@ class RunLog:
     """
 
     def __init__(
-        self, options: Options, here: World, dataset: str, model: nn.Module, facts: dict[str, object]
+        self, options: Options, here: Place, dataset: str, model: nn.Module, facts: dict[str, object]
     ) -> None:
         self._options = options
         self._started = startup.process_start()
@@ -52,7 +53,7 @@ class RunLog:
             "batch_per_device": options.batch_size // facts["devices"],
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
-            "cuda_version": machine.build().removeprefix("CUDA ") if here.device.type == "cuda" else "",
+            "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
             "git_commit": machine.git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
@@ -173,13 +174,13 @@ class RunLog:
         return path
 
 
-def facts_of_run(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
+def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
     """What is the same in all rows of a training, or of a measurement of its steps."""
     return options.columns() | {
         "dataset": dataset,
         "model": class_name(model),
         "precision": precision_of(model),
-        "device_name": machine.device_name(here.device),
+        "device_name": device_name(here.device),
         "threads_per_worker": torch.get_num_threads(),
         "world_size": here.size,
         "nodes": here.nodes,
@@ -187,7 +188,7 @@ def facts_of_run(options: Options, here: World, dataset: str, model: nn.Module) 
     }
 
 
-def _configuration(options: Options, here: World, batch_per_device: int) -> str:
+def _configuration(options: Options, here: Place, batch_per_device: int) -> str:
     """The line that tells how the processes were started, and what each has to do."""
     started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
     learning_rate = f"learning rate {options.scaled_lr:.6g}"

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.rank.compute_time import between, moment
 from trainkit.rank.options import Options
 from trainkit.rank.runlog import facts_of_run
 from trainkit.runtime import clock, process_group
+from trainkit.runtime.device import between, moment, wait_for
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 from trainkit.schema.records import put_table
 
 TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can tell
@@ -33,7 +33,7 @@ def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1
     for number, _ in enumerate(islice(phases, steps * len(TIMED)), start=1):
         if number % every == 0:
             moments.append(moment(device))
-    clock.wait_for(device)
+    wait_for(device)
     return torch.tensor([between(*pair) for pair in pairwise(moments)], dtype=torch.float64)
 
 
@@ -60,7 +60,7 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
     }
 
 
-def facts(options: Options, here: World, dataset: str, model: nn.Module) -> dict[str, object]:
+def facts(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
     """Return the columns that are the same in all lines of the file. Every rank calls it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     return {"run_id": run_id} | facts_of_run(options, here, dataset, model)

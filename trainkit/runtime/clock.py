@@ -5,6 +5,7 @@ import time
 import torch
 
 from trainkit.runtime import process_group
+from trainkit.runtime.device import wait_for
 
 
 def start(device: torch.device) -> float:
@@ -18,9 +19,3 @@ def stop(device: torch.device, started: float) -> float:
     """Seconds since `started`, on the slowest rank."""
     wait_for(device)
     return process_group.largest(time.perf_counter() - started, device)
-
-
-def wait_for(device: torch.device) -> None:
-    """Until a GPU has done all that is queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

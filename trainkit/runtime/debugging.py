@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.runtime import machine
+from trainkit.runtime.device import device_name
 from trainkit.runtime.errors import UserError, tell
 
 # The variables that decide who a rank is, and how it connects.
@@ -64,7 +65,7 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     cores = ",".join(map(str, sorted(machine.cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
-        f"rank {rank} on {platform.node()}: {device} {machine.device_name(device)}, core(s) {cores}, "
+        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {cores}, "
         f"{backend}, interface {_interface()}"
     )
     if rank == 0:

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from trainkit.runtime import startup
-from trainkit.runtime.job_folder import note, rank
+from trainkit.runtime.job_folder import note
+from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -38,7 +39,7 @@ def run(main: Callable[[], int | None]) -> None:
     """
     startup.mark("imports")
     note("started")
-    if rank() is not None:  # NCCL aborts a rank that has waited for too long
+    if rank_of() is not None:  # NCCL aborts a rank that has waited for too long
         with suppress(ValueError):  # a hard limit of 0
             # Of 1 byte: too small for a file, and Linux does not start a program that collects dumps either.
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
@@ -102,7 +103,7 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     text = f"error{_which_rank()}: {text}"
     note(state, text)
     tell()
-    if rank() is None and threading.current_thread() is threading.main_thread():
+    if rank_of() is None and threading.current_thread() is threading.main_thread():
         sys.exit(text)
     # The rank's group is still open, and at Python's own end one of its threads could abort the process.
     print(text, file=sys.stderr, flush=True)
@@ -130,7 +131,7 @@ def printable(text: str) -> str:
 
 def _which_rank() -> str:
     """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
-    return f" on rank {rank()}" if rank() else ""
+    return f" on rank {rank_of()}" if rank_of() else ""
 
 
 def _told_by_pytorch(error: Exception) -> str | None:

@@ -17,6 +17,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit.runtime.place import rank_of
+
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
@@ -27,20 +29,15 @@ def here() -> Path | None:
     return Path(folder) if folder else None
 
 
-def rank() -> str | None:
-    """Return this process's rank by its launcher; None if it is alone."""
-    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-
-
 def note(state: str, text: str = "") -> None:
     """In a job, leave word that this rank has started, finished, failed or lost its peers.
 
     It replaces the rank's earlier note. On a full disk there is none: the error that is noted counts more.
     """
     folder = here()
-    if folder is None or rank() is None:
+    if folder is None or rank_of() is None:
         return
-    path = folder / f"rank-{rank()}.{state}"
+    path = folder / f"rank-{rank_of()}.{state}"
     if state == "started":
         text = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     else:

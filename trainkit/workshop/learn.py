@@ -9,14 +9,15 @@ import torch
 
 from trainkit.jobs import site, slurm, stages
 from trainkit.rank import staging
-from trainkit.runtime import errors, machine
+from trainkit.runtime import errors
+from trainkit.runtime.device import build, device_name, usable_gpus
 from trainkit.runtime.errors import UserError, tell
 from trainkit.workshop.exercises import Workbook, relative
 
 
 def main() -> None:
     data_dir = site.read_site().data_dir
-    tell(f"python  {platform.python_version()}, torch {torch.__version__} for {machine.build()}")
+    tell(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
     tell(f"GPUs    {_gpus()}")
     first = []
     try:
@@ -45,10 +46,9 @@ def main() -> None:
 
 def _gpus() -> str:
     try:
-        machine.check_usable()
+        names = list(map(device_name, usable_gpus()))
     except UserError as error:
         return str(error)
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
 
 

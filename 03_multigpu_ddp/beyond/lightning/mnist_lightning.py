@@ -12,7 +12,7 @@ from trainkit import batches, data, errors, options, process_group
 from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 from trainkit.rank.batches import Batch
 from trainkit.rank.options import Options
-from trainkit.runtime.process_group import World
+from trainkit.runtime.place import Place
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
 class Training(LightningModule):
     """The loop of mnist_ddp.py, as the methods that Lightning calls."""
 
-    def __init__(self, opts: Options, here: World) -> None:
+    def __init__(self, opts: Options, here: Place) -> None:
         super().__init__()
         train_set, test_set = data.load(opts.dataset, opts.data_dir)
         self.train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
@@ -93,7 +93,7 @@ class Ranks(LightningEnvironment):
 
     creates_processes_externally = True
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: Place) -> None:
         super().__init__()
         self.here = here
 

@@ -1,0 +1,267 @@
+"""What is asked of a device, a GPU or the CPU: which is whose, whether it computes, its memory and its time.
+
+PyTorch calls AMD's GPUs "cuda", too. CUDA graphs are in trainkit/rank/capture.py.
+"""
+
+import os
+import platform
+import re
+import resource
+import time
+import warnings
+from collections import Counter
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import torch
+
+from trainkit.runtime import machine
+from trainkit.runtime.errors import UserError, first_line
+from trainkit.runtime.place import Place
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by which the ranks talk
+PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Tell a GPU from the CPU."""
+    return device.type == "cuda"
+
+
+def gpus() -> list[torch.device]:
+    """List the GPUs that this process sees, whether or not they compute."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def choose_device(here: Place, use_cuda: bool) -> torch.device:
+    """Choose the GPU of this process, and try it; the CPU with --no-cuda, or where there is no GPU.
+
+    Raises:
+        UserError: if PyTorch cannot use the GPUs, or the one chosen does not compute.
+    """
+    if use_cuda:
+        # Of several slices of cards (MIG) CUDA shows a process the first one only: name this rank's own.
+        slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if slices[0].startswith("MIG-") and len(slices) > here.local_rank:
+            os.environ["CUDA_VISIBLE_DEVICES"] = slices[here.local_rank]
+    visible = usable_gpus() if use_cuda else []
+    if not visible:
+        machine.keep_freed_memory()
+        if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
+            machine.pin_to_own_cores(here.local_rank, here.local_size)
+        return torch.device("cpu")
+    # Of as many as ranks, that of the local rank; else srun, say, shows each its own, or process_group.py
+    # finds that two have the same.
+    device = visible[here.local_rank if len(visible) >= here.local_size else 0]
+    try_gpu(device)
+    torch.backends.cudnn.benchmark = True  # all steps have the same shapes
+    return device
+
+
+def usable_gpus() -> list[torch.device]:
+    """List the GPUs that PyTorch can use. Nobody trains on the CPU unasked.
+
+    Raises:
+        UserError: if it can use none, and some are there, or Slurm gave some. The practice cluster's GPUs are
+            virtual: there the CPU stands in.
+    """
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return gpus()
+        if os.environ.get("SLURM_CLUSTER_NAME") == "practice":
+            return []
+        count = _open_to_us() or gpus_given()
+    if not count:
+        return []
+    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
+    raise UserError(
+        f"PyTorch cannot use the {count} GPU(s) of {platform.node()}{why}: torch {torch.__version__} is "
+        f"built for {build()}, and the node has {driver()}. Let the GPUs into your container (apptainer "
+        "exec --nv), leave CUDA_VISIBLE_DEVICES to Slurm, install a PyTorch for this driver "
+        f"({PREVIOUS_VERSIONS}), or add --no-cuda."
+    )
+
+
+def gpus_given() -> int | None:
+    """Count the GPUs of this node that Slurm gave to all its tasks together; None where Slurm gave none."""
+    text = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _open_to_us() -> int:
+    """GPUs that this process may use, whatever PyTorch was built for.
+
+    NVIDIA's have device files, which a job that asked for none may not open; others only PyTorch knows. What
+    PyTorch does not take for a number or name of a GPU hides all of them, and so it is meant.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
+        return 0
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    return sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else torch.cuda.device_count()
+
+
+def try_gpu(device: torch.device) -> None:
+    """Make the GPU this process's own, and have it compute something.
+
+    Raises:
+        UserError: if it cannot: no kernels for it, held by somebody, full, or broken.
+    """
+    try:
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        raise UserError(
+            f"GPU {device.index} of {platform.node()} does not compute ({first_line(error)}): nvidia-smi "
+            "shows whether somebody else holds or fills it; take another GPU, or, where there is no kernel "
+            f"image for it, another PyTorch ({PREVIOUS_VERSIONS}), or add --no-cuda."
+        ) from None
+
+
+def take_all_gpus(seed: int) -> None:
+    """Have a process that computes on all its GPUs try each of them, and seed them.
+
+    Raises:
+        UserError: as `try_gpu`.
+    """
+    if torch.cuda.is_initialized():
+        for gpu in reversed(gpus()):  # the first one stays the current one
+            try_gpu(gpu)
+        seed_gpus(seed)
+
+
+def device_name(device: torch.device) -> str:
+    """Name the GPU, or "CPU: " and the processor, from Linux's /proc/cpuinfo."""
+    if is_gpu(device):
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"CPU: {line.split(':', 1)[1].strip()}"
+    return f"CPU: {platform.machine()}"  # ARM processors have no name there
+
+
+def build() -> str:
+    """Tell what this PyTorch computes on: "CUDA 13.2", "ROCm 6.4" or "the CPU only"."""
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only"
+
+
+def build_and_backend() -> str:
+    """Tell what this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
+    if not torch.distributed.is_nccl_available():
+        return build()
+    return f"{build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def driver() -> str:
+    """Tell NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", by what the kernel module says."""
+    with suppress(OSError):
+        told = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", told):
+            return f"driver {found[1]}"
+    return "a driver of Windows" if Path("/dev/dxg").exists() else "no NVIDIA driver"
+
+
+def cards() -> str:
+    """Tell the GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
+    properties = map(torch.cuda.get_device_properties, gpus())
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
+    told = [f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(told if torch.version.hip else [*told, driver()])
+
+
+def card(device: torch.device) -> str:
+    """Tell which card of which host the GPU is, alike for slices (MIG) of one; "" where PyTorch does not."""
+    properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return ""
+    place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{machine.cores()[0].strip()} {place}"
+
+
+def share_of_memory_free(device: torch.device) -> float:
+    """Tell how much of a GPU's memory nobody has taken, 0 to 1; of the CPU's it is not asked: 1."""
+    if not is_gpu(device):
+        return 1.0
+    free, size = torch.cuda.mem_get_info(device)
+    return free / size
+
+
+def devices_in_use(device: torch.device) -> list[torch.device]:
+    """List all GPUs on which this process has had memory, or its CPU."""
+    return [gpu for gpu in gpus() if torch.cuda.max_memory_allocated(gpu)] if is_gpu(device) else [device]
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Megabytes (1e6 bytes) at the peak: allocated on the GPU since `reset_peak_memory`, or resident on a CPU
+    since the process started.
+    """
+    if is_gpu(device):
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def reset_peak_memory() -> None:
+    """Begin the peak of every GPU anew. That of a CPU is the process's own, for good."""
+    for gpu in gpus() if torch.cuda.is_initialized() else ():
+        torch.cuda.reset_peak_memory_stats(gpu)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that is queued."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def moment(device: torch.device) -> "float | torch.cuda.Event":
+    """Take a moment of the GPU's own time, where there is one, as the CPU is ahead of it; for `between`."""
+    if not is_gpu(device):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between(began: "float | torch.cuda.Event", ended: "float | torch.cuda.Event") -> float:
+    """Seconds from one moment to the other; a GPU has to be at the later one."""
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+
+
+def seed_gpus(seed: int) -> None:
+    """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
+    for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
+        generator.manual_seed(seed + index)
+
+
+def random_states() -> list[torch.Tensor]:
+    """Read the states of this process's generators: the CPU's, then those of its GPUs."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_states(states: list[torch.Tensor]) -> bool:
+    """Go on from what `random_states` has read; False, and nothing done, if there were other GPUs then."""
+    if len(states) != len(random_states()):
+        return False
+    torch.set_rng_state(states[0])
+    torch.cuda.set_rng_state_all(states[1:])
+    return True
+
+
+def keeping_random_numbers(device: torch.device) -> AbstractContextManager:
+    """Leave the random numbers that follow as if nothing had been drawn within."""
+    return torch.random.fork_rng(devices=[device] if is_gpu(device) else [])
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Tell whether the device is a GPU with TF32."""
+    nvidia = is_gpu(device) and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def may_gain_by_bf16(device: torch.device) -> bool:
+    """Tell whether bf16 is worth a trial. A CPU's name does not tell whether it has units for it; without
+    them it computes in bf16, but slower.
+    """
+    return not is_gpu(device) or torch.cuda.is_bf16_supported(including_emulation=False)
