@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainkit.jobs import slurm
+from trainkit.jobs import local, slurm
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import printable
 from trainkit.schema import samples
@@ -99,11 +99,10 @@ def _folders(jobs_dir: Path) -> Iterator[Path]:
 def _judge(path: Path, jobs_dir: Path) -> JobFolder:
     if numbered := NUMBERED.fullmatch(path.name):
         return JobFolder(path, "ended" if numbered[2] else _state_in_slurm(numbered[1]), _newest(path))
-    submitted = next(path.glob("[0-9]*_submitted.pkl"), None)
-    if submitted and next(path.glob("*submission*.sh"), None):  # with a dot in front if submit.py was killed
-        number = submitted.name.removesuffix("_submitted.pkl")
+    number, by_slurm = local.submitted(path)
+    if number and by_slurm:
         return JobFolder(path, _state_in_slurm(number), _newest(jobs_dir / number))
-    started_here = submitted or MONITORED.fullmatch(path.name)  # else it may be on its way to Slurm
+    started_here = number or MONITORED.fullmatch(path.name)  # else it may be on its way to Slurm
     return JobFolder(path, _state_here(path) if started_here else UNKNOWN, _newest(path))
 
 

@@ -141,6 +141,13 @@ def has_ended(job_id: str, folder: Path) -> bool:
         return True
 
 
+def submitted(folder: Path) -> tuple[str, bool]:
+    """Return the number of the job that submitit has sent from `folder`, "" if none, and if it is Slurm's."""
+    name = next((path.name for path in folder.glob("[0-9]*_submitted.pkl")), "")
+    scripts = folder.glob("*submission*.sh")  # with a dot in front if submit.py was killed
+    return name.removesuffix("_submitted.pkl"), next(scripts, None) is not None
+
+
 def outside_of_jobs() -> dict[str, str]:
     """Return this environment without the shape of the job that this shell may be in, for another job."""
     own = dict(os.environ)

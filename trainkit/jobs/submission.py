@@ -117,12 +117,11 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
 
     One whose submitter was killed before it could name the pickle after the job ends by itself.
     """
-    submitted = next(folder.glob("[0-9]*_submitted.pkl"), None)
-    if not submitted:
+    job_id, by_slurm = local.submitted(folder)
+    if not job_id:
         return None
-    job_id = submitted.name.removesuffix("_submitted.pkl")
     log = folder / f"{job_id}_0_log.out"
-    if next(folder.glob("*_submission.sh"), None):
+    if by_slurm:
         return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
     return LocalHandle(job_id, tasks, log, folder, results, partial(local.has_ended, job_id, folder))
 
