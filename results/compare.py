@@ -29,7 +29,7 @@ MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common 
 
 
 class Devices(NamedTuple):
-    """What the stages are compared on: so many `workers` in the largest runs, each a GPU or a CPU core."""
+    """The devices to compare on: so many `workers` in the largest runs, each a GPU or a CPU core."""
 
     workers: int
     in_slurm: bool  # on GPUs of a node there

@@ -78,7 +78,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one set of runs says.
+    """The answer that one set of runs supports.
 
     `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`.
     `next_runs` are there if it is below `SURE`, cheapest first. `unknown` tells what is not predicted.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the choice has to keep.
+    """The limits that the choice has to keep.
 
     With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
     `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the

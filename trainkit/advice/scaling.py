@@ -39,7 +39,7 @@ Predictor = Callable[[np.ndarray], Seconds]  # of shapes, (shapes, 3), with the 
 
 
 class Shape(NamedTuple):
-    """Of a run: devices in all, nodes, and images of each device in a step."""
+    """The shape of a run: devices in all, nodes, and images of each device in a step."""
 
     devices: int
     nodes: int
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """What the doctor measured: the seconds to sum up `bytes` over all devices."""
+    """An all-reduce of the doctor: the seconds to sum up `bytes` over all devices."""
 
     devices: int
     nodes: int

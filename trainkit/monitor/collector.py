@@ -13,7 +13,7 @@ from trainkit.schema import samples
 
 
 def sample(
-    folder: Path, environment: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
+    folder: Path, variables: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
 ) -> None:
     """Add samples of this node to its file in `folder`, and to the file `notes` there what cannot be seen.
 
@@ -22,7 +22,7 @@ def sample(
 
     Args:
         folder: the folder `monitor` of the job.
-        environment: environment variables, with their values, by which a process is the job's.
+        variables: of the environment, with their values, by which a process is the job's.
         stop: waits for so many seconds at most, and tells whether to end.
         period: seconds from one sample to the next. One that would be late is left out.
     """
@@ -36,7 +36,7 @@ def sample(
     while True:
         rows, now = [], time.time()
         try:
-            processes = processes or Processes(environment)
+            processes = processes or Processes(variables)
             rows += processes.sample()
         except Exception as error:  # whatever it is, there may be GPUs to look at
             notes.tell(f"the processes cannot be looked at ({type(error).__name__}: {error})")

@@ -89,13 +89,13 @@ class Process:
 
 
 class Processes:
-    """Those whose environment has all of `mine`, without this one.
+    """The processes whose environment has all of `variables`, without this one.
 
     A rank has loaded PyTorch; its descendants that have, too, are its loader workers; torchrun is neither.
     """
 
-    def __init__(self, mine: dict[str, str]) -> None:
-        self._mine = {f"{name}={value}" for name, value in mine.items()}
+    def __init__(self, variables: dict[str, str]) -> None:
+        self._mine = {f"{name}={value}" for name, value in variables.items()}
         self._processes: dict[int, Process] = {}
         self._strangers: Counter[int] = Counter()  # process -> samples in which it was not of the job
         self._torchruns: set[int] = set()

@@ -81,7 +81,7 @@ class SampledJob:
 
     @property
     def has_loaders(self) -> bool:
-        """Whether batches come from loader workers; what a resident loader takes is a rank's own work."""
+        """Batches come from loader workers; what a resident loader takes is a rank's own work."""
         return any(row["loader"] == "workers" for row in self.steady)
 
     @cached_property
@@ -234,7 +234,7 @@ class TrainingRecord:
 
     @property
     def span(self) -> Window:
-        """From the first epoch's beginning to the last one's end; NaN in files that do not tell it."""
+        """The first epoch's beginning and the last one's end; NaN in files that do not tell it."""
         return _training_window(self.epochs[0])[0], since_1970(self.epochs[-1]["recorded_at"])
 
     @property
@@ -248,7 +248,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the training time, what a rank worked by itself, and in that waited for batches; 0 to 1, or NaN."""
+    """The parts of the training time that a rank worked, and in that waited for batches; 0 to 1, or NaN."""
 
     own: float
     data: float

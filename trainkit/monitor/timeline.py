@@ -35,7 +35,7 @@ STATES = {"T": "stopped", "D": "waits for a disk"}  # of a process, in which it 
 
 
 class PanelRow(NamedTuple):
-    """What is drawn of a GPU, rank or node, by the time in s since 1970, as shares of its most.
+    """A GPU, rank or node as it is drawn: by the time in s since 1970, as shares of its most.
 
     `areas` are one above the other, `line` is across. `told` stands on the right, in bold if it is a
     `warning`.
@@ -62,7 +62,7 @@ class Panel(NamedTuple):
 
     @property
     def inches(self) -> float:
-        """How high it is."""
+        """The height of the panel."""
         return 0.45 + len(self.rows) * min(0.6, max(0.2, 1.8 / len(self.rows)))
 
 

@@ -86,7 +86,7 @@ LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
 @dataclass(frozen=True)
 class Issue:
-    """What is wrong: waste, a danger, which is no loss yet, or what could be faster: its `grade`.
+    """An issue of a job. Its `grade`: a waste, a danger, which is no loss yet, or what could be faster.
 
     `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
     to 1; of a danger 0. What is `urgent` is told, however many are worse.
