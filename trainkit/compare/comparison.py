@@ -64,7 +64,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """As `load`, of at least one run.
+    """Read as `load` does, at least one run.
 
     Raises:
         UserError: if a path is not there, or no run is found.
@@ -78,7 +78,7 @@ def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
-    """One row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
+    """Make one row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
@@ -141,8 +141,8 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     compared = []
     ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     for row in table.itertuples():
-        one, why = _one_device(row, ones, "global_batch")
-        weak, _ = _one_device(row, ones, "batch_per_device")
+        one, why = _baseline(row, ones, "global_batch")
+        weak, _ = _baseline(row, ones, "batch_per_device")
         as_long = one and one.epochs == row.epochs
         compared.append(
             {
@@ -161,7 +161,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
-    """Tables of several folders as one: `variant` anew, and equal configurations in neighbouring rows."""
+    """Arrange tables of several folders as one, with equal configurations in neighbouring rows."""
     by = ["dataset", "model"]
     variants = pd.concat(_variants(section) for _, section in table.groupby(by))
     keys = [*by, "stage", "devices", "nodes", "global_batch", "variant"]
@@ -169,17 +169,17 @@ def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_cpu(device_name: str) -> bool:
-    """Whether the workers were CPU threads standing in for GPUs."""
+    """Tell whether the workers were CPU threads standing in for GPUs."""
     return device_name.startswith("CPU")
 
 
 def stage_name(stage: str) -> str:
-    """A stage of the tutorial in words; somebody's own training as it is written."""
+    """Return a stage of the tutorial in words; somebody's own training as it is written."""
     return TUTORIAL_STAGES.get(stage, stage)
 
 
 def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str:
-    """A configuration in a few words, as `DDP x2, batch 256`.
+    """Tell a configuration in a few words, as `DDP x2, batch 256`.
 
     Without `count` it is `DDP, batch 256`; `weak` tells the batch of each device.
     """
@@ -191,12 +191,12 @@ def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str
 
 
 def with_model(dataset: str, model: str) -> str:
-    """The data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
+    """Name the data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
     return dataset if model == columns.TUTORIAL_MODEL else f"{dataset}, {model}"
 
 
 def common(section: pd.DataFrame) -> str:
-    """The settings that all rows of one section have in common, in words."""
+    """Tell the settings that all rows of one section have in common."""
     return _in_words(section.iloc[0], [name for name in _LABELLED if section[name].nunique() == 1])
 
 
@@ -264,7 +264,7 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
 
 @contextmanager
 def _skipping(skipped: list[str]) -> Iterator[None]:
-    """Goes on without what cannot be read, and takes down why."""
+    """Go on without what cannot be read, and take down why."""
     try:
         yield
     except records.RecordError as error:
@@ -296,7 +296,7 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Of every configuration with runs that reached it, how long they took, and how many they are."""
+    """Return how long the runs of each configuration took to reach the target, and how many did."""
     trained = rows.groupby("run_id").train_seconds.cumsum()
     first = rows.assign(trained=trained)[rows.test_accuracy >= target].groupby("run_id").head(1)
     return first.groupby("configuration").agg(
@@ -305,7 +305,7 @@ def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
 
 
 def _mixed(rows: pd.DataFrame) -> dict[str, str]:
-    """A sentence by the name of every run that went on in another configuration than it began in."""
+    """Tell, by its name, each run that went on in another configuration than it began in."""
     sentences = {}
     kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
     for run_id in kinds.index[(kinds > 1).any(axis=1)]:
@@ -318,7 +318,7 @@ def _mixed(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def _order(column: pd.Series) -> pd.Series:
-    """A key for sorting: the stages in the tutorial's order, then other trainings by name."""
+    """Return a key to sort by: the stages in the tutorial's order, then other trainings by name."""
     order = {stage: str(i) for i, stage in enumerate(TUTORIAL_STAGES)}
     return column.map(lambda stage: order.get(stage, f"own {stage}")) if column.name == "stage" else column
 
@@ -338,7 +338,7 @@ def _variants(section: pd.DataFrame) -> pd.Series:
 
 
 def _train_images(section: pd.DataFrame) -> pd.Series:
-    """The most images of those whose data may have been the same: they drop less than a batch of it."""
+    """Find the most images of those whose data may have been the same: they drop less than a batch of it."""
     found, members, below = {}, [], 0
     for row in section.sort_values("images").itertuples():
         if row.images >= below:  # the rows before it cannot have had so much data
@@ -349,8 +349,8 @@ def _train_images(section: pd.DataFrame) -> pd.Series:
     return pd.Series(found)
 
 
-def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
-    """Of runs on one device that to compare `row` with, equal in the column `batch`, or why there is none."""
+def _baseline(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
+    """Choose the run on one device to compare `row` with, equal in the column `batch`, or tell why none."""
     if row.stage == DP and row.devices == 1:
         return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
     if not row.images_per_s > 0:
@@ -359,7 +359,7 @@ def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None
     if not ones:
         return None, "no 1-device run to compare with"
     unlike, unknown, _, one = min(
-        ((_unlike(row, one, batch), not one.images_per_s > 0, one.stage != SINGLE, one) for one in ones),
+        ((_differences(row, one, batch), not one.images_per_s > 0, one.stage != SINGLE, one) for one in ones),
         key=lambda choice: (len(choice[0]), *choice[1:3]),
     )
     if unlike == ["global_batch"]:
@@ -372,8 +372,8 @@ def _one_device(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None
     return one, ""
 
 
-def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
-    """The settings whose difference forbids a speedup of `row` over `one`."""
+def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
+    """List the settings whose difference forbids a speedup of `row` over `one`."""
     equal = {name: getattr(row, name) == getattr(one, name) for name in MUST_BE_EQUAL}
     equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
     equal["images"] = row.train_images == one.train_images
@@ -386,7 +386,7 @@ def _unlike(row: tuple, one: tuple, batch: str) -> list[str]:
 
 
 def _same_lr(row: tuple, one: tuple) -> bool:
-    """Whether the learning rates are equal, or differ as the rule says that both scale them by."""
+    """Tell whether the learning rates are equal, or differ as the rule says that both scale them by."""
     if UNKNOWN in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
     bases = (float(run.lr) / columns.lr_factor(run.lr_scale, run.global_batch) for run in (row, one))

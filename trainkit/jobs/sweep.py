@@ -51,7 +51,7 @@ class PlannedRun:
 
     @property
     def configuration(self) -> str:
-        """The run's name without the number of its repeat; no two configurations share one."""
+        """Return the run's name without the number of its repeat; no two configurations share one."""
         parts = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
             parts.append(f"{self.shape.nodes}nodes")
@@ -67,7 +67,7 @@ class PlannedRun:
         return f"{self.configuration}-r{self.repeat}"
 
     def arguments(self) -> list[str]:
-        """What the stage has to be told."""
+        """Return what the stage has to be told."""
         arguments = ["--batch-size", str(self.batch_size)]
         if self.num_workers is not None:
             arguments += ["--loader", "workers", "--num-workers", str(self.num_workers)]
@@ -78,7 +78,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Grid:
-    """Of what a sweep tries every combination; `PlannedRun` explains them.
+    """The lists of which a sweep tries every combination; `PlannedRun` explains them.
 
     `scaling` is strong (batch sizes are global), weak (they are of each GPU) or both. Above
     `gpus_per_node` GPUs a run is spread over several nodes.
@@ -126,11 +126,11 @@ class Sweep:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether CPU cores stand in for GPUs."""
+        """Tell whether CPU cores stand in for GPUs."""
         return self.opts.no_cuda or (self.here and not self.gpus_here)
 
     def planned(self, lists: Grid) -> tuple[list[PlannedRun], Counter[str]]:
-        """The runs that make sense, and the reasons for those that do not, with their numbers.
+        """Return the runs that make sense, and the reasons for those that do not, with their numbers.
 
         Repeats come one after the other, so that a busy hour of the cluster does not hit a single
         configuration, and those on one GPU, with which the others are compared, come first.
@@ -217,7 +217,7 @@ class Sweep:
         return submission.submit(request, self.site, folder)
 
     def attach(self, run: PlannedRun) -> Handle | None:
-        """The latest job of `run`, of an earlier call too, or None if there is none."""
+        """Return the latest job of `run`, of an earlier call too, or None if there is none."""
         place = self.folder / run.name
         try:
             folder = (place / "job").readlink()
@@ -226,17 +226,17 @@ class Sweep:
         return submission.find(folder, run.shape.tasks, place / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
-        """The CSVs of runs that went to their end, of the run called `name` or of all runs."""
+        """Return the CSVs of runs that went to their end, of the run called `name` or of all runs."""
         last = ((csv, rows[-1]) for csv, rows in self._csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
     def device_hours(self) -> float:
-        """What all runs have taken, also those that failed after an epoch."""
+        """Sum up what all runs have taken, also those that failed after an epoch."""
         last = (rows[-1] for _, rows in self._csvs("*"))
         return sum(row["devices"] * row["elapsed_s"] for row in last) / 3600
 
     def precision(self) -> str:
-        """The one precision of all runs: the one asked for, or "auto" until a run has chosen."""
+        """Return the one precision of all runs: the one asked for, or "auto" until a run has chosen."""
         chosen = (rows[0]["precision"] for _, rows in self._csvs("*"))
         return next(chosen, "auto") if self.opts.precision == "auto" else self.opts.precision
 
@@ -284,7 +284,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
 
 
 def command_to_go_on(folder: Path) -> str:
-    """The command line of this program, with --out."""
+    """Return the command line of this program, with --out."""
     command = [sys.executable, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
     return shlex.join(command if "--out" in command else [*command, "--out", str(folder)])
 

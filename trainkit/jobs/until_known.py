@@ -42,12 +42,12 @@ def run(asked: Sweep, planned: list[PlannedRun], constraints: Constraints, spend
 
     hours_name = "worker-hours" if asked.on_cpu else "GPU-hours"
     failed = search(planned, ask, finish, spend, asked.opts.epochs, hours_name)
-    among = _without(planned, failed)
+    among = _without_failed(planned, failed)
     return sweep.compare(asked, [run.name for run in failed], _choosing_from(among, constraints))
 
 
 def of_use(planned: list[PlannedRun]) -> list[PlannedRun]:
-    """Without those on one device that tell nothing new: stage single is enough there, else ddp.
+    """Leave out those on one device that tell nothing new: stage single is enough there, else ddp.
 
     Raises:
         UserError: if none is on one device.
@@ -75,7 +75,7 @@ def search(
     """
     failed: list[PlannedRun] = []
     while True:
-        among = _without(planned, failed)
+        among = _without_failed(planned, failed)
         names, hours, answer = ask(among)
         finished = [run for run in planned if run.name in names]
         left = [run for run in among if run.name not in names]
@@ -93,8 +93,8 @@ def search(
             failed.append(step.run)
 
 
-def _without(planned: list[PlannedRun], failed: list[PlannedRun]) -> list[PlannedRun]:
-    """Also without other repeats of what failed, which would fail as well."""
+def _without_failed(planned: list[PlannedRun], failed: list[PlannedRun]) -> list[PlannedRun]:
+    """Leave out what failed, and its other repeats, which would fail as well."""
     never = {run.configuration for run in failed}
     return [run for run in planned if run.configuration not in never]
 
@@ -123,13 +123,13 @@ def _why_done(steps: list[Step], left: list[PlannedRun]) -> str:
 def _steps(
     left: list[PlannedRun], finished: list[PlannedRun], answer: dict, usual: float, epochs: int
 ) -> Iterator[Step]:
-    """What tells something, the best first; `usual` are the device-hours where no others are known."""
-    for run, why in _beginning(left, finished):
+    """List what tells something, the best first; `usual` are the device-hours where no others are known."""
+    for run, why in _needed_by_any_fit(left, finished):
         yield Step(run, why, usual)
     for probe in answer["probes"]:
         for run in filter(lambda run: _is_of(run, probe), left):
             yield Step(run, probe["tells"], probe["gpu_hours"] * epochs / probe["epochs"])
-    for run, why in _further(left, answer):
+    for run, why in _next_larger(left, answer):
         yield Step(run, why, usual)
     best = answer["best"]
     if best and best["basis"] != "measured":
@@ -138,15 +138,18 @@ def _steps(
 
 
 def _is_of(run: PlannedRun, place: dict) -> bool:
-    """Whether the run is what an option or a probe of the answer is about."""
+    """Tell whether the run is what an option or a probe of the answer is about."""
     alike = run.shape.gpus == 1 or run.stage.own or run.stage.name == place["stage"]
     shape = run.shape.gpus, run.shape.nodes, run.batch_size
     return alike and shape == (place["devices"], place["nodes"], place["global_batch"])
 
 
-def _beginning(left: list[PlannedRun], finished: list[PlannedRun]) -> Iterator[tuple[PlannedRun, str]]:
-    """What any fit needs: the ends of the batches on one device, and several devices, which a small batch
-    shows best, as most of its step is exchange.
+def _needed_by_any_fit(
+    left: list[PlannedRun], finished: list[PlannedRun]
+) -> Iterator[tuple[PlannedRun, str]]:
+    """List what any fit needs: the ends of the batches on one device, and several devices.
+
+    A small batch shows those best, as most of its step is exchange.
     """
     batches = {run.batch_size for run in finished if run.shape.gpus == 1}
     on_one = [run for run in left if run.shape.gpus == 1 and run.batch_size not in batches]
@@ -161,8 +164,8 @@ def _beginning(left: list[PlannedRun], finished: list[PlannedRun]) -> Iterator[t
         yield run, "what the exchange between devices costs"
 
 
-def _further(left: list[PlannedRun], answer: dict) -> Iterator[tuple[PlannedRun, str]]:
-    """The next larger count, where the choice is the largest for which there is a prediction."""
+def _next_larger(left: list[PlannedRun], answer: dict) -> Iterator[tuple[PlannedRun, str]]:
+    """List the next larger count, where the choice is the largest for which there is a prediction."""
     options = answer["options"]
     best = answer["best"] or max(options, key=lambda option: option["images_per_s"][1], default=None)
     most = max((option["devices"] for option in options), default=0)

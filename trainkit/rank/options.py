@@ -32,7 +32,7 @@ def _option(
     shapes_training: bool = False,
     column: str = "",
 ) -> Field:
-    """One option; `kind` is an argparse type, the words to choose from, or None for a switch.
+    """Declare an option; `kind` is an argparse type, the words to choose from, or None for a switch.
 
     `shapes_training`: another value makes it another training, which a checkpoint does not go on
     with. `column`: the column of the record that holds its value.
@@ -183,7 +183,7 @@ class Options:
     # fmt: on
     @property
     def scaled_lr(self) -> float:
-        """The learning rate at this batch size, after --lr-scale."""
+        """Return the learning rate at this batch size, after --lr-scale."""
         return self.lr * lr_factor(self.lr_scale, self.batch_size)
 
     @property
@@ -192,7 +192,7 @@ class Options:
         return (job_folder.here() or self.results_dir / "debug") if self.debug else None
 
     def for_devices(self, count: int, what: str = "processes") -> "Options":
-        """With the global batch size of so many devices, or of one if there is none.
+        """Return the options with the global batch size of so many devices, or of one if there is none.
 
         --batch-size-per-gpu leaves it open until then.
 
@@ -205,7 +205,7 @@ class Options:
         return self
 
     def shaping(self) -> dict[str, object]:
-        """The options that make it this training and no other."""
+        """Return the options that make it this training and no other."""
         # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
         also = {"epochs"} if self.recipe == "fast" else set()
         return {
@@ -215,7 +215,7 @@ class Options:
         }
 
     def columns(self) -> dict[str, object]:
-        """The columns of a record that are options."""
+        """Return the columns of a record that are options."""
         return {
             one.metadata["column"]: getattr(self, one.name) for one in fields(self) if one.metadata["column"]
         }
@@ -244,7 +244,7 @@ def parse(
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:
-    """The options with the defaults that depend on others; a UserError if they make no sense together."""
+    """Add the defaults that depend on other options; a UserError if they make no sense together."""
     if values["batch_size"] and values["batch_size_per_gpu"]:
         raise UserError(
             "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."

@@ -117,7 +117,7 @@ class RunLog:
         return self._recorder.rows[-1]["ended"] if self._recorder and self._recorder.rows else ""
 
     def state(self) -> dict:
-        """What a checkpoint keeps of the log, so that the run can go on under its own name."""
+        """Return what a checkpoint keeps of the log, so that the run can go on under its own name."""
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
@@ -175,7 +175,7 @@ class RunLog:
 
 
 def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
-    """What is the same in all rows of a training, or of a measurement of its steps."""
+    """Return what is the same in all rows of a training, or of a measurement of its steps."""
     return options.columns() | {
         "dataset": dataset,
         "model": class_name(model),
@@ -189,7 +189,7 @@ def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) 
 
 
 def _configuration(options: Options, here: Place, batch_per_device: int) -> str:
-    """The line that tells how the processes were started, and what each has to do."""
+    """Tell in a line how the processes were started, and what each has to do."""
     started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
     learning_rate = f"learning rate {options.scaled_lr:.6g}"
     if options.lr_scale != "none":

@@ -144,17 +144,17 @@ class Recorder:
 
 
 def beside(path: Path, kind: str = "ranks") -> Path:
-    """The file with the rows of the ranks, or with the "metrics", for a run's CSV."""
+    """Return the file with the rows of the ranks, or with the "metrics", of a run's CSV."""
     return path.with_name(f"{path.stem}.{kind}.tsv")
 
 
 def verdict_file(path: Path) -> Path:
-    """The file with the verdict on the job of a run, for the run's CSV."""
+    """Return the file with the verdict on the job of a run, for the run's CSV."""
     return path.with_name(f"{path.stem}.monitor.json")
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The rows of a run's CSV, each cell as its column in `COLUMNS` reads it; of several, if it has them.
+    """Read the rows of a run's CSV, or of the several that it has, each cell as its column says.
 
     Raises:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
@@ -164,7 +164,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def read_ranks(path: Path) -> list[dict[str, object]]:
-    """The rows of the file beside a run's CSV, each cell as its column in `RANK_COLUMNS` reads it.
+    """Read the rows of the file beside a run's CSV, each cell as `RANK_COLUMNS` says.
 
     `run_id` tells whose row it is where the CSV has several runs, and is "" elsewhere.
 
@@ -176,7 +176,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """The rows of the metrics beside a run's CSV, each cell as its column in `METRIC_COLUMNS` reads it.
+    """Read the rows of the metrics beside a run's CSV, each cell as `METRIC_COLUMNS` says.
 
     Raises:
         RecordError: as `read`.
@@ -185,7 +185,7 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
 
 
 def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
-    """The rows of each run of a file, by its `run_id`."""
+    """Sort the rows of a file by the `run_id` of their run."""
     found: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         found.setdefault(row["run_id"], []).append(row)
@@ -203,7 +203,7 @@ def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def read_all_reduce(path: Path) -> list[dict[str, object]]:
-    """The rows that `put_all_reduce` wrote, each cell as its column in `ALL_REDUCE_COLUMNS` reads it.
+    """Read the rows that `put_all_reduce` wrote, each cell as `ALL_REDUCE_COLUMNS` says.
 
     Raises:
         RecordError: as `read`.
@@ -212,7 +212,7 @@ def read_all_reduce(path: Path) -> list[dict[str, object]]:
 
 
 def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
-    """A clause on the rank that holds up the others, by the mean of its own seconds over all epochs.
+    """Tell in a clause which rank holds up the others, by the mean of its own seconds over all epochs.
 
     "" if none is `SLOW`, if there is only one, or if the seconds of one are not known.
     """

@@ -94,10 +94,10 @@ class Writer:
 
 
 def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
-    """The samples of all nodes in the order of time, with a column `node`; NaN, or "", for an empty cell.
+    """Read the samples of all nodes in the order of time, with a column `node`; an empty cell is NaN or "".
 
-    Of very many only those of one second in `every`. What a kill or a full disk has cut short is left out: a
-    line, or a file that ends within its header.
+    Of very many only those of one second in `every` are read. What a kill or a full disk has cut short is
+    left out: a line, or a file that ends within its header.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -134,12 +134,12 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
 
 
 def natural(name: str) -> list[object]:
-    """To sort by, so that n2 comes before n10."""
+    """Return a key to sort by, so that n2 comes before n10."""
     return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def runs(folder: Path) -> list[Path]:
-    """The CSVs of the trainings that ran in this job, in their order; none if it had none with a record.
+    """List the CSVs of the trainings that ran in this job, in their order; none if it had none with a record.
 
     Of a recording that was put together by hand they are in its folder `training`.
     """
