@@ -19,8 +19,7 @@ from types import SimpleNamespace as Stand
 from trainkit.schema import columns
 
 columns.COLUMNS["momentum"] = columns.Column(
-    columns.number(float, 0), columns.Role.TRAINING, before=0.0, words="momentum", label="momentum {}",
-    unsaid=0.0, option="--momentum", default=0.0,
+    columns.number(float, 0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0, before=0.0
 )
 
 from test_plot_results import write_run

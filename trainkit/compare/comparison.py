@@ -28,11 +28,8 @@ SECTION_BY = ["device_name", "dataset", "model"]
 LONGEST_VERDICT = 2**20  # characters
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
 # What a label tells. Each batch size drops another rest of the same images, which `train_images` leaves in.
-_LABELLED = {
-    name if name != "images" else "train_images": COLUMNS[name]
-    for name in MUST_BE_EQUAL
-    if COLUMNS[name].label
-}
+_LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
+_LABELLED["train_images"] = _LABELLED.pop("images")
 # What these decide on needs no place in a label beside them.
 _FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
@@ -324,8 +321,7 @@ def _order(column: pd.Series) -> pd.Series:
 
 
 def _in_words(row: pd.Series, names: Iterable[str]) -> str:
-    told = (name for name in names if row[name] != _LABELLED[name].unsaid)
-    return ", ".join(_LABELLED[name].label.format(row[name]) for name in told)
+    return ", ".join(filter(None, (_LABELLED[name].in_words(row[name]) for name in names)))
 
 
 def _variants(section: pd.DataFrame) -> pd.Series:

@@ -50,22 +50,27 @@ class Column:
     Args:
         read: makes a value of a cell; a ValueError for what no run writes.
         role: what it says of a run.
-        before: what held for files of earlier programs, which lack it; None: all have it.
         words: what it is called in a sentence.
         label: how a value reads in a label.
-        unsaid: the value that a label leaves out.
         option: the option of the stages that sets it.
-        default: that option's; what is not known of a file counts as that.
+        default: that option's, also for what a file does not tell.
+        unsaid: the value that a label leaves out, if it is not the default.
+        before: what held for files of earlier programs, which lack it; None: all have it.
     """
 
     read: Callable[[str], object]
     role: Role
-    before: object = None
     words: str = ""
     label: str = ""
-    unsaid: object = None
     option: str = ""
     default: object = None
+    unsaid: object = None
+    before: object = None
+
+    def in_words(self, value: object) -> str:
+        """Return the value as a label tells it, or "" if it goes without saying."""
+        usual = self.default if self.unsaid is None else self.unsaid
+        return "" if value == usual else self.label.format(value)
 
 
 def text(longest: int = 200) -> Callable[[str], str]:
@@ -113,62 +118,43 @@ COLUMNS: dict[str, Column] = {
     "launcher": Column(text(), Role.FACT),
     "epoch": Column(number(int, 1), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
-    "dataset": Column(text(), Role.TASK, words="dataset", option="--dataset", default="mnist"),
-    "model": Column(text(), Role.TASK, before=TUTORIAL_MODEL, words="model"),
-    "loader": Column(
-        text(), Role.LOADING, words="loader", label="{} loader", unsaid="workers",
-        option="--loader", default="resident",
-    ),
-    "recipe": Column(
-        text(), Role.TRAINING, words="recipe", label="{}", option="--recipe", default="classic"
-    ),
+    "dataset": Column(text(), Role.TASK, "dataset", option="--dataset", default="mnist"),
+    "model": Column(text(), Role.TASK, "model", before=TUTORIAL_MODEL),
+    "loader": Column(text(), Role.LOADING, "loader", "{} loader", "--loader", "resident", unsaid="workers"),
+    "recipe": Column(text(), Role.TRAINING, "recipe", "{}", "--recipe", "classic", unsaid=""),
     "lr": Column(
-        number_or_nan(0, FLOAT32), Role.TRAINING, before=math.nan, words="learning rate", label="lr {}",
-        unsaid=UNKNOWN, option="--lr", default=UNKNOWN,
+        number_or_nan(0, FLOAT32), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN, before=math.nan
     ),
     "gamma": Column(
-        number_or_nan(0, 1), Role.TRAINING, before=math.nan, words="gamma", label="gamma {}",
-        unsaid=UNKNOWN, option="--gamma", default=UNKNOWN,
+        number_or_nan(0, 1), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN, before=math.nan
     ),
     "lr_scale": Column(
-        text(), Role.TRAINING, before="none", words="--lr-scale", label="{} lr scale", unsaid="none",
-        option="--lr-scale", default="none",
+        text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none", before="none"
     ),
     "lr_warmup_images": Column(
-        number(int, 0), Role.TRAINING, before=0, words="--lr-warmup-images", label="lr warm-up {}", unsaid=0,
-        option="--lr-warmup-images", default=0,
+        number(int, 0), Role.TRAINING, "--lr-warmup-images", "lr warm-up {}", "--lr-warmup-images", 0,
+        before=0,
     ),
     "width": Column(
-        number(int, 1), Role.TRAINING, before=DEFAULT_WIDTH, words="width", label="width {}",
-        unsaid=DEFAULT_WIDTH, option="--width", default=DEFAULT_WIDTH,
+        number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH, before=DEFAULT_WIDTH
     ),
     "parameters": Column(number(int, 0), Role.FACT, before=0),  # 0: not known
     "flops_per_image": Column(number_or_nan(0, MOST), Role.FACT, before=math.nan),
     "world_size": Column(number(int, 1), Role.LAYOUT),
     "nodes": Column(number(int, 1), Role.LAYOUT),
     "devices": Column(number(int, 1), Role.LAYOUT),
-    "device_name": Column(text(), Role.TASK, words="device"),
+    "device_name": Column(text(), Role.TASK, "device"),
     "workers_per_loader": Column(
-        number(int, 0), Role.LOADING, words="loader workers", label="{} loader workers", unsaid=0,
-        option="--num-workers", default=0,
+        number(int, 0), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", 0
     ),
-    "threads_per_worker": Column(
-        number(int, 1), Role.LOADING, words="threads per worker", label="threads {}"
-    ),
-    "global_batch": Column(number(int, 1), Role.SIZE, words="global batch", option="--batch-size"),
+    "threads_per_worker": Column(number(int, 1), Role.LOADING, "threads per worker", "threads {}"),
+    "global_batch": Column(number(int, 1), Role.SIZE, "global batch", option="--batch-size"),
     "batch_per_device": Column(number(int, 1), Role.FACT),
-    "accumulate": Column(
-        number(int, 1), Role.SIZE, words="micro-batches per step", label="accumulate {}", unsaid=1
-    ),
-    "precision": Column(text(), Role.COMPUTING, words="precision", label="{}", option="--precision"),
-    "debug": Column(
-        flag, Role.COMPUTING, before=0, words="--debug", label="with --debug", unsaid=False,
-        option="--debug", default=False,
-    ),
+    "accumulate": Column(number(int, 1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
+    "precision": Column(text(), Role.COMPUTING, "precision", "{}", "--precision"),
+    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", False, before=0),
     "steps": Column(number(int, 1), Role.MEASUREMENT),
-    "images": Column(
-        number(int, 1), Role.SIZE, words="images per epoch", label="{} images", option="--train-size"
-    ),
+    "images": Column(number(int, 1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
     "train_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
     "images_per_s": Column(number(float, ABOVE_0), Role.MEASUREMENT),
     "test_images": Column(number(int, 1), Role.FACT, before=10_000),
