@@ -161,10 +161,15 @@ def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     return done
 
 
+def failed(done: subprocess.CompletedProcess) -> str:
+    """What a process said on stderr that has to have failed, without a traceback."""
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
 def one_error(done: subprocess.CompletedProcess) -> str:
-    """The one line on stderr of a process that has to have failed, but for those of PyTorch's C++."""
-    assert done.returncode != 0, done.stdout + done.stderr
-    (line,) = (line for line in done.stderr.strip().splitlines() if not re.match(r"\[[A-Z]", line))
+    """The one line that `failed` has, but for those of PyTorch's C++."""
+    (line,) = (line for line in failed(done).strip().splitlines() if not re.match(r"\[[A-Z]", line))
     return line
 
 

@@ -25,6 +25,7 @@ from conftest import (
     GPUS,
     REPOSITORY,
     WITH_GPUS,
+    failed,
     rows_of,
     run_stage,
     stage_command,
@@ -64,12 +65,6 @@ def train(stage: str | Path, folder: Path, *arguments: object, **how: object) ->
     """The rows of a run that has to go well."""
     succeeded(run(stage, *arguments, "--results-dir", folder, **how))
     return rows_of(folder)
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    """What a run said that had to fail with a sentence, beside what CUDA may have to say."""
-    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    return done.stderr
 
 
 # --- one GPU ----------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ def test_a_compiled_network_is_captured(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: str, tmp_path: Path) -> None:
     script = planted(tmp_path / "a checkout", CAPTURED, (line, before))
-    assert why in refused(run(script, "--results-dir", tmp_path))
+    assert why in failed(run(script, "--results-dir", tmp_path))
 
 
 @pytest.mark.parametrize("how", ["ddp", "shard"])
@@ -238,7 +233,7 @@ def test_memory_that_is_full_is_one_sentence(tmp_path: Path, checkout: Checkout)
     done = run(
         checkout.script("single"), "--batch-size", 20_000, "--precision", "fp32", "--results-dir", tmp_path
     )
-    assert "the memory of this process's GPU is full: lower --batch-size" in refused(done)
+    assert "the memory of this process's GPU is full: lower --batch-size" in failed(done)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(GPUS, marks=several)])
