@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
+from trainkit.schema.columns import MOST
 
 FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
 # What a row is of.
@@ -48,7 +49,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
-MOST = 1e15  # of numbers, so that sums and ratios of them are finite
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
 
 
