@@ -69,6 +69,7 @@ OTHERS = {
     "tools/bench/model_memory.py": "--precision",
     "tools/bench/on_a_gpu.py": "--out",
     "tools/bench/predictions.py": "--laws --out",
+    "tools/bench/published.py": "--out",
     "tools/bench/sampler.py": "--data-dir --out",
     "tools/bench/until_known.py": "--out",
     "tools/pack_runs.py": "",

@@ -1,5 +1,6 @@
 """The answer to "how many GPUs?": on recorded runs, on laws whose truth is known, and where there is none."""
 
+import importlib
 import json
 import re
 import shlex
@@ -13,6 +14,9 @@ from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
 from test_plot_results import ddp, write_run
 
+from trainkit.advice.advice import advise
+from trainkit.advice.answer import AnswerText
+from trainkit.advice.constraints import Constraints
 from trainkit.rank import options
 from trainkit.schema import records
 
@@ -183,3 +187,20 @@ def test_names_are_escaped_and_bad_files_named(asked: Asked, tmp_path: Path) -> 
     for name in ("how_many_gpus.md", "proposal.md"):
         page = re.sub("```.*?```", "", (tmp_path / name).read_text(), flags=re.DOTALL)
         assert "<b>" not in page and "&lt;b&gt;\\|x\\`" in page
+
+
+def test_a_fixed_batch_per_gpu_is_compared_with_one_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On throughputs that others published, where no GPU was ever given the batch of all of them."""
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
+    published = importlib.import_module("published")
+    wanted = ("NV-PT RN50 amp", "DGX-2H GNMT fp32", "P100 AlexNet b512")
+    series = [one for one in published.SERIES if one["name"] in wanted]
+    chosen = published.choices(series)
+    assert list(chosen["asked for"]) == [32, 16, 8]  # all that were measured: each has over 70 %
+    assert (chosen["times as fast"] == 1).all()
+    rows = published.as_runs(series[0])
+    text = AnswerText(advise(rows, Constraints(epochs=2)), rows.assign(device_name="NVIDIA V100"))
+    table, marks = text.table(text.options())
+    measured = table[(table.devices == "32") & table.note.str.startswith("measured")].iloc[0]
+    assert measured["eff. %"].startswith("88") and measured["pays from"] == "-"
+    assert any("the same batch per device" in mark for mark in marks)

@@ -56,11 +56,12 @@ class Option:
     basis: str  # "measured", "predicted", or "predicted: " and what of it was never observed
     runs: int
     images_per_s: np.ndarray
-    efficiency: np.ndarray  # speedup over one device with the same global batch, divided by the devices
+    efficiency: np.ndarray  # speedup over one device, divided by the devices; NaN where not known
+    efficiency_at: str  # what the one device has as equal: "global batch" or "batch per device"
     seconds: np.ndarray  # start, training and evaluations; infinite where the target was not reached
     next_epochs: int  # of a run that would measure it
     next_hours: float  # device-hours of that run
-    break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device
+    break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device, or NaN
 
     @property
     def global_batch(self) -> int:
@@ -281,14 +282,21 @@ class RunSet:
 
     def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
         """Return what a training of this shape would show, by what was measured or the model."""
-        batch, one = shape.devices * shape.batch, _on_one_device(shape)
-        step = model.step_seconds(shape)
-        alone = np.full(DRAWS, math.nan) if model.unknown(one) else model.step_seconds(one)
+        batch, step = shape.devices * shape.batch, model.step_seconds(shape)
+        unknown = np.full(DRAWS, math.nan)
+        alone, part_alone = (
+            unknown if model.unknown(one) else model.step_seconds(one)
+            for one in (_on_one_device(shape), Shape(1, 1, shape.batch))
+        )
+        efficiency, equal = alone / step / shape.devices, "global batch"
+        if np.isnan(alone).all():  # of weak scaling, which is what was measured
+            efficiency, equal = part_alone / step, "batch per device"
         epochs, steps = self._epochs_needed(batch), self._images // batch
         outside, outside_alone = (self._seconds_outside_steps(n, epochs) for n in (shape.devices, 1))
         with np.errstate(all="ignore"):
             gained = epochs * (alone - step) / batch  # seconds, by each image of an epoch
             even = np.where(gained > 0, np.maximum((outside - outside_alone) / gained, 0), math.inf)
+            even = np.where(np.isnan(gained), math.nan, even)
         guessed = self._curves is not None and batch not in self._curves
         return Option(
             stage,
@@ -296,7 +304,8 @@ class RunSet:
             model.basis(shape) + ", its epochs guessed from other batches" * guessed,
             len(model.measured.get(shape, [])),
             batch / step,
-            alone / step / shape.devices,
+            efficiency,
+            "" if np.isnan(efficiency).all() else equal,
             outside + epochs * steps * step,
             self._next_epochs,
             self._next_run_hours(shape, shape, model),

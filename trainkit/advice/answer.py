@@ -27,9 +27,10 @@ INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
     "break_even_images": lambda option: option.break_even,
 }
 LEGEND = (
-    "In brackets: the 90 % interval. eff. %: speedup over one device with the same batch, divided by the "
-    "devices. minutes: from the start of the process, with its evaluations. pays from: images of an epoch "
-    "from which on a run is sooner done than on one device, its start included; 0: whatever the size."
+    "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or what a "
+    "note tells), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
+    "from: images of an epoch from which on a run is sooner done than on one device, its start included; 0: "
+    "whatever the size."
 )
 
 
@@ -271,6 +272,8 @@ def number(x: float, infinite: str = "never") -> str:
 
 def text(draws: np.ndarray, infinite: str = "never") -> str:
     """Write the middle, and the interval in brackets if it is one."""
+    if np.isnan(draws).all():
+        return "-"
     low, middle, high = (number(x, infinite) for x in interval(draws))
     return middle if low == high else f"{middle} ({low}..{high})"
 
@@ -289,6 +292,8 @@ def _note(option: Option, marks: dict[str, str]) -> str:
     """Return `measured` or `predicted`, with a mark for what more there is to say."""
     known = "measured" if option.runs else "predicted"
     rest = option.basis.removeprefix(known).lstrip(":, ")
+    if option.efficiency_at == "batch per device" and option.shape.devices > 1:
+        rest = "; ".join(filter(None, [rest, "eff. % against one device with the same batch per device"]))
     if not rest:
         return known
     line = marks.setdefault(rest, f"[{len(marks) + 1}] {rest}.")
