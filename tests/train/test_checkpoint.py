@@ -39,8 +39,11 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-# Saving takes a moment, so that a signal comes within an epoch, and a kill within the saving.
+# The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
+# checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
+from trainkit.rank import agreement
+agreement.SECONDS_BETWEEN = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
 """
