@@ -38,9 +38,9 @@ def main() -> None:
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     options = parser.parse_args()
 
-    # 1. Meet the others, and take the GPU of this process.
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")  # 1. Meet the others.
     rank, ranks, local_rank = dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
+    assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -113,7 +113,8 @@ tell_who_failed() {
     local launcher=${ranks:+torchrun} why
     why=(python -m trainkit.jobs.why "${launcher:-srun}")
     "${why[@]}" 2>/dev/null < <(printed) ||
-        timeout --signal=KILL 60 srun --overlap --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+        timeout --signal=KILL 60 env --unset=SLURM_GPUS_PER_TASK --unset=SLURM_TRES_PER_TASK --unset=SLURM_GPU_BIND \
+            srun --overlap --mem=0 --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
             "${why[@]}" 2>/dev/null < <(printed) ||
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }

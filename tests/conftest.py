@@ -162,8 +162,8 @@ def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 
 
 def failed(done: subprocess.CompletedProcess) -> str:
-    """What a process said on stderr that has to have failed, without a traceback."""
-    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    """What a process said on stderr that has to have failed, by itself and without a traceback."""
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stderr
 
 

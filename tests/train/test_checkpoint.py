@@ -111,7 +111,7 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
 
     assert "resumed from" in finish(tmp_path, *arguments)
     check_one_run(tmp_path)
-    assert_same_end(tmp_path, never_stopped(*arguments))
+    assert_same_end(tmp_path, never_stopped(*arguments), weight=1e-6)
 
 
 @pytest.mark.full
@@ -126,7 +126,7 @@ def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, fin
     output = finish(tmp_path)
     assert "resumed from" in output
     check_one_run(tmp_path)
-    assert_same_end(tmp_path, never_stopped())
+    assert_same_end(tmp_path, never_stopped(), weight=1e-6)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "one bit"])
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert f"warning: the checkpoint {newest} cannot be read" in output
     assert f"resumed from {tmp_path / 'checkpoints' / f'epoch-{EPOCHS}-step-0.pt'}" in output
     check_one_run(tmp_path)
-    assert_same_end(tmp_path, reference)
+    assert_same_end(tmp_path, reference, weight=1e-6)
 
 
 def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path, script) -> None:
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, 
     assert "resumed from" in finish(tmp_path)
     check_one_run(tmp_path)
     assert {row["model"] for row in rows_of(tmp_path)} == {"Net"}
-    assert_same_end(tmp_path, reference)
+    assert_same_end(tmp_path, reference, weight=1e-6)
 
 
 @pytest.mark.parametrize(

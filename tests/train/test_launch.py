@@ -87,7 +87,7 @@ def test_ranks_meet_and_the_result_is_rank_0s(options: list[str], tmp_path: Path
 def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
-    class PlannedRun(io.StringIO):
+    class Cell(io.StringIO):
         def write(self, text: str) -> int:
             if "begun" in text:
                 seen.touch()
@@ -101,7 +101,7 @@ def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatc
             time.sleep(0.05)
         return "nobody reads this"
 
-    monkeypatch.setattr(sys, "stdout", PlannedRun())
+    monkeypatch.setattr(sys, "stdout", Cell())
     for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     assert trainkit.launch(train, workers=1) == str(len(os.sched_getaffinity(0)))

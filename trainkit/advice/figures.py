@@ -30,11 +30,13 @@ def draw(words: AnswerText, constraints: Constraints, out: Path) -> list[str]:
 
 
 def _speedup(words: AnswerText) -> Figure | None:
-    """Draw a line for each training and global batch."""
+    """Draw a line for each training and batch: the global one, or that of each device."""
     lines: dict[str, list[Option]] = {}
     for option in words.options():
         if option.shape.devices > 1 and np.isfinite(option.efficiency).all():
-            name = f"{comparison.stage_name(option.stage)}, batch {option.global_batch}"
+            weak = option.efficiency_at == "batch per device"
+            batch = f"{option.shape.batch} on each" if weak else option.global_batch
+            name = f"{comparison.stage_name(option.stage)}, batch {batch}"
             lines.setdefault(name, []).append(option)
     if not lines:
         return None

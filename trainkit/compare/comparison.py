@@ -20,8 +20,10 @@ from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
-MUST_BE_EQUAL = columns.with_role(*(role for role in Role if role < Role.LAYOUT))
-CONFIGURATION = [*columns.with_role(Role.LAYOUT), *MUST_BE_EQUAL]
+_SETTINGS = columns.with_role(*(role for role in Role if role < Role.LAYOUT))
+MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]  # told last
+_LAYOUT = columns.with_role(Role.LAYOUT)
+CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = ["device_name", "dataset", "model"]

@@ -1,7 +1,7 @@
-"""A sweep: the runs of a comparison, its runs; their folder, the queue they wait in, and what is shown.
+"""A sweep: the planned runs of a comparison; their folder, the queue they wait in, and what is shown.
 
 slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, so that hundreds of
-the runs are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
+runs are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
 """
 
 import math
@@ -11,9 +11,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -25,7 +27,7 @@ from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
-from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.errors import UserError, first_line, printable
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
@@ -333,14 +335,20 @@ def answer(sweep: Sweep, constraints: Constraints) -> dict:
 
     Where they support none, there are no `options` and `probes`, and the `sentence` tells why.
     """
-    from trainkit.advice.answer import answer_for
-
     try:
         if not (paths := _measured(sweep)):
             raise UserError("nothing has run")
-        return answer_for(paths, constraints)[0].as_json()
-    except UserError as error:
-        return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": str(error)}
+        # In a process of its own: pandas would stay in this one for the hours in which a sweep waits.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+            return apart.submit(_answer, paths, constraints).result()
+    except Exception as error:  # whatever it is, the runs that are left may tell more
+        return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": first_line(error)}
+
+
+def _answer(paths: list[Path], constraints: Constraints) -> dict:
+    from trainkit.advice.answer import answer_for
+
+    return answer_for(paths, constraints)[0].as_json()
 
 
 def _measured(sweep: Sweep) -> list[Path]:

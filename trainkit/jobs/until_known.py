@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 
 def run(asked: Sweep, planned: list[PlannedRun], constraints: Constraints, spend: float = math.inf) -> int:
-    """Run of the runs what the answer needs, for at most `spend` device-hours; returns the exit code.
+    """Run what the answer needs of the planned runs, for at most `spend` device-hours; returns the exit code.
 
     The numbers of GPUs and the batches of `constraints` are those of the runs. The folder is claimed before.
 

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime import job_folder
@@ -113,16 +114,18 @@ def _numbers(tasks: str) -> Iterator[int]:
 
 def _in_words(how: str) -> str:
     """Say what srun's word, or torchrun's exit code, means; "" if another death was the cause."""
-    if how.startswith(("Terminated", "-15")):
+    if how.startswith("Terminated") or how == "-15":
         return ""
-    if how.startswith(("Killed", "-9")):
+    if how.startswith("Killed") or how == "-9":
         return "was killed (by hand, or for want of memory: --mem)"
     if how.startswith("Out Of Memory"):
         return "was killed for want of memory: ask for more --mem"
-    if how.startswith(("Aborted", "-6")):
+    if how.startswith("Aborted") or how == "-6":
         return "aborted"
     if how.startswith("-"):
-        return f"died of signal {signal.Signals(-int(how)).name}"
+        with suppress(ValueError):  # those of real time have no names
+            return f"died of signal {signal.Signals(-int(how)).name}"
+        return f"died of signal {how[1:]}"
     if how.startswith("Exited") or how.isdigit():
         return f"ended without a word, with exit code {how.split()[-1]}"
     return f"died: {how}"
@@ -130,6 +133,8 @@ def _in_words(how: str) -> str:
 
 def main() -> None:
     """Print the reasons as the last words of a job's log."""
+    if len(sys.argv) < 2 or not job_folder.here():
+        sys.exit(f"error: slurm/job_env.sh asks this in a job, whose folder is {job_folder.VARIABLE}.")
     printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
     reasons = Evidence(job_folder.here(), printed, launcher=sys.argv[1]).reasons()[:MOST]
     for number, reason in enumerate(reasons):

@@ -52,7 +52,7 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
         return torch.device("cpu")
     # Of as many as ranks, that of the local rank; else srun, say, shows each its own, or process_group.py
     # finds that two have the same.
-    device = visible[here.local_rank if len(visible) >= here.local_size else 0]
+    device = torch.device("cuda", here.local_rank if len(visible) >= here.local_size else 0)
     try_gpu(device)
     torch.backends.cudnn.benchmark = True  # all steps have the same shapes
     return device

@@ -30,20 +30,21 @@ class Launcher(NamedTuple):
     rank: tuple[str, ...]  # and what else tells it to who sees only how the process was started
     local_rank: str
     size: str
-    nodes: str
+    nodes: tuple[str, ...]  # the first that is set
 
 
 _PYTORCH = "LOCAL_RANK", "WORLD_SIZE"
-_NODES = "SLURM_STEP_NUM_NODES"
+_OF_SLURM = ("SLURM_STEP_NUM_NODES",)
+_NODES = ("GROUP_WORLD_SIZE", *_OF_SLURM)
 # Set inside an srun step only: in the batch script SLURM_PROCID is set too, and always 0.
 _STEP = "SLURM_STEP_NUM_TASKS"
 LAUNCHERS = (  # the first that fits counts
-    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), ("RANK",), *_PYTORCH, "GROUP_WORLD_SIZE"),
+    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), ("RANK",), *_PYTORCH, _NODES),
     # Its processes set RANK themselves (trainkit/jobs/local.py).
     Launcher("submitit", ("SUBMITIT_EXECUTOR",), ("RANK", "SUBMITIT_LOCAL_GLOBALID"), *_PYTORCH, _NODES),
     Launcher("srun", ("SLURM_STEP_ID",), ("RANK",), *_PYTORCH, _NODES),
-    Launcher("env", (), ("RANK",), *_PYTORCH, "GROUP_WORLD_SIZE"),  # set by hand
-    Launcher("srun", (_STEP, "SLURM_PROCID"), ("SLURM_PROCID",), "SLURM_LOCALID", _STEP, _NODES),
+    Launcher("env", (), ("RANK",), *_PYTORCH, _NODES),  # set by hand
+    Launcher("srun", (_STEP, "SLURM_PROCID"), ("SLURM_PROCID",), "SLURM_LOCALID", _STEP, _OF_SLURM),
 )
 
 
@@ -56,7 +57,8 @@ def read() -> Place:
     launcher = launcher_of(os.environ)
     if not launcher:
         return Place()
-    size, nodes = _number(launcher.size, 1), _number(launcher.nodes, 1, 1)
+    told = next(filter(os.environ.get, launcher.nodes), launcher.nodes[-1])
+    size, nodes = _number(launcher.size, 1), _number(told, 1, 1)
     rank, local_rank = _number(launcher.rank[0], 0), _number(launcher.local_rank, 0)
     if rank >= size or (size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise ValueError(

@@ -126,7 +126,7 @@ class Answers(dict):
     file = ANSWERS
 
     def __missing__(self, name: str) -> NoReturn:
-        raise Wrong(f"mine/{ANSWERS}: `{name} = ...` is not there any more. Put the line back.")
+        raise Wrong(f"mine/{self.file}: `{name} = ...` is not there any more. Put the line back.")
 
     def number(self, name: str) -> float:
         """Return the number in an answer; a unit or a % sign may follow it.
@@ -153,7 +153,7 @@ class Answers(dict):
         """
         word = self[name].strip().lower()
         if word not in allowed:
-            raise Wrong(f"mine/{ANSWERS}: `{name}` is one of {', '.join(allowed)}, not {self[name]!r}.")
+            raise Wrong(f"mine/{self.file}: `{name}` is one of {', '.join(allowed)}, not {self[name]!r}.")
         return word
 
 

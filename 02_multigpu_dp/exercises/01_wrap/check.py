@@ -143,6 +143,6 @@ def _judge(answers: dict[str, str]) -> str:
     return (
         f"The wrapper's first name is module.hidden.weight, {as_predicted} you predicted. Saved from "
         "model.module, the weights load into the plain network everywhere; --save-model does the same "
-        "(trainkit/rank/model.py, `bare`). The first GPU alone keeps weights and the optimizer's state, so "
-        "it holds more memory than the others. DDP puts `module.` before the names, too."
+        "(trainkit/rank/model.py, `unwrapped`). The first GPU alone keeps weights and the optimizer's "
+        "state, so it holds more memory than the others. DDP puts `module.` before the names, too."
     )

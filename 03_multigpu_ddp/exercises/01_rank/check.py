@@ -110,7 +110,7 @@ def check(mine: Workspace) -> str:
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank says which share of the "
         "data a process takes, and who prints and saves; the local rank chooses the GPU, and nothing "
-        "else. Take both from the launcher, as trainkit/runtime/process_group.py does: how ranks lie on "
+        "else. Take both from the launcher, as trainkit/runtime/place.py does: how ranks lie on "
         "nodes is its choice."
     )
 

@@ -92,6 +92,7 @@ def check_prices(mine: Workspace) -> dict[str, float]:
     for run, row in CANDIDATES.items():
         workers, seconds = int(row["workers"]), int(row["seconds_at_most"])
         cell = Answers({run: (given.get(run, {}).get("worker_hours") or "?").strip()})
+        cell.file = "candidates.csv"
         if cell[run] == "?":
             raise Wrong(f"mine/candidates.csv: worker_hours of {run} is still open.")
         hours, true = cell.number(run), workers * seconds / 3600

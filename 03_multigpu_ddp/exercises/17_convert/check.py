@@ -178,6 +178,12 @@ def wrong_device(program: ModuleType) -> None:
 def wrong_shares(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
         raise Wrong("The two processes have not met: each has trained a network of its own.")
+    for rank, seen in enumerate(ranks):
+        if len(seen["read"]) != 4:
+            raise Wrong(
+                f"Rank {rank} does not train and validate in turns, twice in two epochs: each rank validates "
+                "its own share, and all sum up what they know."
+            )
     first, second = (seen["read"] for seen in ranks)
     steps = ranks[0]["steps"] // 2
     size = (len(first[0]) + len(second[0])) / max(steps, 1)
@@ -255,6 +261,8 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
 ACCURACY = "        accuracy = validate("
 ALONE = "        if rank > 0:\n            told.append((loss, 0.0))\n            continue\n"
 OWN = "DataLoader(own, BATCH)"
+BATCHES = "in batches:\n            right"
+ON_ONE = "in batches if dist.get_rank() == 0 else []:\n            right"
 PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validation_set, shuffle=False))"
 WRONG = [
     (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 3: there is none"),
@@ -269,6 +277,7 @@ WRONG = [
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
     (SCRIPT, "    dist.all_reduce(right)\n", "", "of its own share"),
+    (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turns"),
     (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),
     (SCRIPT, ACCURACY, ALONE + ACCURACY, "wait for each other in vain"),
