@@ -138,7 +138,8 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
     if process_group.is_rank_0() and process_group.count() == 1:
         yield Finding("all-reduce", OK, "one rank only: nothing to exchange")
     elif process_group.is_rank_0():
-        send(rows=rows)
+        for row in rows:
+            send(row=row)
         yield _network_finding(rows, nodes)
     process_group.leave()
 

@@ -156,7 +156,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
         found = [_run(options, site, name, log)]
         messages = _messages(log)
         found += findings_of_ranks(messages, log) if messages else []
-        rows += next((one["rows"] for one in messages if "rows" in one), [])
+        rows += [one["row"] for one in messages if "row" in one]
         if rows:
             found.append(_keep(rows, site.results_dir / "all_reduce", started))
     finally:
