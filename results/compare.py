@@ -117,7 +117,7 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: 
         fewer = "--repeats 1 or " if repeats > 1 else ""
         print(f"{fewer}--workers {gpus // 2} takes less time")
     matrix = plan.matrix(gpus, batch_size, train_size, repeats)
-    runs = {run: None for lists in matrix for run in compared.planned(lists)[0]}
+    runs = {run: None for grid in matrix for run in compared.planned(grid)[0]}
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
     return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
@@ -137,8 +137,8 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
         arguments=(*compared.arguments, "--smaller", *map(str, smaller)),
     )
     stage = STAGES["single"].with_script(str(PROBES))
-    lists = sweep.Grid((stage,), (1,), (largest,), train_sizes=(train_size,))
-    (run,) = alone.planned(lists)[0]
+    grid = sweep.Grid((stage,), (1,), (largest,), train_sizes=(train_size,))
+    (run,) = alone.planned(grid)[0]
     measured, failed = f"{run.name}/**", []
     # Once something is compared the sizes are chosen, also where a larger batch has failed.
     if not (alone.finished(run.name) or (alone.finished(measured) and compared.finished())):

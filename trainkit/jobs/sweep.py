@@ -131,7 +131,7 @@ class Sweep:
         """Tell whether CPU cores stand in for GPUs."""
         return self.opts.no_cuda or (self.here and not self.gpus_here)
 
-    def planned(self, lists: Grid) -> tuple[list[PlannedRun], Counter[str]]:
+    def planned(self, grid: Grid) -> tuple[list[PlannedRun], Counter[str]]:
         """Return the runs that make sense, and the reasons for those that do not, with their numbers.
 
         Repeats come one after the other, so that a busy hour of the cluster does not hit a single
@@ -141,11 +141,11 @@ class Sweep:
             UserError: if none is left.
         """
         planned, left_out = {}, Counter()
-        repeats = range(1, lists.repeats + 1)
-        axes = repeats, sorted(lists.gpus), lists.stages, lists.batch_sizes, lists.num_workers
-        for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, lists.train_sizes):
-            nodes = math.ceil(gpus / lists.gpus_per_node) if lists.gpus_per_node else 1
-            for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[lists.scaling]:
+        repeats = range(1, grid.repeats + 1)
+        axes = repeats, sorted(grid.gpus), grid.stages, grid.batch_sizes, grid.num_workers
+        for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, grid.train_sizes):
+            nodes = math.ceil(gpus / grid.gpus_per_node) if grid.gpus_per_node else 1
+            for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[grid.scaling]:
                 try:
                     shape = resources(stage, gpus, nodes, self.cpus_per_gpu)
                     run = PlannedRun(stage, shape, batch * factor, num_workers, train_size, repeat)
@@ -320,13 +320,15 @@ def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = N
     Returns the exit code.
     """
     code = 0
-    if paths := _measured(sweep):
-        from trainkit.advice.report import compare_and_answer  # loads pandas, which a sweep needs at its end
+    try:
+        if paths := _measured(sweep):
+            from trainkit.advice.report import compare_and_answer  # loads pandas, which is needed here only
 
-        print(flush=True)
-        code = compare_and_answer(paths, sweep.folder, constraints)
-    if failed:
-        print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
+            print(flush=True)
+            code = compare_and_answer(paths, sweep.folder, constraints)
+    finally:  # whatever becomes of the comparison
+        if failed:
+            print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
     return 1 if failed else code
 
 
