@@ -59,7 +59,7 @@ bench: $(VENV)/ready
 # What the lessons are made of: diffs and tables that the READMEs quote, pictures, the notebook's outputs.
 lessons: $(VENV)/ready
 	@$(RUN) tests/lessons.py
-	@$(RUN) tests/pictures.py
+	@grep '^python .*/pictures/' slurm/MONITORING.md | PATH="$(abspath $(VENV))/bin:$$PATH" sh -ex
 	@$(RUN) tests/notebook.py
 
 # Needs no packages of Python: it works before the environment is set up.

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pictures
 import pynvml
 import pytest
 from cluster import RunningCluster
@@ -28,6 +27,11 @@ PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
 RECORDED = REPOSITORY / "results" / "sample" / "h100" / "nvidia_smi.txt"
 LAYOUTS = REPOSITORY / "tests" / "layouts" / "tools.txt"
 EXPERIMENT = REPOSITORY / "slurm" / "experiments" / "looks_busy.py"
+# A picture, by the arguments of python that draw it from the top folder.
+TIMELINES = {
+    name: shlex.split(command)
+    for command, name in re.findall(r"^python (\S+ --plot \S+ --out (\S+/pictures/\S+))$", PAGE, re.MULTILINE)
+}
 
 
 def plain(text: str) -> str:
@@ -231,16 +235,16 @@ def difference(*paths: Path) -> float:
 def test_every_timeline_is_on_the_page_and_they_differ() -> None:
     """So that the test below sees it when one is another."""
     shown = re.findall(r"!\[[^]]+\]\((\S+)\)", PAGE)
-    assert [f"slurm/{name}" for name in shown] == list(pictures.timelines())
-    drawn = [REPOSITORY / name for name in pictures.timelines()]
+    assert [f"slurm/{name}" for name in shown] == list(TIMELINES)
+    drawn = [REPOSITORY / name for name in TIMELINES]
     assert min(difference(*two) for two in itertools.combinations(drawn, 2)) > 0.02
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", pictures.timelines())
+@pytest.mark.parametrize("name", TIMELINES)
 def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -> None:
     """But for the letters, which a newer matplotlib may set in another way."""
-    script, plot, trace, *_ = pictures.timelines()[name]
+    script, plot, trace, *_ = TIMELINES[name]
     drawn = tmp_path / "drawn.png"
     done = forking.run(REPOSITORY / script, plot, REPOSITORY / trace, "--out", drawn, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

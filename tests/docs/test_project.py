@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import lessons
 import pandas as pd
-import pictures
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
@@ -200,27 +199,22 @@ def test_every_do_and_dont_names_what_holds_it() -> None:
             assert f"\ndef {name}(" in (page.parent / file).read_text(), name
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_a_picture_is_up_to_date_and_has_a_title_and_nothing_outside(name: str) -> None:
-    assert (REPOSITORY / name).read_text() == pictures.PICTURES[name](), "run `make lessons`"
-    root = ElementTree.fromstring((REPOSITORY / name).read_text())
-    height = int(root.get("height"))
+@pytest.mark.parametrize(
+    "path", lessons.files("*/pictures/*.svg"), ids=lambda path: str(path.relative_to(REPOSITORY))
+)
+def test_a_picture_has_a_title_and_nothing_outside(path: Path) -> None:
+    root = ElementTree.fromstring(path.read_text())
+    width, height = int(root.get("width")), int(root.get("height"))
     assert root.find("{*}title").text
     for rect in root.findall("{*}rect"):
         x, y, wide, high = (float(rect.get(side, 0)) for side in ("x", "y", "width", "height"))
-        assert 0 <= x <= x + wide <= pictures.WIDTH and 0 <= y <= y + high <= height
+        assert 0 <= x <= x + wide <= width and 0 <= y <= y + high <= height
     for words in root.findall("{*}text"):
         # 0.55 of its size: more than a letter takes in DejaVu Sans, the widest of the fonts.
         x, y, size = (float(words.get(name)) for name in ("x", "y", "font-size"))
         long = 0.55 * size * len(words.text)
         left = x if words.get("text-anchor") == "start" else x - long / 2
-        assert left >= 0 and left + long <= pictures.WIDTH and size <= y <= height - 4, words.text
-
-
-def test_the_ring_adds_up() -> None:
-    *_, scattered, _, gathered = pictures.ring_steps([[1, 2, 3], [10, 20, 30], [100, 200, 300]])
-    assert gathered == 3 * [[111, 222, 333]]
-    assert [held.count(total) for held, total in zip(scattered, (222, 333, 111), strict=True)] == [1, 1, 1]
+        assert left >= 0 and left + long <= width and size <= y <= height - 4, words.text
 
 
 # --- the page on models that do not fit, and how DDP packs its gradients: measured here ---------------
