@@ -6,9 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY
 
 from trainkit.rank import options
+from trainkit.rank.recipes import own_optimizer
 from trainkit.schema.columns import COLUMNS, Role
 
 MADE_UP = """
@@ -39,7 +41,7 @@ print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run)
 """
 
 
-@pytest.mark.parametrize("column", ["momentum", "parameters", "train_loss"])
+@pytest.mark.parametrize("column", ["momentum", "flops_per_image", "train_loss"])
 def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
     """Not where the record would drop it, nor where runs may differ that are pooled as repeats."""
     with pytest.raises(ValueError, match=rf"column '{column}' is no setting of a run: .*/columns\.py"):
@@ -55,6 +57,21 @@ def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> N
         if column:
             assert column.option == flag
             assert column.default in (None, "unknown", one.default)
+
+
+def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
+    """The optimizer that is not the recipe's, and options of the script's own."""
+    hidden = options.own(128, int, "N", "neurons", shapes_training=True)
+    tied = options.own(False, None, None, "one matrix for both", shapes_training=True)
+    opts = options.parse("", ["--recipe", "sgd", "--tied"], hidden=hidden, tied=tied)
+    assert opts.settings() == "hidden=128 tied"
+    weights = [torch.zeros(1)]
+    plain = torch.optim.SGD(weights, lr=0.02, momentum=0.9, nesterov=True)
+    assert own_optimizer(opts, plain) == ""
+    assert own_optimizer(opts, torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True)) == (
+        "optimizer=SGD lr=0.1"
+    )
+    assert own_optimizer(opts, torch.optim.AdamW(weights, lr=0.02)) == "optimizer=AdamW"
 
 
 def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:

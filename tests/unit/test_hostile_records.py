@@ -166,7 +166,7 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
     facts = dict.fromkeys(COLUMNS, "Net 训练 $")
     Recorder(tmp_path, facts)
     for name in ("a\nb", "x" * 201):
-        with pytest.raises(UserError, match=f"the {column}'s name cannot be recorded"):
+        with pytest.raises(UserError, match=f"the {column} cannot be recorded"):
             Recorder(tmp_path, facts | {column: name})
 
 

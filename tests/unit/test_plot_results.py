@@ -196,14 +196,33 @@ def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared:
         {"lr_scale": "linear"},
         {"lr_warmup_images": 6000},
         {"width": 64},
+        {"settings": "optimizer=SGD lr=0.1"},
     )
     for i, facts in enumerate(({}, {"seed": 2}, *different, {"accumulate": 2})):
         write_run(tmp_path, f"run-{i}", [10, 1000, 1000], **facts)
     text, table, _ = compared()
-    assert sorted(table.runs) == [1, 1, 1, 1, 1, 1, 2]
+    assert sorted(table.runs) == [1, 1, 1, 1, 1, 1, 1, 2]
     for words in ("lr 0.5", "gamma 0.9", "linear lr scale", "lr warm-up 6000", "width 64", "accumulate 2"):
         assert words in text
+    assert "optimizer=SGD lr=0.1" in text
     assert "nan" not in text.lower()
+
+
+def test_a_network_with_other_weights_is_another_training(tmp_path: Path) -> None:
+    """Also under the same name; a run of a program that did not count them is a repeat, as before."""
+    small = write_run(tmp_path, "small", [10, 1000, 1000], parameters=1_199_882)
+    large = (
+        small.read_text().replace("small", "large").replace("1199882", "29997050").replace(",1000,", ",40,")
+    )
+    small.with_name("large.csv").write_text(large)
+    text = plot(tmp_path, "--out", tmp_path / "out").stdout
+    for speed, weights in (("1000", "1,199,882 weights"), ("40", "29,997,050 weights")):
+        (row,) = (line.split() for line in text.splitlines() if weights in line)
+        assert row[5:7] == [speed, f"{speed}..{speed}"]
+    small.with_name("large.csv").unlink()
+    write_run(tmp_path, "before", [10, 1000, 1000])
+    text = plot(tmp_path, "--out", tmp_path / "out").stdout
+    assert cells(text, "single", 1)[-2:] == ["2", "3"] and "weights" not in text
 
 
 def test_what_goes_without_saying_is_not_said(tmp_path: Path, compared: Compared) -> None:

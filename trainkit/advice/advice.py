@@ -105,7 +105,7 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
     )
     names = {name: COLUMNS[name].words for name in OF_A_SET} | {"base_lr": COLUMNS["lr"].words}
-    told = [name for name in names if rows[name].nunique() > 1]
+    told = [name for name in names if comparison.varies(rows, name)]
     groups = [group for _, group in rows.groupby(list(names))]
     return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in told), group) for group in groups]
 

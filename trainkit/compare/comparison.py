@@ -26,14 +26,12 @@ _LAYOUT = columns.with_role(Role.LAYOUT)
 CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
-SECTION_BY = ["device_name", "dataset", "model"]
+SECTION_BY = columns.with_role(Role.TASK)
 LONGEST_VERDICT = 2**20  # characters
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
 # What a label tells. Each batch size drops another rest of the same images, which `train_images` leaves in.
 _LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
-# What these decide on needs no place in a label beside them.
-_FOLLOWS_FROM = {"lr": ["recipe", "lr_scale", "global_batch"], "gamma": ["recipe"]}
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
 
@@ -196,7 +194,14 @@ def with_model(dataset: str, model: str) -> str:
 
 def common(section: pd.DataFrame) -> str:
     """Tell the settings that all rows of one section have in common."""
-    return _in_words(section.iloc[0], [name for name in _LABELLED if section[name].nunique() == 1])
+    alike = [name for name in _LABELLED if name != "parameters" and section[name].nunique() == 1]
+    return _in_words(section.iloc[0], alike)
+
+
+def varies(rows: pd.DataFrame, name: str) -> bool:
+    """Tell whether rows differ in a setting, more than by what decides on it."""
+    by = list(COLUMNS[name].follows) if name in COLUMNS else []
+    return (rows.groupby(by)[name].nunique().max() if by else rows[name].nunique()) > 1
 
 
 def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
@@ -258,6 +263,11 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
     rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
+    # Earlier programs counted no weights: those are as in the other runs of such a network.
+    counts = rows.parameters.where(rows.parameters != 0)
+    alike = counts.groupby([rows[name] for name in ("dataset", "model", "width")])
+    known = alike.transform("max").where(alike.transform("nunique") == 1)
+    rows["parameters"] = counts.fillna(known).fillna(0).astype(int)
     return rows
 
 
@@ -327,12 +337,7 @@ def _in_words(row: pd.Series, names: Iterable[str]) -> str:
 
 
 def _variants(section: pd.DataFrame) -> pd.Series:
-    varying = []
-    for name in _LABELLED:
-        by = _FOLLOWS_FROM.get(name)
-        kinds = section.groupby(by)[name].nunique().max() if by else section[name].nunique()
-        varying += [name] if kinds > 1 else []
-    return section.apply(_in_words, axis=1, names=varying)
+    return section.apply(_in_words, axis=1, names=[name for name in _LABELLED if varies(section, name)])
 
 
 def _train_images(section: pd.DataFrame) -> pd.Series:
@@ -375,9 +380,9 @@ def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
     equal = {name: getattr(row, name) == getattr(one, name) for name in MUST_BE_EQUAL}
     equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
     equal["images"] = row.train_images == one.train_images
-    # Another recipe has another learning rate, and says it.
-    equal["lr"] = _same_lr(row, one) or not equal["recipe"]
-    equal["gamma"] |= not equal["recipe"]
+    equal["lr"] = _same_lr(row, one)
+    for name in MUST_BE_EQUAL:  # another recipe has another learning rate, and says it
+        equal[name] |= not all(equal[decides] for decides in COLUMNS[name].follows[:1])
     # A GPU does not become faster by more CPU threads beside it.
     equal["threads_per_worker"] |= not is_cpu(row.device_name)
     return [name for name in MUST_BE_EQUAL if not equal[name]]

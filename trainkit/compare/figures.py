@@ -170,7 +170,7 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
     axes.grid(alpha=0.3)
 
 
-def _title(device: str, dataset: str, model: str) -> str:
+def _title(dataset: str, model: str, device: str) -> str:
     what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
     stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
     return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"

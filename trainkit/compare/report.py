@@ -96,7 +96,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     narrow, left_out = _fit_to_terminal(shown)
     blocks: list[page.Block] = []
     runs = _runs(rows, table)
-    for (device, dataset, model), section in table.groupby(comparison.SECTION_BY):
+    for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, from_size_on = comparison.common(section), sizes.sentences(section)
         blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]

@@ -28,6 +28,7 @@ from trainkit.rank.epoch import PartialEpoch, diverged
 from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
+from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 VERSION = 2
 SPLIT = ("model", "optimizer")  # where each rank has a part
-KERNELS = ("foreach", "fused")  # how an optimizer computes, which shapes no number
 LOCK = ".lock"
 KEPT = 2  # if the newest turns out damaged, there is the one before
 

@@ -214,11 +214,22 @@ class Options:
             if one.metadata["shapes_training"] or one.name in also
         }
 
+    def settings(self) -> str:
+        """Tell the script's own options that shape the training and have no column, as `hidden=256 tied`."""
+        own = [one for one in fields(self)[len(fields(Options)) :] if one.metadata["shapes_training"]]
+        return in_words({one.name: getattr(self, one.name) for one in own if not one.metadata["column"]})
+
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""
         return {
             one.metadata["column"]: getattr(self, one.name) for one in fields(self) if one.metadata["column"]
         }
+
+
+def in_words(settings: dict[str, object]) -> str:
+    """Tell settings as `hidden=256 tied`; what is None or switched off is as if it were not there."""
+    said = {name: value for name, value in settings.items() if value is not None and value is not False}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in said.items())
 
 
 def parse(

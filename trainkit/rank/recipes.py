@@ -3,7 +3,9 @@
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from trainkit.rank.options import Options
+from trainkit.rank.options import DEFAULT_LR, Options, in_words
+
+KERNELS = {"foreach", "fused"}  # how an optimizer computes, which shapes no number
 
 
 def optimizer_and_schedule(
@@ -28,6 +30,18 @@ def optimizer_and_schedule(
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
         schedule = _Chained([schedule, warmup])
     return optimizer, schedule
+
+
+def own_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> str:
+    """Tell how an optimizer is not the one of `--recipe`, as `optimizer=AdamW lr=0.1`; "" if it is."""
+    kind, of_recipe = type(optimizer), None
+    if options.recipe in DEFAULT_LR:
+        of_recipe, _ = optimizer_and_schedule(options, torch.nn.ParameterList([torch.zeros(1)]), 1)
+    same = kind is type(of_recipe)
+    usual = of_recipe.defaults if same else {"lr": options.scaled_lr}
+    given = optimizer.defaults
+    told = {name: given[name] for name in usual.keys() - KERNELS if given.get(name) != usual[name]}
+    return in_words({} if same and not told else {"optimizer": kind.__name__} | dict(sorted(told.items())))
 
 
 class _Chained(ChainedScheduler):

@@ -22,6 +22,7 @@ from trainkit.rank.data import Split
 from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
+from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import clock, process_group, startup
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory
@@ -91,6 +92,7 @@ class Run:
             "devices": self.devices,
             "accumulate": self.accumulate,
             "flops_per_image": flops,
+            "settings": f"{own_optimizer(self.options, self.optimizer)} {self.options.settings()}".strip(),
             "parameters": self.sharded.parameters() if self.sharded else sum(trained),
         }
 

@@ -56,6 +56,7 @@ class Column:
         default: that option's, also for what a file does not tell.
         unsaid: the value that a label leaves out, if it is not the default.
         before: what held for files of earlier programs, which lack it; None: all have it.
+        follows: the columns that decide on it: where the first differs, nobody needs to be told this one.
     """
 
     read: Callable[[str], object]
@@ -66,6 +67,7 @@ class Column:
     default: object = None
     unsaid: object = None
     before: object = None
+    follows: tuple[str, ...] = ()
 
     def in_words(self, value: object) -> str:
         """Return the value as a label tells it, or "" if it goes without saying."""
@@ -123,10 +125,12 @@ COLUMNS: dict[str, Column] = {
     "loader": Column(text(), Role.LOADING, "loader", "{} loader", "--loader", "resident", unsaid="workers"),
     "recipe": Column(text(), Role.TRAINING, "recipe", "{}", "--recipe", "classic", unsaid=""),
     "lr": Column(
-        number_or_nan(0, FLOAT32), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN, before=math.nan
+        number_or_nan(0, FLOAT32), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN, before=math.nan,
+        follows=("recipe", "lr_scale", "global_batch"),
     ),
     "gamma": Column(
-        number_or_nan(0, 1), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN, before=math.nan
+        number_or_nan(0, 1), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN, before=math.nan,
+        follows=("recipe",),
     ),
     "lr_scale": Column(
         text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none", before="none"
@@ -138,7 +142,10 @@ COLUMNS: dict[str, Column] = {
     "width": Column(
         number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH, before=DEFAULT_WIDTH
     ),
-    "parameters": Column(number(int, 0), Role.FACT, before=0),  # 0: not known
+    "parameters": Column(  # 0: not known
+        number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, before=0, follows=("width",)
+    ),
+    "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default="", before=""),
     "flops_per_image": Column(number_or_nan(0, MOST), Role.FACT, before=math.nan),
     "world_size": Column(number(int, 1), Role.LAYOUT),
     "nodes": Column(number(int, 1), Role.LAYOUT),

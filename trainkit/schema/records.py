@@ -54,7 +54,8 @@ ALL_REDUCE_COLUMNS: Columns = {
     "started_at": text(),
 }
 SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
-NAMES = ("run_id", "stage", "dataset", "model")  # what a training of one's own may call as it likes
+# What a training of one's own may call as it likes.
+NAMES = ("run_id", "stage", "dataset", "model", "settings")
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
@@ -74,8 +75,8 @@ class Recorder:
         facts: the columns that are the same in every row of the run.
 
     Raises:
-        UserError: if the directory cannot be written to, or a name of the run could not be read back:
-            before the training, and not after an epoch whose result would be lost.
+        UserError: if the directory cannot be written to, or a name or setting of the run could not be read
+            back: before the training, and not after an epoch whose result would be lost.
     """
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
@@ -84,7 +85,7 @@ class Recorder:
             try:
                 OF_A_RUN[name](str(facts[name]))
             except ValueError as error:
-                raise UserError(f"the {name}'s name cannot be recorded ({error}): give another.") from None
+                raise UserError(f"the {name} cannot be recorded ({error}): give another.") from None
         self._facts = facts | {"schema_version": SCHEMA_VERSION}
         self.rows: list[dict[str, object]] = []
         self.of_ranks: list[dict[str, object]] = []
