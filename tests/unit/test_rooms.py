@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "monitor": ("runtime", "schema", "jobs", "compare.style"),
     "workshop": ("runtime", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
 }
-# What the doctor and the login node need before an environment exists, and the verdict at a job's end.
-BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "monitor.waste")
+# What the doctor and the login node need before an environment exists.
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")
 BARE += tuple(f"doctor.{name}" for name in ("finding", "checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
@@ -66,8 +66,8 @@ def test_the_login_node_stays_light() -> None:
     assert done.stdout == "[] False\n", done.stdout + done.stderr
 
 
-def test_the_doctor_and_the_verdict_need_no_packages() -> None:
-    """In a Python without site-packages, as a login node has; the verdict's process is to be small."""
+def test_the_doctor_needs_no_packages() -> None:
+    """In a Python without site-packages, as a login node has."""
     modules = ", ".join(f"trainkit.{name}" for name in BARE)
     program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {modules}"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)

@@ -6,14 +6,12 @@ Each GPU, rank or node is a row as high as what it may use at most; what it used
 import math
 import textwrap
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -22,12 +20,11 @@ from matplotlib.ticker import MaxNLocator
 
 from trainkit.compare import style
 from trainkit.monitor import waste
-from trainkit.monitor.sampled_job import Place, SampledJob, consecutive, since_1970
+from trainkit.monitor.sampled_job import Place, SampledJob
 from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
-EPOCH = ["warmup", "images_per_s", "train_seconds", "eval_seconds", "recorded_at"]
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 MOST_EPOCHS = 60  # whose evaluations are shaded: those of more would leave nothing white
 FILLED = 0.86  # of a row; the rest is the space to the next one
@@ -37,33 +34,13 @@ STATES = {"T": "stopped", "D": "waits for a disk"}  # of a process, in which it 
 class PanelRow(NamedTuple):
     """A GPU, rank or node as it is drawn: by the time in s since 1970, as shares of its most.
 
-    `areas` are one above the other, `line` is across. `told` stands on the right, in bold if it is a
-    `warning`.
+    `told` stands on the right, in bold if it is a `warning`.
     """
 
     label: str
-    areas: pd.DataFrame
+    shares: pd.DataFrame
     told: str
     warning: bool = False
-    line: pd.Series | None = None
-
-
-class Panel(NamedTuple):
-    """`looks` are those of its rows' areas, by what they are; `line` is what their lines are.
-
-    `beside` is what stands on the right of the rows.
-    """
-
-    title: str
-    rows: list[PanelRow]
-    looks: dict[str, style.Look]
-    beside: str
-    line: str = ""
-
-    @property
-    def inches(self) -> float:
-        """The height of the panel."""
-        return 0.45 + len(self.rows) * min(0.6, max(0.2, 1.8 / len(self.rows)))
 
 
 def draw(folder: Path, out: Path) -> Path:
@@ -87,157 +64,149 @@ def figure(folder: Path) -> Figure:
     Raises:
         UserError: if there are no samples.
     """
-    job = SampledJob(folder)
-    verdict = waste.judge_job(job).lines(f"job {_name(folder)}")
-    epochs = _epochs(job)
-    panels = [panel for panel in (_speed(epochs), _power(job), _cores(job), _memory(job)) if panel.rows]
+    job, place = SampledJob(folder), folder.resolve()
+    name = (place.parent if place.name == samples.FOLDER else place).name
+    first, *_, watched = waste.judge_job(job).lines(f"job {name}")
+    epochs = pd.concat([one.epochs for one in job.trainings] or [pd.DataFrame(columns=["tested"])])
+    epochs = epochs[epochs.tested.notna()]
+    most = max(1, math.ceil(_cores_used(job) - 0.1))
+    # Title; rows; what is in them, above each other or as a line across.
+    speed, power = {"training": style.TRAINING}, {"power": style.POWER, "utilisation": style.THIN}
+    cores = {"own process": style.CORES, "loader workers": style.LOADERS, "waiting for a core": style.THIN}
+    panels = [
+        (
+            "images/s of epochs (right: median; dark: test), a full row is the fastest",
+            _speed(epochs),
+            speed,
+        ),
+        ("power of each GPU (right: median), a full row is its limit", _power(job), power),
+        (f"cores of each rank (right: median), a full row is {most}", _cores(job, most), cores),
+        ("memory (right: most), a full row is all of it", _memory(job), {"memory": style.MEMORY}),
+    ]
+    panels = [(title, list(rows), looks) for title, rows, looks in panels]
+    panels = [panel for panel in panels if panel[1]]
     if not panels:
         raise UserError(f"the samples in {folder} tell of no GPU, no rank and no memory: nothing to draw.")
-    heights = [panel.inches for panel in panels]
+    heights = [0.45 + len(rows) * min(0.6, max(0.2, 1.8 / len(rows))) for _, rows, _ in panels]
     drawn = plt.figure(figsize=(10, 1 + sum(heights)), layout="constrained")
     axes_of_panels = drawn.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights).flat
     for axes, panel in zip(axes_of_panels, panels, strict=True):
-        _draw_rows(axes, panel)
-        if len(epochs) <= MOST_EPOCHS:
-            for epoch in epochs.itertuples():
-                axes.axvspan(epoch.trained, epoch.tested, **style.EVALUATION)
-    times = [row["time"] for series in job.rows.values() for rows in series.values() for row in rows]
-    _draw_time(axes, times)
-    axes.set_xlabel(f"{axes.get_xlabel()}\n{_wrapped(verdict[-1], 120)}", fontsize=9)
-    drawn.suptitle(_wrapped(verdict[0], 95), x=0.01, ha="left", fontsize=11, weight="bold")
+        _draw_rows(axes, *panel)
+        for epoch in epochs.itertuples() if len(epochs) <= MOST_EPOCHS else ():
+            axes.axvspan(epoch.trained, epoch.tested, **style.EVALUATION)
+    _draw_time(axes, job.table.time.min(), job.table.time.max())
+    axes.set_xlabel(f"{axes.get_xlabel()}\n{_wrapped(watched, 120)}", fontsize=9)
+    drawn.suptitle(_wrapped(first, 95), x=0.01, ha="left", fontsize=11, weight="bold")
     return drawn
 
 
-def _epochs(job: SampledJob) -> pd.DataFrame:
-    """Return the epochs whose times are known: training from `began` to `trained`, then `tested` (s)."""
-    table = pd.DataFrame([row for training in job.trainings for row in training.epochs], columns=EPOCH)
-    tested = table.recorded_at.map(since_1970).astype(float)
-    trained = tested - table.eval_seconds
-    return table.assign(tested=tested, trained=trained, began=trained - table.train_seconds).dropna()
-
-
-def _speed(epochs: pd.DataFrame) -> Panel:
-    looks, rows = {"training": style.TRAINING}, []
+def _speed(epochs: pd.DataFrame) -> Iterator[PanelRow]:
     if len(epochs):
-        steady = epochs[epochs.warmup == 0]
-        median = (epochs if steady.empty else steady).images_per_s.median()
+        steady = epochs if epochs.warmup.all() else epochs[~epochs.warmup]
         share = epochs.images_per_s / epochs.images_per_s.max()
-        both_ends = [share.set_axis(epochs[end]) for end in ("began", "trained")]
-        after = pd.Series(math.nan, epochs.trained)  # nothing, until the next epoch
-        areas = pd.concat([*both_ends, after]).sort_index(kind="stable").to_frame("training")
-        rows = [PanelRow("all ranks", areas, f"{median:,.0f}")]
-    title = "images/s of each epoch's training (dark: evaluation), a full row is the fastest"
-    return Panel(title, rows, looks, "median")
+        after = pd.Series(math.nan, epochs.trained)  # nothing, until the next one
+        points = [share.set_axis(epochs.began), share.set_axis(epochs.trained), after]
+        shares = pd.concat(points).sort_index(kind="stable").to_frame("training")
+        yield PanelRow("all ranks", shares, f"{steady.images_per_s.median():,.0f}")
 
 
-def _power(job: SampledJob) -> Panel:
-    rows = []
-    for label, gpu, of_gpu in _samples_of(job, GPU):
-        judged = pd.DataFrame(job.judged_or_all(GPU, gpu))
-        limit, median = of_gpu.power_limit_w.max(), _median(judged.power_w)
-        told = [_of_limit(median, limit, "W")]
+def _power(job: SampledJob) -> Iterator[PanelRow]:
+    for label, gpu, rows in _samples_of(job, GPU):
+        judged, limit = job.judged_or_all(GPU, gpu), rows.power_limit_w.max()
+        told = [_of_limit(judged.power_w.median(), limit, "W")]
         if job.is_unused(gpu):
             told.append("no rank")
         if (hot := judged.throttled.str.contains("heat").mean()) >= waste.HOT:
             told.append(f"slowed by heat {100 * hot:.0f} % of the time")
-        areas = (of_gpu.power_w / (limit if limit > 0 else of_gpu.power_w.max())).to_frame("power")
-        warning = len(told) > 1 or job.load(gpu) < waste.LOW
-        rows.append(PanelRow(label, areas, ", ".join(told), warning, of_gpu.utilisation / 100))
-    title = "power of each GPU, a full row is its limit"
-    return Panel(title, rows, {"power": style.POWER}, "median", "utilisation")
+        power = rows.power_w / (limit if limit > 0 else rows.power_w.max())
+        shares = pd.DataFrame({"power": power, "utilisation": rows.utilisation / 100})
+        yield PanelRow(label, shares, ", ".join(told), len(told) > 1 or job.load(gpu) < waste.LOW)
 
 
-def _memory(job: SampledJob) -> Panel:
-    rows = []
-    for what, full in ((GPU, waste.GPU_FULL), (NODE, waste.HOST_FULL)):
-        for label, _, of_one in _samples_of(job, what):
-            share = of_one.memory_mb / of_one.memory_limit_mb
+def _memory(job: SampledJob) -> Iterator[PanelRow]:
+    for what, (_, full, *_) in waste.FULL.items():
+        for label, _, rows in _samples_of(job, what):
+            share = waste.memory_in_use(rows)
             if share.max() >= 0:
-                told = _of_limit(of_one.memory_mb.max() / 1000, of_one.memory_limit_mb.max() / 1000, "GB")
-                rows.append(PanelRow(label, share.to_frame("memory"), told, share.max() >= full))
-    return Panel("memory, a full row is all of it", rows, {"memory": style.MEMORY}, "most")
+                told = _of_limit(rows.memory_mb.max() / 1000, rows.memory_limit_mb.max() / 1000, "GB")
+                yield PanelRow(label, share.to_frame("memory"), told, share.max() >= full)
 
 
-def _cores(job: SampledJob) -> Panel:
+def _cores_used(job: SampledJob) -> float:
+    """Return the most cores of a rank, but for rare moments."""
+    used = [rows.cores + rows.loader_cores.fillna(0) for rows in job.rows[RANK].values()]
+    return float(np.nanmax([1, *(cores.quantile(0.99) for cores in used)]))
+
+
+def _cores(job: SampledJob, most: int) -> Iterator[PanelRow]:
     """Show cores, in a job with GPUs only if there are loader workers."""
-    every, rows = list(_samples_of(job, RANK)), []
-    looks = {"own process": style.CORES, "loader workers": style.LOADERS}
-    if job.rows[GPU] and not any((rank.loaders > 0).any() for _, _, rank in every):
-        every = []
-    used = [(rank.cores + rank.loader_cores.fillna(0)).quantile(0.99) for _, _, rank in every]
-    most = max(1, math.ceil(np.nanmax([1, *used]) - 0.1))
-    for label, place, rank in every:
-        judged = pd.DataFrame(job.judged_or_all(RANK, place))
-        waiting, told = job.waits_for_core(place), [f"{_median(judged.cores):.1f} cores"]
-        if (loaders := _median(judged.loaders)) > 0:
-            told.append(f"{loaders:.0f} loader workers\xa0{_median(judged.loader_cores):.1f}")
+    if job.rows[GPU] and not any((rows.loaders > 0).any() for rows in job.rows[RANK].values()):
+        return
+    for label, place, rows in _samples_of(job, RANK):
+        judged = job.judged_or_all(RANK, place)
+        waiting, told = job.waits_for_core(place), [f"{judged.cores.median():.1f} cores"]
+        if (loaders := judged.loaders.median()) > 0:
+            told.append(f"{loaders:.0f} loader workers\xa0{judged.loader_cores.median():.1f}")
         wrong = [f"waits for a core {100 * waiting:.0f} % of the time"] if waiting >= waste.CROWDED else []
         for state, words in STATES.items():
             if (part := (judged["name"] == state).mean()) >= waste.WORTH:
                 wrong.append(f"{words} {100 * part:.0f} % of the time")
-        areas = (rank[["cores", "loader_cores"]] / most).set_axis(list(looks), axis=1)
-        rows.append(PanelRow(label, areas, ", ".join([*told, *wrong]), bool(wrong), rank.waiting))
-    return Panel(f"cores of each rank, a full row is {most}", rows, looks, "median", "waiting for a core")
+        shares = {"own process": rows.cores / most, "loader workers": rows.loader_cores / most}
+        shares |= {"waiting for a core": rows.waiting}
+        yield PanelRow(label, pd.DataFrame(shares), ", ".join([*told, *wrong]), bool(wrong))
 
 
 def _samples_of(job: SampledJob, what: str) -> Iterator[tuple[str, Place, pd.DataFrame]]:
     """Yield label, place and samples by time of each GPU, rank or node; at the end of a gap, one of NaN."""
-    nodes = {node for node, _ in job.rows[NODE]}
     for place in sorted(job.rows[what], key=lambda place: (samples.natural(place[0]), place[1])):
-        words = [_short(place[0])] if len(nodes) > 1 or what == NODE else []
+        words = [_short(place[0])] if len(job.rows[NODE]) > 1 or what == NODE else []
         if what != NODE:
             words.append(f"{'GPU' if what == GPU else what} {place[1]}")
         rows = job.rows[what][place]
-        whole = {id(after) for _, after in consecutive(rows)}
-        ends = [{"time": row["time"]} for row in rows[1:] if id(row) not in whole]
-        frame = pd.DataFrame([*ends, *rows]).sort_values("time", kind="stable")
-        yield " ".join(words), place, frame.set_index("time")
+        ends = rows.loc[rows.seconds.isna(), ["time"]][1:]
+        by_time = pd.concat([ends, rows] if len(ends) else [rows]).sort_values("time", kind="stable")
+        yield " ".join(words), place, by_time.set_index("time")
 
 
-def _median(values: pd.Series) -> float:
-    return values.dropna().median()  # numpy warns of one that is only NaN
-
-
-def _draw_rows(axes: Axes, panel: Panel) -> None:
-    handles: dict[str, Artist] = {}
-    middles = [number + FILLED / 2 for number in reversed(range(len(panel.rows)))]
-    for middle, row in zip(middles, panel.rows, strict=True):
+def _draw_rows(axes: Axes, title: str, rows: list[PanelRow], looks: dict[str, style.Look]) -> None:
+    handles = {}
+    middles = [number + FILLED / 2 for number in reversed(range(len(rows)))]
+    for middle, row in zip(middles, rows, strict=True):
         bottom, top = middle - FILLED / 2, middle + FILLED / 2
         axes.axhspan(bottom, top, **style.UNUSED)
-        times, known = row.areas.index.to_numpy(), row.areas.notna().any(axis=1).to_numpy()
-        below = np.full(len(times), bottom)
-        for name, look in panel.looks.items():
-            share = row.areas[name].fillna(0).to_numpy()
-            if (share > 0).any():
-                above = np.minimum(below + FILLED * share, top)
-                axes.fill_between(times, below, above, where=known, step="pre", **look)
-                below, handles[name] = above, Patch(**look)
-        if row.line is not None and (row.line > 0).any():
-            line = bottom + FILLED * row.line.clip(0, 1).to_numpy()
-            axes.plot(times, line, drawstyle="steps-pre", **style.THIN)
-            handles[panel.line] = Line2D([], [], **style.THIN)
+        times, below = row.shares.index.to_numpy(), bottom
+        areas = [name for name in row.shares if looks[name] != style.THIN]
+        known = row.shares[areas].notna().any(axis=1)
+        for name, share in row.shares.items():
+            if not (share > 0).any():
+                continue
+            if name in areas:
+                above = np.minimum(below + FILLED * share.fillna(0).to_numpy(), top)
+                axes.fill_between(times, below, above, where=known, step="pre", **looks[name])
+                below, handles[name] = above, Patch(**looks[name])
+            else:
+                axes.plot(times, bottom + FILLED * share.clip(0, 1), drawstyle="steps-pre", **looks[name])
+                handles[name] = Line2D([], [], **looks[name])
         look = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "va": "center"}
         axes.text(1.01, middle, _wrapped(row.told, 30), weight="bold" if row.warning else "normal", **look)
-    axes.set_yticks(middles, [row.label for row in panel.rows])
-    axes.set_ylim(0, len(panel.rows) - 1 + FILLED)
-    axes.set_title(panel.title, loc="left", fontsize=9)
-    above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
-    axes.annotate(panel.beside, (1.01, 1), **above, fontsize=8, style="italic")
+    axes.set_yticks(middles, [row.label for row in rows])
+    axes.set_ylim(0, len(rows) - 1 + FILLED)
+    axes.set_title(title, loc="left", fontsize=9)
     where = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    axes.legend(handles.values(), handles, ncols=len(panel.looks) + 1, frameon=False, fontsize=8, **where)
+    axes.legend(handles.values(), handles, ncols=3, frameon=False, fontsize=8, **where)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=8)
     axes.grid(axis="x", alpha=0.4)
     axes.set_axisbelow(True)
 
 
-def _draw_time(axes: Axes, times: list[float]) -> None:
-    start, end = min(times), max(*times, min(times) + 1)
+def _draw_time(axes: Axes, start: float, end: float) -> None:
+    end = max(end, start + 1)
     unit, units = next((unit for unit in UNITS if end - start >= 2 * unit[0]), UNITS[-1])
     ticks = MaxNLocator(8).tick_values(0, (end - start) / unit)
     axes.set_xticks([start + tick * unit for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlim(start, end)
-    axes.set_xlabel(f"{units} since {datetime.fromtimestamp(start, timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
+    axes.set_xlabel(f"{units} since {pd.Timestamp(start, unit='s'):%Y-%m-%d %H:%M:%S} UTC")
 
 
 def _of_limit(value: float, limit: float, unit: str) -> str:
@@ -250,11 +219,6 @@ def _of_limit(value: float, limit: float, unit: str) -> str:
 def _wrapped(words: str, width: int) -> str:
     words = words.replace(" %", "\xa0%")  # which belongs to its number
     return textwrap.fill(words, width, max_lines=4, break_on_hyphens=False)
-
-
-def _name(folder: Path) -> str:
-    folder = folder.resolve()
-    return (folder.parent if folder.name == samples.FOLDER else folder).name
 
 
 def _short(name: str, most: int = 18) -> str:

@@ -6,18 +6,18 @@ verdict = judge(folder)  # the folder `monitor` of a job
 print(*verdict.lines("job 12"), sep="\n")
 keep(folder, verdict)
 
-The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait. Only the
-standard library is used, as a job ends with this.
+The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait.
 """
 
 import json
 import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainkit.monitor.sampled_job import LEAST_MOMENTS, Place, Row, SampledJob, mean, parse_cores
+import pandas as pd
+
+from trainkit.monitor.sampled_job import LEAST_MOMENTS, Place, SampledJob, parse_cores
 from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
@@ -169,14 +169,13 @@ def judge_job(job: SampledJob) -> Verdict:
     one_each: dict[str, Issue] = {}
     for issue in found:
         one_each.setdefault(issue.kind, issue)
-    joules, source = job.joules()
     return Verdict(
         findings=sorted(one_each.values(), key=lambda issue: (issue.grade == FASTER, -issue.share)),
         unknown=_why_unknown(job),
         seconds=job.seconds,
         devices=_devices(job),
-        energy_kwh=joules / 3.6e6,
-        energy_from=source,
+        energy_kwh=job.joules() / 3.6e6,
+        energy_from=job.energy_from,
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
         notes=job.notes,
@@ -213,11 +212,11 @@ def _find_unused_gpus(job: SampledJob) -> Iterator[Issue]:
 def _find_paused_ranks(job: SampledJob) -> Iterator[Issue]:
     """Find ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
     paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
-    seconds = {rank: rows[-1]["time"] - rows[0]["time"] for rank, rows in paused.items() if rows}
+    seconds = {rank: rows.seconds[1:].sum() for rank, rows in paused.items()}
     held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
     if not held:
         return
-    states = {rank: statistics.mode(row["name"] for row in paused[rank]) for rank in held}
+    states = {rank: paused[rank]["name"].mode()[0] for rank in held}
     state = next(state for state in PAUSED if state in (*states.values(), ""))
     ranks = [rank for rank in held if states[rank] == state] or held
     where, longest = _name_places("rank", ranks), max(seconds[rank] for rank in ranks)
@@ -229,12 +228,12 @@ def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
     """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
     if waits := _timed_waits(job):
         yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
-    if any(share.own > 0 for share in job.shares.values()):
+    if (job.shares.own > 0).any():
         return
     starved = {}  # as of a captured step, or a split network
     for rank, rows in job.judged[RANK].items():
         # Half of the loader workers may be of the test set, and rest.
-        loaders_full = mean(rows, "loader_cores") >= LOADERS_FULL * mean(rows, "loaders") / 2 > 0
+        loaders_full = rows.loader_cores.mean() >= LOADERS_FULL * rows.loaders.mean() / 2 > 0
         if loaders_full and job.load_of_rank(rank) < (LOW if rank in job.gpus_of_rank else STARVED):
             starved[rank] = job.load_of_rank(rank)
     if starved:
@@ -244,11 +243,11 @@ def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
 def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
     """Find the rank that the others wait for, by what each has timed itself."""
     own = _timed_work(job)
-    if not own:
+    if own.empty:
         return
-    slowest = max(own, key=own.get)
-    times = own[slowest] / statistics.median(own[rank] for rank in own if rank != slowest)
-    lost = own[slowest] - statistics.fmean(own.values())
+    slowest = own.idxmax()
+    times = own[slowest] / own.drop(slowest).median()
+    lost = own[slowest] - own.mean()
     explained = slowest in _timed_waits(job) or _is_hindered(job, job.place_of_rank(slowest))
     if times >= records.SLOW and lost >= WORTH and not explained:
         where = _name_places("rank", [job.place_of_rank(slowest)])
@@ -260,8 +259,8 @@ def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
 
 
 def _find_slow_exchange(job: SampledJob) -> Iterator[Issue]:
-    share = 1 - max(_timed_work(job).values(), default=1)
-    if share < EXCHANGE or not mean(job.steady, "train_seconds") >= LONG_EPOCH:
+    share = 1 - _timed_work(job).max()
+    if not share >= EXCHANGE or not job.steady.train_seconds.mean() >= LONG_EPOCH:
         return
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
     nodes = job.most_at_once(NODE)
@@ -285,13 +284,13 @@ def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
     worst = max(crowded, key=waiting.get)
     node = worst[0], 0
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
-    cores = parse_cores(row["core_list"] for rows in here for row in rows[-1:])
-    loaders = sum(round(mean(rows, "loaders")) for rows in here if mean(rows, "loaders") > 0)
+    cores = parse_cores(rows.core_list.iloc[-1] for rows in here)
+    loaders = sum(round(rows.loaders.mean()) for rows in here if rows.loaders.mean() > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
     if job.mean(NODE, [node], "cores") < CORES_FULL * len(cores):
         told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
-    elif len(cores) < len(parse_cores(row["core_list"] for row in job.rows[NODE].get(node, []))):
+    elif len(cores) < len(parse_cores(job.rows[NODE][node].core_list)):
         told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
     else:
         told = f"{crowd} share {room}: more --cpus-per-task, or fewer threads (OMP_NUM_THREADS) and workers"
@@ -304,16 +303,15 @@ def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
     """Find GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
     for why, (least, words) in SLOWED.items():
         slowed = {
-            gpu: [row for row in rows if why in row["throttled"] and (why == "heat" or _is_slow(row))]
+            gpu: rows[rows.throttled.str.contains(why) & (_is_slow(rows) | (why == "heat"))]
             for gpu, rows in job.judged[GPU].items()
         }
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
             where, worst = _name_places("GPU", gpus), max(gpus, key=parts.get)
-            clock, most, power, heat = (
-                mean(slowed[worst], name)
-                for name in ("clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c")
-            )
+            clock, most, power, heat = slowed[worst][
+                ["clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c"]
+            ].mean()
             how = f"slows down {where} in {_percent(parts[worst])} of the time"
             if clock <= most:
                 how += f", to {clock:,.0f} of {most:,.0f} MHz"
@@ -323,26 +321,26 @@ def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
             return
 
 
-def _is_slow(row: Row) -> bool:
-    return row["clock_mhz"] < CAPPED_CLOCK * row["clock_limit_mhz"]
+def _is_slow(rows: pd.DataFrame) -> pd.Series:
+    return rows.clock_mhz < CAPPED_CLOCK * rows.clock_limit_mhz
 
 
 def _find_full_memory(job: SampledJob) -> Iterator[Issue]:
     """Find GPUs, and nodes, whose memory was nearly full at any moment."""
     for what, (kind, most, of, remedy) in FULL.items():
-        peaks = {place: max(rows, key=_memory_in_use) for place, rows in job.rows[what].items()}
-        parts = {place: _memory_in_use(row) for place, row in peaks.items()}
+        used = {place: memory_in_use(rows) for place, rows in job.rows[what].items()}
+        parts = {place: part.max() for place, part in used.items()}
         if full := [place for place in parts if parts[place] >= most]:
             worst, where = max(full, key=parts.get), _name_places("GPU" if what == GPU else what, full)
-            used = f"{peaks[worst]['memory_mb']:,.0f} of {peaks[worst]['memory_limit_mb']:,.0f} MB"
-            sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({used}); {remedy}."
-            yield Issue(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, parts[worst] >= BRIM)
+            peak = job.rows[what][worst].loc[used[worst].idxmax()]
+            in_use = f"{peak.memory_mb:,.0f} of {peak.memory_limit_mb:,.0f} MB"
+            sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({in_use}); {remedy}."
+            yield Issue(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, bool(parts[worst] >= BRIM))
 
 
-def _memory_in_use(row: Row) -> float:
-    """Return the part of all memory, 0 if it is not known."""
-    known = row["memory_mb"] >= 0 and row["memory_limit_mb"] > 0
-    return row["memory_mb"] / row["memory_limit_mb"] if known else 0.0
+def memory_in_use(rows: pd.DataFrame) -> pd.Series:
+    """Return the part of all memory in each sample, NaN if it is not known."""
+    return rows.memory_mb / rows.memory_limit_mb.where(rows.memory_limit_mb > 0)
 
 
 def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
@@ -366,21 +364,21 @@ def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
 
 def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
     where, few = _name_places("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
-    busy = statistics.fmean(map(job.load, gpus))
+    busy = sum(map(job.load, gpus)) / len(gpus)
     number, lost = busy, 1 - busy
     told = f"{'gaps between' if few else 'short'} kernels leave {where}"
     if grade == FASTER:
-        number = lost = statistics.fmean(_gaps(job, gpu) for gpu in gpus)
+        number = lost = sum(_gaps(job, gpu) for gpu in gpus) / len(gpus)
         told = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
     remedy = "a larger batch per GPU (--batch-size)"
-    if few and not job.shares:  # which may also be for want of batches
+    if few and job.shares.empty:  # which may also be for want of batches
         remedy += ", loader workers if there are none"
-    stages = {row["stage"] for row in job.steady}
-    if any(stage.startswith(DP) for stage in stages):  # whose step cannot be captured
+    stages = job.steady.stage.astype(str)
+    if stages.str.startswith(DP).any():  # whose step cannot be captured
         remedy += ", or DDP (03_multigpu_ddp)"
-    elif not any("captured" in stage for stage in stages):
+    elif not stages.str.contains("captured").any():
         remedy += f", or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES})"
-    seconds, steps = (sum(row[name] for row in job.steady) for name in ("train_seconds", "steps"))
+    seconds, steps = job.steady[["train_seconds", "steps"]].sum()
     step = f", {1000 * seconds / steps:.3g} ms a step" if steps else ""
     how = f"at {_percent(busy)} of its power above idle ({_power(job, gpus)}{step})"
     share = lost * len(gpus) / len(job.judged[GPU])
@@ -392,17 +390,17 @@ def _gaps(job: SampledJob, gpu: Place) -> float:
 
     So without the waiting for loader workers, and what is between epochs too short to be judged alone.
     """
-    trained = sum(row["train_seconds"] for row in job.steady)
+    trained = job.steady.train_seconds.sum()
     judged = sum(ended - began for began, ended in job.windows)
     between = max(0.0, 1 - trained / judged) if trained else 0.0
-    waits = max((share.data for share in job.shares.values()), default=0.0) if job.has_loaders else 0.0
+    waits = job.shares.data.max() if job.has_loaders and len(job.shares) else 0.0
     return 1 - job.mean(GPU, [gpu], "utilisation") / 100 - between - waits
 
 
 def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> Issue:
     # Of those that are seen, some are of the test set, and rest.
     seen = job.mean(RANK, ranks, "loaders")
-    loaders = max((row["workers_per_loader"] for row in job.steady), default=seen)
+    loaders = job.steady.workers_per_loader.max() if len(job.steady) else seen
     each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
     told = "no loader workers"
     remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
@@ -414,7 +412,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
             remedy = "these wait, too: for files (stage them on the node) or for cores"
-    if {row["loader"] for row in job.steady} == {"resident"}:
+    if set(job.steady.loader) == {"resident"}:
         remedy += ", or prepare less for each batch"
     else:
         remedy += ", or keep the data in memory (--loader resident)"
@@ -428,21 +426,23 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
 def _timed_waits(job: SampledJob) -> dict[int, float]:
     """Return, of each rank that waits long for its batches, for what part of the training time."""
     limit = DATA_WAIT if job.has_loaders else DATA_WORK
-    return {rank: share.data for rank, share in job.shares.items() if share.data >= limit}
+    return dict(job.shares.data[job.shares.data >= limit])
 
 
-def _timed_work(job: SampledJob) -> dict[int, float]:
-    """Return in what part of the training time each rank works itself; {} for one alone, or if not known."""
-    own = {rank: share.own for rank, share in job.shares.items()}
-    return own if len(own) > 1 and all(value > 0 for value in own.values()) else {}
+def _timed_work(job: SampledJob) -> pd.Series:
+    """Return in what part of the training time each rank works itself; none if alone, or if not known."""
+    own = job.shares.own
+    return own if len(own) > 1 and (own > 0).all() else own[:0]
 
 
 def _is_hindered(job: SampledJob, rank: Place) -> bool:
     """Tell whether a slow rank has fewer cores than the others, or a hot GPU: another rule tells that."""
     others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
     crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
-    gpus = [row for gpu in job.gpus_of_rank.get(rank, []) for row in job.judged[GPU].get(gpu, [])]
-    return crowded or sum("heat" in row["throttled"] for row in gpus) > HOT * len(gpus)
+    gpus = (job.judged[GPU].get(gpu) for gpu in job.gpus_of_rank.get(rank, []))
+    return crowded or any(
+        rows.throttled.str.contains("heat").mean() > HOT for rows in gpus if rows is not None
+    )
 
 
 def _why_unknown(job: SampledJob) -> str:
@@ -462,7 +462,7 @@ def _power(job: SampledJob, gpus: list[Place]) -> str:
 def _devices(job: SampledJob) -> str:
     gpus, ranks, nodes = (job.most_at_once(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
-    names = {job.rows[GPU][gpu][-1]["name"] for gpu in gpus}
+    names = {job.rows[GPU][gpu]["name"].iloc[-1] for gpu in gpus}
     if len(names) == 1 and names != {""}:
         devices = f"{len(gpus)} x {names.pop()}"
     return devices + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")
