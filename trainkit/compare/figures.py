@@ -27,48 +27,58 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     Raises:
         OSError: if a file cannot be written.
     """
+    measured = table[table.images_per_s.notna()]
+    tested = table.loc[table.test_accuracy.notna(), [*comparison.CONFIGURATION, "variant"]]
+    tested = tested.merge(rows[rows.test_accuracy.notna()], on=comparison.CONFIGURATION)
     figures = {
-        "throughput.png": _throughput(table[table.images_per_s.notna()]),
-        "speedup.png": _speedup(table),
-        "size.png": _size(table),
-        "accuracy.png": _accuracy(table, rows[rows.test_accuracy.notna()]),
+        "throughput.png": _figure(measured, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows)),
+        "speedup.png": _figure(table, _speedup_and_efficiency, _scaling, panels=2),
+        "size.png": _figure(table, _epoch_and_run, sizes.lines, panels=2),
+        "accuracy.png": _figure(tested, _accuracy_curves),
     }
     return style.save(figures, out)
 
 
 def _figure(
-    table: pd.DataFrame, lines_of: Callable, plot: Callable, panels: int = 1, inches: Callable | None = None
+    table: pd.DataFrame,
+    plot: Callable,
+    lines_of: Callable = lambda rows: rows,
+    panels: int = 1,
+    inches: Callable = lambda rows: 3.6,
 ) -> Figure | None:
     """Draw some panels for each section of the report, one section below the other.
 
     Args:
         table: rows with the columns of `comparison.SECTION_BY`.
+        plot: draws what `lines_of` gives on the panels, and remembers how its lines look.
         lines_of: what there is to draw of the rows of a section; nothing: the section is left out.
-        plot: draws that on the panels, and remembers how its lines look.
+        panels: how many a section has, side by side.
         inches: how high a section is, by its rows.
     """
     sections = [(names, rows, lines_of(rows)) for names, rows in table.groupby(comparison.SECTION_BY)]
     sections = [section for section in sections if len(section[2])]
     if not sections:
         return None
-    heights = [inches(rows) if inches else 3.6 for _, rows, _ in sections]
+    heights = [inches(rows) for _, rows, _ in sections]
     figure = plt.figure(figsize=(7, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
     looks: Looks = {}
-    for part, (names, _, lines) in zip(parts, sections, strict=True):
-        part.suptitle(_title(*names), fontsize=10)
+    for part, ((dataset, model, device), _, lines) in zip(parts, sections, strict=True):
+        what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
+        stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
+        title = f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
+        part.suptitle(title, fontsize=10)
         plot(*part.subplots(1, panels, squeeze=False).flat, lines, looks)
-    if looks:
-        _legend(figure)
+    if looks:  # a legend under all panels makes the figure taller rather than the panels smaller
+        entries: dict[str, object] = {}
+        for axes in figure.axes:
+            handles, texts = axes.get_legend_handles_labels()
+            entries |= dict(zip(texts, handles, strict=True))
+        columns = 2 if max(map(len, entries)) < 45 else 1
+        figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) / columns + 1))
+        below = {"loc": "outside lower center", "ncols": columns, "fontsize": 9}
+        figure.legend(entries.values(), entries.keys(), **below)
     return figure
-
-
-def _all_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows
-
-
-def _throughput(table: pd.DataFrame) -> Figure | None:
-    return _figure(table, _all_rows, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows))
 
 
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
@@ -83,11 +93,6 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="plain")
     axes.set_xlabel("training images/s: median, min to max")
-
-
-def _size(table: pd.DataFrame) -> Figure | None:
-    """Draw a line per set of devices and equal settings, through all sizes of the data."""
-    return _figure(table, sizes.lines, _epoch_and_run, panels=2)
 
 
 def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
@@ -113,25 +118,20 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
         axes.grid(alpha=0.3)
 
 
-def _speedup(table: pd.DataFrame) -> Figure | None:
-    """Draw a line per stage and equal settings, another for weak scaling; none of one device alone."""
+def _scaling(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+    """Return texts for the legend, and efficiencies by device counts: strong scaling, then weak scaling.
 
-    def lines(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
-        return [*_lines(section, "efficiency", weak=False), *_lines(section, "weak_efficiency", weak=True)]
-
-    return _figure(table, lines, _speedup_and_efficiency, panels=2)
-
-
-def _lines(section: pd.DataFrame, column: str, weak: bool) -> list[tuple[str, pd.Series]]:
-    """Return texts for the legend, and efficiencies by device counts."""
-    known = section[section[column].notna()]
-    batch = "batch_per_device" if weak else "global_batch"
-    groups = [group for _, group in known.groupby(["stage", batch, "variant"], sort=False)]
-    return [
-        (comparison.label(group.iloc[0], count=False, weak=weak), group.set_index("devices")[column])
-        for group in groups
-        if group.devices.max() > 1
-    ]
+    A line per stage and equal settings; none of one device alone.
+    """
+    lines = []
+    for column, weak in (("efficiency", False), ("weak_efficiency", True)):
+        batch = "batch_per_device" if weak else "global_batch"
+        known = section[section[column].notna()]
+        for _, group in known.groupby(["stage", batch, "variant"], sort=False):
+            if group.devices.max() > 1:
+                text = comparison.label(group.iloc[0], count=False, weak=weak)
+                lines.append((text, group.set_index("devices")[column]))
+    return lines
 
 
 def _speedup_and_efficiency(
@@ -155,14 +155,8 @@ def _speedup_and_efficiency(
         axes.grid(alpha=0.3)
 
 
-def _accuracy(table: pd.DataFrame, rows: pd.DataFrame) -> Figure | None:
-    """Draw a curve per run; repeats of a configuration look alike."""
-    columns = comparison.CONFIGURATION
-    named = table.loc[table.test_accuracy.notna(), [*columns, "variant"]]
-    return _figure(named.merge(rows, on=columns), _all_rows, _accuracy_curves)
-
-
 def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
+    """Draw a curve per run; repeats of a configuration look alike."""
     for _, epochs in section.groupby("run_id", sort=False):
         look = _line_look(comparison.label(epochs.iloc[0]), looks)
         axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
@@ -170,24 +164,7 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
     axes.grid(alpha=0.3)
 
 
-def _title(dataset: str, model: str, device: str) -> str:
-    what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
-    stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
-    return f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
-
-
 def _line_look(text: str, looks: Looks) -> style.Look:
     """Return label and style of a line: equal texts look alike in all panels of a figure."""
     label = text.lstrip("_")  # a legend leaves out what begins with an underscore
     return looks.setdefault(text, {"label": label} | style.line_look(len(looks)))
-
-
-def _legend(figure: Figure) -> None:
-    """Put one legend under all panels; it makes the figure taller rather than the panels smaller."""
-    entries: dict[str, object] = {}
-    for axes in figure.axes:
-        handles, texts = axes.get_legend_handles_labels()
-        entries |= dict(zip(texts, handles, strict=True))
-    columns = 2 if max(map(len, entries)) < 45 else 1
-    figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) / columns + 1))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=9)

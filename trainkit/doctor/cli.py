@@ -49,14 +49,26 @@ def main() -> int:
     rows: list[dict] = []
     for some in _examine(options, rows):
         found += some
-        if not options.json:
-            _show(some)
+        together: dict[tuple, list[Finding]] = {}  # what several nodes or ranks have in common is told once
+        for finding in () if options.json else some:
+            together.setdefault(finding[:4], []).append(finding)
+        for (check, level, message, fix), alike in together.items():
+            nodes = ", ".join(dict.fromkeys(finding.node for finding in alike if finding.node))
+            ranks = ", ".join(str(finding.rank) for finding in alike if finding.rank is not None)
+            where = f"{f'rank {ranks} on ' if ranks else ''}{nodes}: " if nodes else ""
+            tell(f"{LABELS[level]:8} {check:12} {where}{printable(message)}")
+            if fix:
+                tell(f"{'':21} fix: {fix}")
     count = {level: sum(finding.level == level for finding in found) for level in LABELS}
     if options.json:
         document = {"findings": [finding._asdict() for finding in found], "all_reduce": rows}
         tell(json.dumps(document, indent=1))
     else:
-        _show_bandwidths(rows)
+        if rows:
+            tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
+        for row in rows:
+            milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
+            tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 
@@ -92,7 +104,11 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     blocked = site is None or has_fault(found)
     if site:
         if not blocked:
-            found = _check_submission(options, site)
+            done = _sbatch(site, "--test-only", *_shape(options), JOB_SCRIPT.name)
+            # There is no such job.
+            when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
+            message = f"Slurm would take the job (nothing was submitted): {when}"
+            found = [_refusal("submission", done) or Finding("submission", OK, message)]
             blocked = has_fault(found)
             yield found
         yield login_node.check_environment(site, in_job_too=options.job)
@@ -103,47 +119,6 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
         yield [Finding("job", FAULT, "not started, it could not work", "mend the faults above first")]
     elif options.job:
         yield _check_job(options, site, rows)
-
-
-# --- its report -------------------------------------------------------------------------------------
-
-
-def _show(found: list[Finding]) -> None:
-    """Print findings, those that several nodes or ranks have in common once."""
-    together: dict[tuple, list[Finding]] = {}
-    for finding in found:
-        together.setdefault(finding[:4], []).append(finding)
-    for (check, level, message, fix), alike in together.items():
-        tell(f"{LABELS[level]:8} {check:12} {_where(alike)}{printable(message)}")
-        if fix:
-            tell(f"{'':21} fix: {fix}")
-
-
-def _where(alike: list[Finding]) -> str:
-    nodes = ", ".join(dict.fromkeys(finding.node for finding in alike if finding.node))
-    ranks = ", ".join(str(finding.rank) for finding in alike if finding.rank is not None)
-    return f"{f'rank {ranks} on ' if ranks else ''}{nodes}: " if nodes else ""
-
-
-def _show_bandwidths(rows: list[dict]) -> None:
-    if rows:
-        tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
-    for row in rows:
-        milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
-        tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
-
-
-# --- its job ----------------------------------------------------------------------------------------
-
-
-def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
-    """Whether Slurm would take the job."""
-    done = _sbatch(site, "--test-only", *_shape(options), JOB_SCRIPT.name)
-    if done.returncode:
-        return [_refusal("submission", done)]
-    # There is no such job.
-    when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
-    return [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
 
 
 def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list[Finding]:
@@ -157,8 +132,18 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
         messages = _messages(log)
         found += findings_of_ranks(messages, log) if messages else []
         rows += [one["row"] for one in messages if "row" in one]
-        if rows:
-            found.append(_keep(rows, site.results_dir / "all_reduce", started))
+        if rows:  # predictions of what more nodes pay look for these times there
+            shape = f"{rows[0]['ranks']}x{rows[0]['nodes']}"
+            facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
+            path = site.results_dir / "all_reduce" / f"{started:%Y%m%d-%H%M%S}-{shape}.tsv"
+            kept = Finding("all-reduce", OK, f"its times are kept in {path}")
+            try:
+                records.put_all_reduce(path, [row | facts for row in rows])
+            except OSError as error:
+                message = f"its times cannot be written to {path} ({reason(error)})"
+                fix = "free the space, or mend the permissions"
+                kept = Finding("all-reduce", WARNING, message, fix)
+            found.append(kept)
     finally:
         # The job's folder by its own word: one of that number may be another's, from before.
         for folder in {Path(one["folder"]) for one in _messages(log) if "folder" in one}:
@@ -193,25 +178,16 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     return found
 
 
-def _keep(rows: list[dict], folder: Path, started: datetime) -> Finding:
-    """Leave the all-reduce timings in the results, where predictions of what more nodes pay look for them."""
-    path = folder / f"{started:%Y%m%d-%H%M%S}-{rows[0]['ranks']}x{rows[0]['nodes']}.tsv"
-    facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
-    try:
-        records.put_all_reduce(path, [row | facts for row in rows])
-    except OSError as error:
-        message = f"its times cannot be written to {path} ({reason(error)})"
-        return Finding("all-reduce", WARNING, message, "free the space, or mend the permissions")
-    return Finding("all-reduce", OK, f"its times are kept in {path}")
-
-
 def _sbatch(site: Site, *arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
     """sbatch in stage 03's folder, with the site's SBATCH_* variables."""
     env = local.outside_of_jobs() | site.sbatch
     return slurm.ask("sbatch", *arguments, cwd=JOB_SCRIPT.parent, env=env, input=script)
 
 
-def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding:
+def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | None:
+    """What sbatch said if it refused the job."""
+    if not done.returncode:
+        return None
     told = slurm.sbatch_message(done.stderr) or f"exit code {done.returncode}"
     return Finding(check, FAULT, f"Slurm refuses the job: {told}", slurm.advice(told))
 
@@ -248,8 +224,8 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
     try:
         script = job_script(options.num_workers)
         done = _sbatch(site, "--parsable", *_shape(options), *settings, script=script)
-        if done.returncode:
-            return _refusal("job", done)
+        if refusal := _refusal("job", done):
+            return refusal
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
         return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)
     finally:

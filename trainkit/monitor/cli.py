@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ def main(own_job: str | None) -> int:
         from trainkit.monitor import waste
 
         judged = waste.judge(_find_samples(own.verdict))
-        lines = judged.lines(_name(own.verdict))
+        lines = judged.lines(f"job {own.verdict}" if own.verdict.isdigit() else own.verdict)
         tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
     return 0
 
@@ -94,9 +93,17 @@ def _find_samples(job: str) -> Path:
     Raises:
         UserError: if there is none.
     """
-    folder = Path(job)
+    folder, jobs_dir = Path(job), read_site().jobs_dir
     if job.isdigit() and not folder.is_dir():
-        folder = _with_number(job)
+        # Else started by submit.py without Slurm. Numbers of processes come again.
+        here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
+        found = [path for path in [jobs_dir / job] if path.is_dir()] or sorted(here, key=os.path.getmtime)
+        if not found:
+            raise UserError(
+                f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits "
+                "has no folder yet."
+            )
+        folder = found[-1]
     if not folder.is_dir():
         raise UserError(f"there is no folder {printable(job)}: give a job's number or folder.")
     if (folder / samples.FOLDER).is_dir():
@@ -107,24 +114,6 @@ def _find_samples(job: str) -> Path:
             "`python slurm/monitor.py --attach <number>` does it."
         )
     return folder
-
-
-def _name(job: str) -> str:
-    return f"job {job}" if job.isdigit() else job
-
-
-def _with_number(job: str) -> Path:
-    jobs_dir = read_site().jobs_dir
-    if (jobs_dir / job).is_dir():
-        return jobs_dir / job
-    # Started by submit.py without Slurm. Numbers of processes come again.
-    here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
-    if here:
-        return max(here, key=os.path.getmtime)
-    raise UserError(
-        f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits has no "
-        "folder yet."
-    )
 
 
 def _run(command: list[str]) -> int:
@@ -171,37 +160,28 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if until:
-        job = folder.parent
-        collector.sample(folder, {job_folder.VARIABLE: str(job)}, _until_end_of(until, job))
+
+        def ended(seconds: float) -> bool:
+            moment = time.monotonic() + seconds
+            while not (gone := local.has_ended(str(until), folder.parent)) and time.monotonic() <= moment:
+                time.sleep(END_SECONDS)
+            return gone
+
+        collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
     else:
         # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
         mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
         if own_job:  # another practice cluster may have a job with that number
             mine[job_folder.VARIABLE] = own_job
-        collector.sample(folder, mine, _end_of_input)
+
+        def at_end(seconds: float) -> bool:
+            return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 65536)
+
+        collector.sample(folder, mine, at_end)
     number = until or os.environ["SLURM_JOB_ID"]
     if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
         _keep_and_tell(folder, f"job {number}", number)
-
-
-def _end_of_input(seconds: float) -> bool:
-    readable, _, _ = select.select([0], [], [], seconds)
-    return bool(readable) and not os.read(0, 65536)
-
-
-def _until_end_of(process: int, folder: Path) -> Callable[[float], bool]:
-    """Return what waits for the end of the process that controls the ranks of the job in `folder`."""
-
-    def ended(seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while not local.has_ended(str(process), folder):
-            if time.monotonic() > until:
-                return False
-            time.sleep(END_SECONDS)
-        return True
-
-    return ended
 
 
 def _attach(job: int) -> None:
@@ -210,7 +190,16 @@ def _attach(job: int) -> None:
     Raises:
         UserError: if it does not run, samples itself, or may not be sampled.
     """
-    nodes = _nodes_of_running(job)
+    if not slurm.is_here():
+        raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
+    facts = slurm.job_facts(str(job))
+    if facts["JobState"] != "RUNNING":
+        told = ", ".join(filter(None, (facts["JobState"], printable(facts.get("Reason", "")))))
+        raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
+    steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
+    if "monitor" in steps:
+        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")
+    nodes = facts["NumNodes"]
     folder = read_site().jobs_dir / str(job) / samples.FOLDER
     check_writable(folder, "samples", FIX)
     script = 'source "$1"; activate; sample "$2" "$3" --jobid="$4"'
@@ -236,21 +225,6 @@ def _attach(job: int) -> None:
         last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"job {job} could not be sampled: {printable(last) or 'the step failed'}")
     _keep_and_tell(folder, f"job {job}", job)
-
-
-def _nodes_of_running(job: int) -> str:
-    """Return how many nodes the job has; raise a UserError if there is nothing to sample on them."""
-    if not slurm.is_here():
-        raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
-    facts = slurm.job_facts(str(job))
-    state, reason = facts["JobState"], printable(facts.get("Reason", ""))
-    if state != "RUNNING":
-        told = f"{state}, {reason}" if reason else state
-        raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
-    steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
-    if "monitor" in steps:
-        raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")
-    return facts["NumNodes"]
 
 
 def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:

@@ -40,8 +40,12 @@ class Gpus:
             why = "there is no nvidia-ml-py in this environment"
         except pynvml.NVMLError as error:
             why = str(error)
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        expected = chosen not in ("", "-1", "NoDevFiles")
+        if chosen is None:
+            expected = os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
         # Slurm's GPUs may also be virtual, without a driver.
-        if not self._handles and _are_gpus_expected() and shutil.which("nvidia-smi"):
+        if not self._handles and expected and shutil.which("nvidia-smi"):
             tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
 
     def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
@@ -63,7 +67,9 @@ class Gpus:
         for error, words in missing.items():
             self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
         if "ranks" in row:
-            row["ranks"] = _ranks(row["ranks"], ranks)
+            here = sorted({ranks[pid] for pid in row["ranks"] if pid in ranks})
+            nobody = "-" if not row["ranks"] and _shares_process_numbers() else "?"
+            row["ranks"] = "+".join(map(str, here)) or nobody
         return row
 
 
@@ -93,14 +99,6 @@ def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
     return found
 
 
-def _are_gpus_expected() -> bool:
-    """Tell whether GPUs are chosen, or Slurm has given some."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return chosen not in ("", "-1", "NoDevFiles")
-    return os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
-
-
 def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
     """Read the memory. What the driver keeps counts as used; nvidia-smi leaves it out."""
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
@@ -125,13 +123,6 @@ def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
 
 def _processes(nvml: ModuleType, gpu: Any) -> dict[str, object]:
     return {"ranks": [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]}
-
-
-def _ranks(pids: list[int], ranks: dict[int, int]) -> str:
-    here = sorted({ranks[pid] for pid in pids if pid in ranks})
-    if here:
-        return "+".join(map(str, here))
-    return "-" if not pids and _shares_process_numbers() else "?"
 
 
 def _shares_process_numbers() -> bool:

@@ -50,7 +50,11 @@ class Process:
         with process.oneshot():
             self.parent, self.started = process.ppid(), process.create_time()
             cpu = process.cpu_times()
-        self.core_list = _as_core_list({*process.cpu_affinity()})
+        cores = {*process.cpu_affinity()}
+        starts = sorted(core for core in cores if core - 1 not in cores)
+        ends = sorted(core for core in cores if core + 1 not in cores)
+        ranges = (f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
+        self.core_list = ",".join(ranges)
         self.resident = process.memory_info().rss
         self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
         with suppress(psutil.AccessDenied):
@@ -61,7 +65,11 @@ class Process:
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
         self.waiting = waiting if seconds > 0 else None  # the first time it is that of its whole life
-        self.torch = self.torch or _has_torch(self.pid)
+        # Inductor's compile, and are no loader workers.
+        self.torch = self.torch or (
+            b"/libtorch" in (_proc(self.pid) / "maps").read_bytes()
+            and b"torch/_inductor/" not in (_proc(self.pid) / "cmdline").read_bytes()
+        )
 
     @property
     def memory(self) -> int:
@@ -118,7 +126,18 @@ class Processes:
         self._samples += 1
         families = self._families()
         self.ranks = {process.pid: process.rank for family in families for process in family}
-        return [self._node_row(seconds), *(_rank_row(*family) for family in families)]
+        before, self._network_bytes = self._network_bytes, _network_bytes()
+        processes = self._processes.values()
+        node = {
+            "what": samples.NODE,
+            "memory_mb": sum(one.memory for one in processes) / 1e6,
+            "memory_limit_mb": memory_limit() / 1e6,
+            "cores": sum(one.cores for one in processes),
+            "core_list": ",".join(sorted({one.core_list for one in processes})),
+            "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
+            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
+        }
+        return [node, *(_rank_row(*family) for family in families)]
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
         """Look at a process; None if it is not of the job, another user's, or has ended."""
@@ -146,19 +165,6 @@ class Processes:
                 families.setdefault(process.rank, []).append(process)
         return [families[rank] for rank in sorted(families)]
 
-    def _node_row(self, seconds: float) -> dict[str, object]:
-        processes = self._processes.values()
-        before, self._network_bytes = self._network_bytes, _network_bytes()
-        return {
-            "what": samples.NODE,
-            "memory_mb": sum(one.memory for one in processes) / 1e6,
-            "memory_limit_mb": memory_limit() / 1e6,
-            "cores": sum(one.cores for one in processes),
-            "core_list": ",".join(sorted({one.core_list for one in processes})),
-            "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
-            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
-        }
-
 
 def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
     return {
@@ -174,13 +180,6 @@ def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
     }
 
 
-def _as_core_list(numbers: set[int]) -> str:
-    """Write 0, 1, 2 and 5 as 0-2,5."""
-    starts = sorted(n for n in numbers if n - 1 not in numbers)
-    ends = sorted(n for n in numbers if n + 1 not in numbers)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
 def _proc(pid: int | str) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid))
 
@@ -190,12 +189,6 @@ def _rank(variables: list[str]) -> tuple[int, bool]:
     env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
     rank, launcher = place.rank_of(env) or "", place.launcher_of(env)
     return int(rank) if rank.isdecimal() else 0, bool(launcher) and launcher.name == "torchrun"
-
-
-def _has_torch(pid: int) -> bool:
-    """Tell whether it has loaded PyTorch; not of Inductor's, which compile and are no loader workers."""
-    is_there = b"/libtorch" in (_proc(pid) / "maps").read_bytes()
-    return is_there and b"torch/_inductor/" not in (_proc(pid) / "cmdline").read_bytes()
 
 
 def _network_bytes() -> int:

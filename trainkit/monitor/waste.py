@@ -132,7 +132,13 @@ class Verdict:
         if self.notes and len(told) < most:
             more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
             told.append(f"not seen: {self.notes[0]}{more}")
-        return [printable(line) for line in (*told, f"{name} was watched for {self._watched()}")]
+        watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
+        for number, unit in ((self.energy_kwh, "kWh"), (self.joules_per_1000_images, "J per 1,000 images")):
+            if number >= 0:
+                watched.append(f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}")
+        if self.energy_from == "power":
+            watched.append("summed up from the power, as there is no counter")
+        return [printable(line) for line in (*told, ", ".join(watched))]
 
     def facts(self) -> dict[str, object]:
         """Return it for JSON, which has no NaN: null."""
@@ -141,16 +147,6 @@ class Verdict:
         for name in ("energy_kwh", "joules_per_1000_images"):
             facts[name] = _or_none(facts[name])
         return facts
-
-    def _watched(self) -> str:
-        told = [f"{self.seconds:,.0f} s: {self.devices}"]
-        if self.energy_kwh >= 0:
-            told.append(f"{_rounded(self.energy_kwh)} kWh")
-        if self.joules_per_1000_images >= 0:
-            told.append(f"{_rounded(self.joules_per_1000_images)} J per 1,000 images")
-        if self.energy_from == "power":
-            told.append("summed up from the power, as there is no counter")
-        return ", ".join(told)
 
 
 def judge(folder: Path) -> Verdict:
@@ -169,9 +165,15 @@ def judge_job(job: SampledJob) -> Verdict:
     one_each: dict[str, Issue] = {}
     for issue in found:
         one_each.setdefault(issue.kind, issue)
+    unknown = ""
+    if not job.rows[GPU] and not job.rows[RANK]:
+        unknown = "nothing to judge: no process that has loaded PyTorch was seen"
+    elif job.moments < LEAST_MOMENTS:
+        told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
+        unknown = f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
     return Verdict(
         findings=sorted(one_each.values(), key=lambda issue: (issue.grade == FASTER, -issue.share)),
-        unknown=_why_unknown(job),
+        unknown=unknown,
         seconds=job.seconds,
         devices=_devices(job),
         energy_kwh=job.joules() / 3.6e6,
@@ -248,9 +250,15 @@ def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
     slowest = own.idxmax()
     times = own[slowest] / own.drop(slowest).median()
     lost = own[slowest] - own.mean()
-    explained = slowest in _timed_waits(job) or _is_hindered(job, job.place_of_rank(slowest))
+    place = job.place_of_rank(slowest)
+    # Fewer cores than the others, or a hot GPU: another rule tells that.
+    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != place), default=0)
+    crowded = job.waits_for_core(place) >= max(CROWDED, WORTH + others)
+    gpus = [job.judged[GPU][gpu] for gpu in job.gpus_of_rank.get(place, []) if gpu in job.judged[GPU]]
+    hot = any(rows.throttled.str.contains("heat").mean() > HOT for rows in gpus)
+    explained = slowest in _timed_waits(job) or crowded or hot
     if times >= records.SLOW and lost >= WORTH and not explained:
-        where = _name_places("rank", [job.place_of_rank(slowest)])
+        where = _name_places("rank", [place])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
@@ -302,10 +310,9 @@ def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
 def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
     """Find GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
     for why, (least, words) in SLOWED.items():
-        slowed = {
-            gpu: rows[rows.throttled.str.contains(why) & (_is_slow(rows) | (why == "heat"))]
-            for gpu, rows in job.judged[GPU].items()
-        }
+        slowed = {gpu: rows[rows.throttled.str.contains(why)] for gpu, rows in job.judged[GPU].items()}
+        for gpu, rows in slowed.items() if why != "heat" else ():
+            slowed[gpu] = rows[rows.clock_mhz < CAPPED_CLOCK * rows.clock_limit_mhz]
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
             where, worst = _name_places("GPU", gpus), max(gpus, key=parts.get)
@@ -319,10 +326,6 @@ def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
             sentence = words.format(how=how, heat=heat, power=power)
             yield Issue("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
             return
-
-
-def _is_slow(rows: pd.DataFrame) -> pd.Series:
-    return rows.clock_mhz < CAPPED_CLOCK * rows.clock_limit_mhz
 
 
 def _find_full_memory(job: SampledJob) -> Iterator[Issue]:
@@ -435,25 +438,6 @@ def _timed_work(job: SampledJob) -> pd.Series:
     return own if len(own) > 1 and (own > 0).all() else own[:0]
 
 
-def _is_hindered(job: SampledJob, rank: Place) -> bool:
-    """Tell whether a slow rank has fewer cores than the others, or a hot GPU: another rule tells that."""
-    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != rank), default=0)
-    crowded = job.waits_for_core(rank) >= max(CROWDED, WORTH + others)
-    gpus = (job.judged[GPU].get(gpu) for gpu in job.gpus_of_rank.get(rank, []))
-    return crowded or any(
-        rows.throttled.str.contains("heat").mean() > HOT for rows in gpus if rows is not None
-    )
-
-
-def _why_unknown(job: SampledJob) -> str:
-    if not job.rows[GPU] and not job.rows[RANK]:
-        return "nothing to judge: no process that has loaded PyTorch was seen"
-    if job.moments < LEAST_MOMENTS:
-        told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
-        return f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
-    return ""
-
-
 def _power(job: SampledJob, gpus: list[Place]) -> str:
     power, limit, used = (job.mean(GPU, gpus, name) for name in ("power_w", "power_limit_w", "utilisation"))
     return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
@@ -488,10 +472,6 @@ def _count(number: int, what: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _rounded(number: float) -> str:
-    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _or_none(number: float) -> float | None:
