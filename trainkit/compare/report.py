@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from trainkit.compare import comparison, figures, page, sizes, text, trust
@@ -160,6 +161,8 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
     known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
+    least = table.least_memory_mb.map("{:.0f}..".format)
+    uneven = (table.devices > 1) & (table.least_memory_mb < 0.95 * table.peak_memory_mb)
     table = table.assign(
         spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
         efficiency_percent=100 * table.efficiency,
@@ -167,11 +170,13 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],
-        memory=[_memory(row) for row in table.itertuples()],
+        memory=least.where(uneven, "") + table.peak_memory_mb.map("{:.0f}".format),
     )
     columns = dict(SHOWN)
     if target is not None:
-        table = table.assign(reached=[_time_to_target(row) for row in table.itertuples()])
+        some = [f" ({row.target_runs} of {row.runs})" for row in table.itertuples()]
+        some = table.target_s.map("{:.1f}".format) + np.where(table.target_runs < table.runs, some, "")
+        table = table.assign(reached=some.where(table.target_runs > 0, "not reached"))
         columns |= {f"s to {target:g} %": ("reached", ""), "train s to it": ("target_train_s", ".1f")}
     shown = pd.DataFrame(
         {
@@ -196,19 +201,6 @@ def _runs(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     number = table[comparison.CONFIGURATION].assign(number=table.index)
     last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
     return last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
-
-
-def _memory(row: tuple) -> str:
-    """Tell the most of any device, or the least and the most where they differ by 5 % or more."""
-    uneven = row.devices > 1 and row.least_memory_mb < 0.95 * row.peak_memory_mb
-    return f"{row.least_memory_mb:.0f}..{row.peak_memory_mb:.0f}" if uneven else f"{row.peak_memory_mb:.0f}"
-
-
-def _time_to_target(row: tuple) -> str:
-    if not row.target_runs:
-        return "not reached"
-    some = f" ({row.target_runs} of {row.runs})" if row.target_runs < row.runs else ""
-    return f"{row.target_s:.1f}{some}"
 
 
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:

@@ -49,9 +49,8 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
     Raises:
         OSError: if `path` cannot be written.
     """
-    table.apply(lambda column: column.map(_no_formula)).to_csv(path, index=False)
 
+    def quoted(cell: object) -> object:  # a spreadsheet would compute a text that begins like a formula
+        return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
-def _no_formula(cell: object) -> object:
-    """Quote a text that begins like a formula: a spreadsheet would compute it."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
+    table.apply(lambda column: column.map(quoted)).to_csv(path, index=False)

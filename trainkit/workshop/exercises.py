@@ -330,18 +330,8 @@ def _too_long(*_: object) -> NoReturn:
 
 
 def wrapped(text: str) -> str:
-    """Wrap paragraphs anew; a line that begins with a blank stays one, and a dash begins one."""
-    paragraphs = [""]
-    for line in text.splitlines():
-        goes_on = line and not line.startswith((" ", "-"))
-        if goes_on and paragraphs[-1] and not paragraphs[-1].startswith(" "):
-            paragraphs[-1] += f" {line}"
-        else:
-            paragraphs.append(line)
-    lines = [
-        line if line.startswith(" ") else textwrap.fill(line, 100, break_on_hyphens=False)
-        for line in paragraphs[1:]
-    ]
+    """Indent what a learner is told, and fold what is too long for a line of it."""
+    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text.splitlines())
     return textwrap.indent("\n".join(lines), "  ")
 
 
