@@ -1,7 +1,7 @@
 """slurm/MONITORING.md: what it says of each tool's columns, and that its outputs are what the tools print.
 
 Its commands for Slurm are run by test_slurm_documents.py, the others by test_project.py. What needs a GPU is
-held to what one printed, or else to tests/layouts/tools.txt, and run where there is one.
+held to what one printed, or else to tests/layouts.txt, and run where there is one.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from forking import Forking
 
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
 RECORDED = REPOSITORY / "results" / "sample" / "h100" / "nvidia_smi.txt"
-LAYOUTS = REPOSITORY / "tests" / "layouts" / "tools.txt"
+LAYOUTS = REPOSITORY / "tests" / "layouts.txt"
 EXPERIMENT = REPOSITORY / "slurm" / "experiments" / "looks_busy.py"
 # A picture, by the arguments of python that draw it from the top folder.
 TIMELINES = {

@@ -21,7 +21,6 @@ FIRST_LINES = {
     "cpu_healthy": (None, "no waste found"),
     "cpu_waiting_for_loader": ("waiting_for_loader", "of the training time of rank 0"),
     "cpu_shared_cores": ("shared_cores", "2 ranks share 1 core of the job's"),
-    "cpu_host_memory": ("host_memory", "of the job's memory"),
     "cpu_stalled_rank": ("stalled_rank", "SIGSTOP held rank 1"),
     "cpu_network_bound": ("network_bound", "the exchange of gradients takes"),
     "gpu_no_rank": ("no_rank", "no rank uses GPU 2 on n1: ask for 2 GPUs"),
@@ -178,6 +177,7 @@ def test_the_worst_comes_first_and_what_is_urgent_is_told(made: Callable[..., Pa
     assert shares == sorted(shares, reverse=True)
     every = ["waiting_for_loader", "no_rank", "shared_cores", "throttled", "memory_full", "host_memory"]
     assert [finding.kind for finding in verdict.findings] == every
+    assert "93 % of the job's memory on n1 was in use" in verdict.findings[-1].sentence
     lines = verdict.lines("job 12")
     words = ("waiting for batches", "no rank uses GPU 2", "heat", "99 % of the memory on GPU 0", "job 12 was")
     assert len(lines) == 5

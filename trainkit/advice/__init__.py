@@ -1,1 +1,0 @@
-"""How many GPUs to ask for, from measured runs."""

@@ -1,1 +1,0 @@
-"""Whether a job can work on this cluster, seen before any training."""

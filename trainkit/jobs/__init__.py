@@ -1,1 +1,0 @@
-"""Asking for a job, following it, and many of them."""

@@ -1,1 +1,0 @@
-"""The training itself, as each rank runs it: data, batches, network, optimizer, checkpoints, the record."""

@@ -1,1 +1,0 @@
-"""What runs a training: processes that find each other, their devices, their machine, how they end."""
