@@ -191,7 +191,7 @@ def _record(folder: Path, written: Written, nodes: list[str]) -> None:
     facts["run_id"] = f"{facts['stage']}-written"
     facts |= {"world_size": devices, "devices": devices, "nodes": len(nodes), "started_at": _moment(BEGAN)}
     facts["batch_per_device"] = facts["global_batch"] // devices
-    recorder = records.Recorder(folder / "training", facts)
+    recorder = records.RunFiles(folder / "training", facts)
     for epoch in range(1, written.epochs + 1):
         seconds = START + epoch * (written.train + EVALUATE)
         of_ranks = [

@@ -4,13 +4,14 @@ from importlib import import_module
 
 from trainkit.runtime import errors
 
-errors.quiet_on_ctrl_c()  # before PyTorch, whose loading it may interrupt
+errors.quiet_without_run()  # before PyTorch, whose loading it may interrupt
 
 # Loaded by whoever names one: a login node takes none of them, and has no time for PyTorch.
 _ROOMS = {"batches": "rank", "data": "rank", "options": "rank"}
 _ROOMS |= {"process_group": "runtime"}
 _MODULES = {
     "Net": "rank.model",
+    "Recorder": "rank.recorder",
     "Run": "rank.run",
     "UserError": "runtime.errors",
     "choose_precision": "rank.precision",

@@ -48,6 +48,7 @@ OTHERS = {
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
     f"{BEYOND}/predict.py": "--data-dir --invert --no-cuda --out --precision --test-size",
+    f"{BEYOND}/recorded.py": PLAIN,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out

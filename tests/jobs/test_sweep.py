@@ -90,7 +90,7 @@ def main():
     facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0}
     facts |= {"steps": steps, "images": steps * opts.batch_size}
     facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
-    recorder = records.Recorder(opts.results_dir, facts)
+    recorder = records.RunFiles(opts.results_dir, facts)
     for epoch in range(1, opts.epochs + 1):
         speed = SPEEDS[opts.batch_size] * devices
         seconds = facts["images"] / speed

@@ -1,4 +1,4 @@
-"""The two scripts in plain PyTorch, as a learner runs them, on the first images of MNIST."""
+"""The scripts in plain PyTorch, and one of them with a Recorder, on the first images of MNIST."""
 
 import difflib
 import re
@@ -9,12 +9,40 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, succeeded
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, rows_of, succeeded
 from forking import Forking
+
+from trainkit.compare import comparison
+from trainkit.compare.summary import verdict
+from trainkit.schema import records
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
 TESTED = 501  # so that two ranks have unequal shares
+# Rank 1 gets USR2 in step 14; `sys.argv` has the script's words.
+STOPS = """\
+import os, runpy, signal, sys, torch
+steps, step = [], torch.optim.Adadelta.step
+def stopping(*given):
+    steps.append(0)
+    if len(steps) == 14 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return step(*given)
+torch.optim.Adadelta.step = stopping
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+# What rank 0 and rank 1 have of an epoch, and a number that a test chooses.
+UNEQUAL = """\
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+from trainkit import Recorder
+model = torch.nn.Linear(2, 1)
+one = dist.get_rank()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
+tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
+seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
+seen.epoch(*map(float, sys.argv[1:]))"""
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +93,56 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     state, told = cluster.wait(job), (folder / "told.log").read_text()
     assert state["JobState"] == "COMPLETED", told
     assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.M)) == 1
+
+
+def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
+    forking: Forking, few_images: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    script = (BEYOND / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
+    for ranks in (1, 2):
+        job = tmp_path / f"job-{ranks}"
+        job.mkdir()
+        here = env | {"TRAINKIT_JOB_DIR": str(job), "RANK": "0"}
+        if ranks == 2:
+            done = succeeded(forking.run(tmp_path / "stops.py", *script, ranks=2, env=here))
+            assert "epoch 1/3" in done.stdout and "epoch 2/3" not in done.stdout
+            assert (job / "stopped").read_text().strip() == str(job / "recorded.pt")
+        done = succeeded(forking.run(*script, ranks=ranks, env=here))
+        assert ("epoch 1/3" in done.stdout) == (ranks == 1) and "epoch 3/3" in done.stdout
+    rows, skipped = comparison.load_some([tmp_path / "runs"])
+    table = comparison.compare(comparison.summarize(rows))
+    assert not skipped and list(table.devices) == [1, 2] and list(table.epochs) == ["3", "3"]
+    assert verdict(table).startswith("recorded on 2 CPU workers trained ")
+    assert set(zip(rows.images, rows.test_images, rows.settings, strict=True)) == {
+        (1000, TESTED, "optimizer=Adadelta dropout=0.5")
+    }
+    losses = [group.train_loss.iloc[-1] for _, group in rows.groupby("devices")]
+    assert losses == pytest.approx([0.5, 0.5], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wrong"),
+    [
+        ((30, 1, "nan"), "column train_loss: 'nan' is not a"),
+        ((30, 0, 1), "column train_seconds: '0' is not a"),
+    ],
+)
+def test_a_recorder_sums_up_over_the_ranks(
+    numbers: tuple, wrong: str, forking: Forking, tmp_path: Path
+) -> None:
+    """And refuses what nobody could read, before it is written."""
+    (tmp_path / "unequal.py").write_text(UNEQUAL)
+    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    done = forking.run(tmp_path / "unequal.py", *numbers, ranks=2, env=env)
+    assert (
+        done.returncode == 1
+        and f"error on rank 0: epoch 2 cannot be recorded (its row, {wrong}" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    (row,) = rows_of(tmp_path)
+    assert [row[name] for name in ("images", "steps", "train_seconds", "train_loss")] == [40, 4, 3, 2]
+    assert [row[name] for name in ("test_images", "test_loss", "test_accuracy")] == [4, 1, 25]
+    ((path,), metric) = ((tmp_path / "runs").glob("*.csv"), ("perplexity", 3))
+    assert [(one["metric"], one["value"]) for one in records.read_metrics(path)] == [metric]

@@ -16,7 +16,7 @@ from trainkit.compare import comparison
 from trainkit.compare.report import report
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.records import COLUMNS, Recorder
+from trainkit.schema.records import COLUMNS, RunFiles
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers
@@ -164,10 +164,10 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -
 @pytest.mark.parametrize("column", ["stage", "dataset", "model"])
 def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
     facts = dict.fromkeys(COLUMNS, "Net 训练 $")
-    Recorder(tmp_path, facts)
+    RunFiles(tmp_path, facts)
     for name in ("a\nb", "x" * 201):
         with pytest.raises(UserError, match=f"the {column} cannot be recorded"):
-            Recorder(tmp_path, facts | {column: name})
+            RunFiles(tmp_path, facts | {column: name})
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     """Three runs: with a verdict that tells the energy, with one that does not, and with a slow rank."""
     (row, *_) = records.read(SAMPLE)
     for run_id, slowest in {"one": 1.0, "two": 1.1, "slow": 2.0}.items():
-        recorder = records.Recorder(tmp_path, row | {"run_id": run_id})
+        recorder = records.RunFiles(tmp_path, row | {"run_id": run_id})
         for epoch in (1, 2):
             ranks = [{"rank": rank, "own_seconds": seconds} for rank, seconds in enumerate([1.0, slowest])]
             of_all = {"epoch": epoch, "host": "n1", "device": "cpu", "device_name": "CPU"}

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from trainkit.compare.report import report, report_each
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.records import ADDED, COLUMNS, Recorder
+from trainkit.schema.records import ADDED, COLUMNS, RunFiles
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
     row |= {"global_batch": 256, "batch_per_device": 256, "accumulate": 1, "gamma": 0.7, "precision": "fp32"}
     row |= {"seed": 1, "test_images": 10_000, "torch_version": "2.15.0", "learning_rate": 1.0}
     row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1} | facts
-    recorder = Recorder(folder, row)
+    recorder = RunFiles(folder, row)
     for i, speed in enumerate(speeds):
         epoch = {
             "epoch": i + 1,

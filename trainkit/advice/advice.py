@@ -20,7 +20,7 @@ from trainkit.advice.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
+from trainkit.schema.columns import ABOVE_0, COLUMNS, DDP, DP, SINGLE, lr_factor
 
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
@@ -217,7 +217,7 @@ class RunSet:
         )  # fmt: skip
         outside["start"] = (outside.elapsed - outside.trained - outside.tested).clip(lower=0)
         self._start = outside.groupby("devices").start.median()
-        self._evaluation = self._steady.groupby("devices").eval_seconds.median()
+        self._evaluation = self._steady.groupby("devices").eval_seconds.median().clip(lower=ABOVE_0)
         parallel = set(rows.stage[rows.devices > 1]) | (set(rows.stage) - set(comparison.TUTORIAL_STAGES))
         self.stages = sorted(stage for stage in parallel or {DDP} if self.measured(stage))
         if not self.stages:
@@ -494,4 +494,4 @@ def _reached_by_most(rows: pd.DataFrame) -> float | None:
 
 def _accuracy_error(accuracy: float, rows: pd.DataFrame) -> float:
     """Return the standard deviation of an accuracy (%) that was found on so many test images."""
-    return math.sqrt(accuracy * (100 - accuracy) / rows.test_images.median())
+    return math.sqrt(accuracy * (100 - accuracy) / max(rows.test_images.median(), 1))

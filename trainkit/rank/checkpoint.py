@@ -129,7 +129,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
-            process_group.on_rank_0(lambda: _report_stop(text, self._folder))
+            process_group.on_rank_0(lambda: report_stop(text, self._folder))
             process_group.leave()  # when rank 0 has saved: a rank that went before would end the whole step
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
@@ -244,7 +244,7 @@ class Checkpoints:
             ) from None
 
 
-def _report_stop(text: str, folder: Path) -> None:
+def report_stop(text: str, folder: Path) -> None:
     """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:

@@ -1,5 +1,6 @@
 """What an epoch amounts to: the numbers that travel between the loop, the log and the checkpoints."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ class Trained(NamedTuple):
     seconds: float
     loss: float
     learning_rate: float  # of the first step
+    samples: int = 0  # of all ranks; 0: as many as the steps are to have
 
 
 class Tested(NamedTuple):
@@ -25,6 +27,9 @@ class Tested(NamedTuple):
     seconds: float
     loss: float
     accuracy: float  # NaN where the targets are not class numbers
+
+
+NOT_TESTED = Tested(0, 0.0, math.nan, math.nan)
 
 
 class Metric(NamedTuple):

@@ -66,12 +66,18 @@ def class_name(model: nn.Module) -> str:
     return type(unwrapped(model)).__name__.removeprefix("FSDP")
 
 
+def trained_weights(model: nn.Module) -> int:
+    """Count the weights that are trained."""
+    return sum(weights.numel() for weights in model.parameters() if weights.requires_grad)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Take the network out of the wrappers of DataParallel, DistributedDataParallel and torch.compile.
+    """Take the network out of what DataParallel, DistributedDataParallel, torch.compile or Fabric wrap it in.
 
     They put "module." and "_orig_mod." before the names of the weights.
     """
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+    of_fabric = type(model).__name__ == "_FabricModule"
+    if of_fabric or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         return unwrapped(model.module)
     if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes seconds to import
         return unwrapped(model._orig_mod)

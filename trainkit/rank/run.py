@@ -20,7 +20,7 @@ from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.data import Split
 from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, diverged
-from trainkit.rank.model import unwrapped
+from trainkit.rank.model import trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
@@ -83,7 +83,6 @@ class Run:
 
     def _facts(self) -> dict[str, object]:
         """Return the columns of the record that only the training itself knows."""
-        trained = (weights.numel() for weights in self.model.parameters() if weights.requires_grad)
         flops = self.flops
         if flops is None:
             flops = math.nan if self.sharded else operations.per_image(self.model, self.train_set)
@@ -93,7 +92,7 @@ class Run:
             "accumulate": self.accumulate,
             "flops_per_image": flops,
             "settings": f"{own_optimizer(self.options, self.optimizer)} {self.options.settings()}".strip(),
-            "parameters": self.sharded.parameters() if self.sharded else sum(trained),
+            "parameters": self.sharded.parameters() if self.sharded else trained_weights(self.model),
         }
 
     def epochs(self) -> Iterator[int]:

@@ -25,7 +25,7 @@ from trainkit.runtime.files import replacing
 from trainkit.runtime.place import Place
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
-from trainkit.schema.records import Recorder, slow_rank
+from trainkit.schema.records import RunFiles, slow_rank
 
 
 class RunLog:
@@ -57,7 +57,7 @@ class RunLog:
             "git_commit": machine.git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
-        self._recorder = None if options.dry_run else Recorder(options.results_dir, self._facts)
+        self._recorder = None if options.dry_run else RunFiles(options.results_dir, self._facts)
         tell(
             f"stage {facts['stage']} · {facts['devices']} x {self._facts['device_name']} · {dataset} · "
             f"global batch {options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
@@ -78,11 +78,12 @@ class RunLog:
         Raises:
             UserError: if the row cannot be written.
         """
-        images = trained.steps * self._options.batch_size
-        images_per_s = images / trained.seconds
+        images = trained.samples or trained.steps * self._options.batch_size
+        images_per_s = images / (trained.seconds or math.nan)
         train = f"loss {trained.loss:.4f}, {images_per_s:,.0f} images/s, {trained.seconds:.1f} s"
         accuracy = "" if math.isnan(tested.accuracy) else f"accuracy {tested.accuracy:.2f} %, "
-        test = f"{accuracy}loss {tested.loss:.4f}, {tested.seconds:.1f} s"
+        loss = "" if math.isnan(tested.loss) else f"loss {tested.loss:.4f}, "
+        test = f" | test {accuracy}{loss}{tested.seconds:.1f} s" if accuracy or loss else ""
         if self._recorder:
             row = {
                 "epoch": epoch,
@@ -106,7 +107,7 @@ class RunLog:
             self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:
                 samples.note_run(self._recorder.path)
-        tell(f"epoch {epoch}/{self._options.epochs}: train {train} | test {test}")
+        tell(f"epoch {epoch}/{self._options.epochs}: train {train}{test}")
         if self._past_first_epoch and (slow := slow_rank(of_ranks)):
             tell(f"{slow}.")
         self._past_first_epoch = True

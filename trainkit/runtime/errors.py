@@ -77,11 +77,13 @@ def run(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
-def quiet_on_ctrl_c() -> None:
-    """Have Ctrl-C show no traceback, also before `run`, which may be seconds away, behind `import torch`."""
+def quiet_without_run() -> None:
+    """Have Ctrl-C and a UserError show no traceback, before `run` (behind `import torch`) or without it."""
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if issubclass(kind, UserError):
+            print(f"error{_which_rank()}: {error}", file=sys.stderr)
+        elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = told

@@ -71,6 +71,22 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
     return _settled(here, debug_dir)
 
 
+def joined(device: torch.device) -> Place:
+    """Take the place of this process in a process group that somebody else has made.
+
+    Raises:
+        UserError: if a launcher started several processes, and there is no group yet.
+    """
+    here = _place()
+    if here.size > 1 and not dist.is_initialized():
+        raise UserError(
+            f"this is one of {here.size} processes, and there is no process group yet: call "
+            "torch.distributed.init_process_group before, or what does it for you, as Accelerator() does."
+        )
+    nodes = max(here.nodes, len({*gather(platform.node())}))
+    return replace(here, rank=rank(), size=count(), nodes=nodes, device=device)
+
+
 def _place() -> Place:
     try:
         return place.read()

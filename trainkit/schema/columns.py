@@ -111,6 +111,7 @@ def flag(cell: str) -> bool:
     return bool(number(int, 0, 1)(cell))
 
 
+OWN_LOOP = "own"  # the recipe of a training whose loop is not ours (rank/recorder.py)
 UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs pool among each other
 # In the order of the file. results/README.md tells the meanings.
 # fmt: off
@@ -164,10 +165,10 @@ COLUMNS: dict[str, Column] = {
     "images": Column(number(int, 1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
     "train_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
     "images_per_s": Column(number(float, ABOVE_0), Role.MEASUREMENT),
-    "test_images": Column(number(int, 1), Role.FACT, before=10_000),
-    "eval_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
+    "test_images": Column(number(int, 0), Role.FACT, before=10_000),
+    "eval_seconds": Column(number(float, 0), Role.MEASUREMENT),
     "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
-    "test_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
+    "test_loss": Column(number_or_nan(-FLOAT32, FLOAT32), Role.MEASUREMENT),
     "test_accuracy": Column(number_or_nan(0, 100), Role.MEASUREMENT),  # a regression has none
     "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
     "peak_memory_mb": Column(number(float, 0), Role.MEASUREMENT),

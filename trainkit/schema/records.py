@@ -65,7 +65,7 @@ class RecordError(UserError):
     """A CSV that cannot be used; the text names the file and the reason."""
 
 
-class Recorder:
+class RunFiles:
     """Writes `<results_dir>/runs/<run_id>.csv`.
 
     `rows` are the rows so far, `of_ranks` and `metrics` those of the files beside it.
@@ -102,8 +102,15 @@ class Recorder:
         """Append the row of one epoch, those of its devices and its metrics, and put the files in place.
 
         Raises:
-            UserError: if they cannot be written; those of the epochs before stay.
+            UserError: if a number makes no sense, or they cannot be written; those of the epochs before stay.
         """
+        try:
+            _row({name: _to_text(value) for name, value in (self._facts | row).items()}, "its row", OF_A_RUN)
+        except ValueError as error:
+            raise UserError(
+                f"epoch {row['epoch']} cannot be recorded ({error}): correct what the training tells of it. "
+                "The epochs before are recorded."
+            ) from None
         self.rows.append(self._facts | row)
         self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
         self.metrics += metrics

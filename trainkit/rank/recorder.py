@@ -1,0 +1,148 @@
+"""The record of a training whose loop is not ours: Accelerate's, Fabric's, or your own."""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.rank import options, recipes
+from trainkit.rank.agreement import Agreement
+from trainkit.rank.checkpoint import report_stop
+from trainkit.rank.epoch import Metric, Tested, Trained
+from trainkit.rank.model import trained_weights
+from trainkit.rank.run import rows_of_ranks
+from trainkit.rank.runlog import RunLog
+from trainkit.runtime import process_group
+from trainkit.runtime.errors import STOP_SIGNALS
+from trainkit.schema.columns import OWN_LOOP
+
+
+class Recorder:
+    """Writes the record of a training whose loop is not ours, and hears when it is to stop.
+
+    Every rank makes one when the process group is there, and calls its methods at the same points; rank 0
+    writes. `first_epoch` is 1, or follows the last one of `load_state_dict`.
+
+    Args:
+        name: what the record calls the training.
+        model, optimizer: on the device that they train on, wrapped or not.
+        batch_size: the global batch size: samples per optimizer step of all ranks together.
+        epochs: how many are planned.
+        dataset: its name.
+        settings: what else makes it this training and no other, such as {"hidden": 256}.
+        precision: such as "bf16", where the layers do not compute in the type of the weights.
+        results_dir: by default that of the job, or `results` of this checkout.
+
+    Raises:
+        UserError: if several processes have no process group, a setting cannot be recorded, or the results
+            cannot be written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch_size: int,
+        epochs: int,
+        dataset: str,
+        settings: dict[str, object] | None = None,
+        precision: str = "",
+        results_dir: Path | str | None = None,
+    ) -> None:
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
+        self._device, self._batch_size = next(model.parameters()).device, batch_size
+        here = process_group.joined(self._device)
+        folder = results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS
+        own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": Path(folder)}
+        lr = float(self._optimizer.defaults.get("lr", math.nan))
+        opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
+        told = f"{recipes.own_optimizer(opts, self._optimizer)} {options.in_words(settings or {})}".strip()
+        facts = {"stage": name, "devices": here.size, "accumulate": 1, "flops_per_image": math.nan}
+        facts |= {"parameters": trained_weights(model), "settings": told}
+        facts |= {"precision": precision} if precision else {}
+        self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
+        self.first_epoch = self._epoch = 1
+        self._agreement, self._asked, self._stop = None, False, False
+
+    def should_stop(self) -> bool:
+        """Return whether USR2 or SIGTERM asked any rank to stop, on all ranks alike.
+
+        To be called in every step. From the first call on such a signal does not end the process.
+        """
+        if self._agreement is None:
+            self._agreement = Agreement(self._device)
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._ask_to_stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if not self._stop and self._agreement.due():
+            (self._stop,) = self._agreement.ask(self._asked)
+        return self._stop
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self._asked = True
+
+    def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
+        """Write the row of the next epoch, from what each rank has of its own.
+
+        Args:
+            samples: that this rank trained on; they are summed up.
+            seconds: that it took, by a clock that waited for the GPU; those of the slowest rank count.
+            loss: its mean loss per sample; recorded is that over the samples of all ranks.
+            metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its share of the test
+                become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
+
+        Raises:
+            UserError: if a number makes no sense, or the row cannot be written. The epochs before stay.
+        """
+        known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
+        given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
+        of_ranks = process_group.gather({name: float(value) for name, value in given.items()})
+        count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
+        slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
+        means = {name: _mean(of_ranks, name) for name in given}
+        tested = Tested(tests, testing, means["test_loss"], means["accuracy"])
+        rate = float(self._optimizer.param_groups[0].get("lr", 0))
+        trained = Trained(max(1, count // self._batch_size), slowest, means["loss"], rate, count)
+        told = [Metric(name, "epoch", means[name]) for name in metrics.keys() - known]
+        rows = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
+        process_group.on_rank_0(lambda: self._log.epoch(self._epoch, trained, tested, rows, told))
+        self._epoch += 1
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint is to keep, so that the record goes on; rank 0's counts."""
+        return self._log.state() if self._log else {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on with the record of an earlier process, on every rank from rank 0's `state_dict`.
+
+        Raises:
+            UserError: if the record cannot be written.
+        """
+        process_group.on_rank_0(lambda: self._log.go_on(state))
+        self.first_epoch = self._epoch = len(state["rows"]) + 1
+
+    def finish(self, saved: Path | str | None = None) -> None:
+        """Say where the record is; of a training that was stopped, `saved`: then its job comes back.
+
+        Raises:
+            UserError: if the job's folder cannot be written to.
+        """
+        process_group.on_rank_0(lambda: self._log.finish({}))
+        if saved:
+            process_group.on_rank_0(
+                lambda: report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
+            )
+
+
+def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
+    """Return the mean over the samples of all ranks, or over the ranks where nobody tells the samples."""
+    of_test = name in ("test_loss", "accuracy")
+    weights = [one["test_samples" if of_test else "samples"] for one in of_ranks]
+    weights = weights if any(weights) else [1] * len(weights)
+    pairs = zip(of_ranks, weights, strict=True)
+    return sum(one[name] * weight for one, weight in pairs if weight) / sum(weights)
