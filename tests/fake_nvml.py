@@ -44,11 +44,6 @@ NUMBERS = {
 }
 
 
-def lost(gpu: dict[str, object], after: int = 0) -> dict[str, object]:
-    """A GPU that answers so many times and then has fallen off the bus."""
-    return gpu | {name: [gpu.get(name, GPU[name])] * after + ["GPU_IS_LOST"] for name in GPU}
-
-
 class Nvml(ModuleType):
     """Has pynvml's numbers and errors; `init` is an error of nvmlInit, and a handle is a place."""
 

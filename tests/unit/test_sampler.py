@@ -301,9 +301,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     """Since the sample before; what the kernel does not count, nobody knows."""
-    job = processes.Processes({"JOB": "1"})
+    job, other = processes.Processes({"JOB": "1"}), processes.Processes({"JOB": "1"})
     second = os.sysconf("SC_CLK_TCK")
+    other.sample()
+    machine.wait(10)
     machine.process(50 * second, one="7000 7000 1")
+    assert other.sample()[1]["cores"] == 5  # of one that has started between two samples all
     node, rank = job.sample()
     assert all(map(math.isnan, (rank["cores"], node["cores"], node["network_mb_s"])))
     assert rank["waiting"] is None
@@ -318,14 +321,6 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     shutil.rmtree(machine.folder / "proc/7/task")
     machine.wait(1)
     assert job.sample()[1]["waiting"] is None
-
-
-def test_a_rank_that_starts_between_two_samples_has_used_what_it_has(machine: Machine) -> None:
-    job = processes.Processes({"JOB": "1"})
-    job.sample()
-    machine.wait(9)
-    machine.process(90 * os.sysconf("SC_CLK_TCK") // 100)
-    assert job.sample()[1]["cores"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -496,40 +491,25 @@ def test_why_a_clock_is_low(sample: Sample, told: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "columns", "words"),
+    ("words", "reading", "columns"),
     [
-        ("utilisation", ("utilisation",), "utilisation"),
-        ("memory_mb", ("memory_mb", "memory_limit_mb"), "memory"),
-        ("power_w", ("power_w",), "power"),
-        ("power_limit_w", ("power_limit_w",), "its limit"),
-        ("energy_j", ("energy_j",), "energy"),
-        ("clock_mhz", ("clock_mhz",), "clock"),
-        ("clock_limit_mhz", ("clock_limit_mhz",), "its highest"),
-        ("throttled", ("throttled",), "throttling"),
-        ("temperature_c", ("temperature_c",), "temperature"),
-        ("pids", ("ranks",), "processes"),
+        ("its name", "name", ("name",)),
+        ("memory", "memory_mb", ("memory_mb", "memory_limit_mb")),
+        ("processes", "pids", ("ranks",)),
+        ("its limit", "power_limit_w", ("power_limit_w",)),
+        ("its highest", "clock_limit_mhz", ("clock_limit_mhz",)),
+        ("throttling", "throttled", ("throttled",)),
+        (", ".join(gpus.READINGS), "", tuple(CELLS - {"what", "number"})),
     ],
 )
 def test_a_reading_that_fails_is_an_empty_cell(
-    reading: str, columns: tuple[str, ...], words: str, sample: Sample, told: list[str]
+    words: str, reading: str, columns: tuple[str, ...], sample: Sample, told: list[str]
 ) -> None:
-    """And a note for each GPU."""
-    failing = {reading: "NOT_SUPPORTED"}
-    rows = sample(3, gpus=[failing, failing])
-    assert len(rows) == 6
-    assert all(empty(row) == {*columns} for row in rows[2:])
-    assert {*told} == {f"GPU {number}: NVML does not tell {words} (Not Supported)" for number in (0, 1)}
-
-
-def test_gpus_that_are_lost(sample: Sample, told: list[str]) -> None:
-    """Each is news, and the others go on."""
-    lost = [fake_nvml.lost({"power_w": 300}, after=2), {"power_w": 310}, fake_nvml.lost({})]
-    rows = sample(4, gpus=lost)
-    by_gpu = [[row.get("power_w") for row in rows if row["number"] == number] for number in range(3)]
-    assert by_gpu[0] == [300, 300, None, None] and by_gpu[2] == [None] * 4
-    assert by_gpu[1] == [310] * 4
-    why = f"NVML does not tell {', '.join(gpus.READINGS)} (GPU is lost)"
-    assert {*told} == {f"GPU 2: {why}", f"GPU 0: {why}"}
+    """Or all of a GPU that is lost: a note for each GPU, and the others go on."""
+    failing = dict.fromkeys([reading] if reading else fake_nvml.GPU, "NOT_SUPPORTED")
+    rows = sample(3, gpus=[failing, {}, failing])
+    assert [empty(row) for row in rows] == 3 * [{*columns}, set(), {*columns}]
+    assert {*told} == {f"GPU {number}: NVML does not tell {words} (Not Supported)" for number in (0, 2)}
 
 
 @pytest.mark.parametrize(
