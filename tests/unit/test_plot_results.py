@@ -210,12 +210,9 @@ def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared:
     # Each recipe has its own learning rate, fast has no gamma, and a rule gives each batch its rate.
     for i, gamma in enumerate((0.7, 0.9)):
         write_run(tmp_path / "few", f"fast-{i}", [10, 1000], recipe="fast", lr=0.003, gamma=gamma)
-    for facts in (
-        {},
-        {"lr": 4.0, "lr_scale": "linear"},
-        {"lr": 8.0, "lr_scale": "linear", "global_batch": 512},
-    ):
-        write_run(tmp_path / "few", f"classic-{len(facts)}", [10, 1000], **facts)
+    for batch, lr, rule in ((256, 1.0, "none"), (256, 4.0, "linear"), (512, 8.0, "linear")):
+        facts = {"lr": lr, "lr_scale": rule, "global_batch": batch}
+        write_run(tmp_path / "few", f"classic-{lr:g}", [10, 1000], **facts)
     _, table, _ = compared(tmp_path / "few")
     assert sorted(table.variant) == ["classic", *["classic, linear lr scale"] * 2, "fast"]
     assert sorted(table.runs) == [1, 1, 1, 2]

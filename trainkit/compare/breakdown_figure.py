@@ -38,12 +38,21 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     every = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
     for axes, (_, panel) in zip(every, panels, strict=True):
         _bars(axes, panel)
-        axes.set_title(f"{_message(panel)}\n{textwrap.fill(_settings(panel.iloc[0]), 85)}", fontsize=10)
+        row, message = panel.sort_values("world_size").iloc[-1], "One worker has nothing to exchange"
+        if row.world_size > 1:
+            share = max((row.exchange + row.waiting) / row.step, 0)
+            message = f"With {row.world_size} workers {100 * share:.0f} % of a step is exchange and waiting"
+        axes.set_title(f"{message}\n{textwrap.fill(_settings(panel.iloc[0]), 85)}", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    shown = table.assign(settings=[_settings(row) for _, row in table.iterrows()])
+    shown = shown.rename(columns={"world_size": "workers", "global_batch": "batch"})
+    shown = shown[["workers", "nodes", "batch", *PHASES, "step", "settings"]]
+    cells = shown.apply(lambda column: column.map("{:.2f}".format if column.dtype == float else str))
     with writing_to(out, "give another folder"):
         save({"breakdown.png": figure}, out)
-        (out / "breakdown.md").write_text(_markdown(table), encoding="utf-8")
+        told = f"ms of a training step\n\n{markdown(cells)}\n"
+        (out / "breakdown.md").write_text(told, encoding="utf-8")
     return ["breakdown.png", "breakdown.md"]
 
 
@@ -87,15 +96,6 @@ def _bars(axes: Axes, panel: pd.DataFrame) -> None:
     axes.set(xlabel="ms of a training step: mean of the ranks", ylabel="")
 
 
-def _message(panel: pd.DataFrame) -> str:
-    """Tell what the bar with the most workers shows."""
-    row = panel.sort_values("world_size").iloc[-1]
-    if row.world_size == 1:
-        return "One worker has nothing to exchange"
-    share = (row.exchange + row.waiting) / row.step
-    return f"With {row.world_size} workers {100 * max(share, 0):.0f} % of a step is exchange and waiting"
-
-
 def _label(row: tuple) -> str:
     nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
     workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
@@ -113,12 +113,3 @@ def _settings(row: pd.Series) -> str:
     words += ["with --debug"] * (row.debug != "0")
     words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
     return ", ".join(words)
-
-
-def _markdown(table: pd.DataFrame) -> str:
-    """Write the same numbers, in ms."""
-    shown = table.assign(settings=[_settings(row) for _, row in table.iterrows()])
-    shown = shown.rename(columns={"world_size": "workers", "global_batch": "batch"})
-    shown = shown[["workers", "nodes", "batch", *PHASES, "step", "settings"]]
-    cells = shown.apply(lambda column: column.map("{:.2f}".format if column.dtype == float else str))
-    return f"ms of a training step\n\n{markdown(cells)}\n"

@@ -5,6 +5,7 @@ page.write(out / "report.html", "Comparison", blocks)
 """
 
 import base64
+from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,28 +20,10 @@ from trainkit.runtime.errors import UserError
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-class Heading(NamedTuple):
-    """The title of a section."""
-
-    text: str
-
-
-class Text(NamedTuple):
-    """A paragraph."""
-
-    text: str
-
-
-class Notes(NamedTuple):
-    """A list of sentences."""
-
-    lines: list[str]
-
-
-class Command(NamedTuple):
-    """What the reader may paste into a shell."""
-
-    text: str
+Heading = namedtuple("Heading", "text")  # the title of a section
+Text = namedtuple("Text", "text")  # a paragraph
+Notes = namedtuple("Notes", "lines")  # a list of sentences
+Command = namedtuple("Command", "text")  # what the reader may paste into a shell
 
 
 class Figure(NamedTuple):

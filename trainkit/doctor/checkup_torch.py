@@ -47,9 +47,9 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, as the training would choose it; one rank of a node those of all `tasks`."""
     own = device.choose_device(place.read(), use_cuda=True)
-    free = device.share_of_memory_free(own)
-    if free < 0.8:
-        message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
+    free, size = torch.cuda.mem_get_info(own) if device.is_gpu(own) else (1, 1)
+    if free < 0.8 * size:
+        message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
         fix = f"something else computes there; without the node: sbatch --exclude={node()}"
         yield Finding("gpus", WARNING, message, fix)
     if not tasks:

@@ -71,7 +71,13 @@ def usable_gpus() -> list[torch.device]:
             return gpus()
         if os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return []
-        count = _open_to_us() or gpus_given()
+        # NVIDIA's have device files, which a job that asked for none may not open; others only PyTorch knows.
+        files = list(Path("/dev").glob("nvidia[0-9]*"))
+        count = sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else len(gpus())
+        # What PyTorch does not take for a number or name of a GPU hides all of them, and so it is meant.
+        if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
+            count = 0
+        count = count or gpus_given()
     if not count:
         return []
     why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
@@ -87,19 +93,6 @@ def gpus_given() -> int | None:
     """Count the GPUs of this node that Slurm gave to all its tasks together; None where Slurm gave none."""
     text = os.environ.get("SLURM_GPUS_ON_NODE", "")
     return int(text) if text.isdecimal() else None
-
-
-def _open_to_us() -> int:
-    """GPUs that this process may use, whatever PyTorch was built for.
-
-    NVIDIA's have device files, which a job that asked for none may not open; others only PyTorch knows. What
-    PyTorch does not take for a number or name of a GPU hides all of them, and so it is meant.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
-        return 0
-    files = list(Path("/dev").glob("nvidia[0-9]*"))
-    return sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else torch.cuda.device_count()
 
 
 def try_gpu(device: torch.device) -> None:
@@ -179,14 +172,6 @@ def card(device: torch.device) -> str:
         return ""
     place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     return f"{machine.cores()[0].strip()} {place}"
-
-
-def share_of_memory_free(device: torch.device) -> float:
-    """Tell how much of a GPU's memory nobody has taken, 0 to 1; of the CPU's it is not asked: 1."""
-    if not is_gpu(device):
-        return 1.0
-    free, size = torch.cuda.mem_get_info(device)
-    return free / size
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:

@@ -17,6 +17,8 @@ from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+# PyTorch's errors of what is between ranks.
+DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 class UserError(Exception):
@@ -62,7 +64,9 @@ def run(main: Callable[[], int | None]) -> None:
             fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others point there instead of adding a traceback each.
-        if _lost_a_peer(error):
+        # The second is gloo's too, after its timeout, when the backward pass was waiting.
+        by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
+        if isinstance(error, RuntimeError) and by_torch:
             fail(
                 f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
                 "that is the reason.",
@@ -151,11 +155,3 @@ def _told_by_pytorch(error: Exception) -> str | None:
             "or see 03_multigpu_ddp/beyond/unused.py."
         )
     return None
-
-
-def _lost_a_peer(error: Exception) -> bool:
-    kinds = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-    if not isinstance(error, RuntimeError):
-        return False
-    # The second text is gloo's too, after its timeout, when the backward pass was waiting.
-    return type(error).__name__ in kinds or any(text in str(error) for text in ("gloo", "pair closure"))

@@ -5,8 +5,7 @@ import gc
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -62,11 +61,18 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
         "`python slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
     )
     unable = f"the {here.size} processes could not meet at {where}"
+    # PyTorch asks something that says nothing again and again, each time for the whole timeout. Ranks may
+    # come a whole timeout apart, and to connect then takes a while.
+    silent = f"{unable} (something there is silent): {what_to_do}"
+    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [silent])
+    watch.daemon = True
+    watch.start()
     try:
-        with _at_most(timeout, f"{unable} (something there is silent): {what_to_do}"):
-            _meet(here, timedelta(seconds=timeout))
+        _meet(here, timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
+    finally:
+        watch.cancel()
     startup.mark("process group")
     return _settled(here, debug_dir)
 
@@ -105,22 +111,6 @@ def _settled(here: Place, debug_dir: Path | None) -> Place:
     if debug_dir:
         debugging.introduce(debug_dir, here.rank, here.device, gather)
     return here
-
-
-@contextmanager
-def _at_most(timeout: int, error: str) -> Iterator[None]:
-    """End this process with `error` if what is done within lasts much longer than the timeout.
-
-    PyTorch asks something that says nothing again and again, each time for the whole timeout.
-    """
-    # Ranks may come a whole timeout apart, and to connect then takes a while.
-    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [error])
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
 
 
 def _meet(here: Place, timeout: timedelta) -> None:
