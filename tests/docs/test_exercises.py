@@ -2,10 +2,12 @@
 
 import os
 import pty
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,7 +134,7 @@ def test_an_exercise_has_all_its_parts(folder: Path) -> None:
     assert len(CHECKS[folder]["WRONG"]) >= 2
     shipped = {path.name for path in folder.glob("starter/*")}
     assert {*exercise.solution} <= shipped | {"answers.txt"}
-    for path in folder.rglob("*.*"):
+    for path in [*folder.glob("*.*"), *folder.glob("s*/*.*")]:  # not mine/
         path.read_text(encoding="ascii")
 
 
@@ -278,6 +280,28 @@ def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path)
     assert added == "[3, 3, 3]", done.stderr
     assert told[:2] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 10: no"]
     assert told[2].startswith("The ranks wait for each other in vain: rank ")
+
+
+@pytest.mark.full
+def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
+    """As in exercise `hang` and its page, of the starter as it is."""
+    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "18_hang"
+    script = shutil.copy(folder / "starter" / "train.py", tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
+    spy = [Path(sys.executable).parent / "py-spy", "dump", "--locals", "--subprocesses", "--pid"]
+    stands = re.compile(r"\(train\.py:(\d+)\).*?^ +rank: (\d)", re.MULTILINE | re.DOTALL)
+    expected, found, said = [("28", "1"), ("42", "0"), ("42", "2")], [], ""
+    with subprocess.Popen(torchrun, env=ENVIRONMENT) as running:
+        for _ in range(60):
+            time.sleep(1)
+            said = subprocess.run([*spy, str(running.pid)], capture_output=True, text=True).stdout
+            found = sorted(
+                match.groups() for part in said.split("\nProcess ") if (match := stands.search(part))
+            )
+            if found == expected:
+                break
+        running.terminate()
+    assert found == expected, said
 
 
 def test_the_five_tables_are_those_of_the_runs() -> None:

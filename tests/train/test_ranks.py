@@ -3,6 +3,8 @@
 import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -177,7 +179,7 @@ def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Checkout) -> None:
-    """The exercise of the README of stage 03."""
+    """Its file has the line, and the flight recorder the collective that it never made."""
     checkout.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
     where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 20)
     done = run_stage(checkout.script("ddp"), *SMALL, *where, processes=2)
@@ -193,6 +195,13 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
     first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
     assert second.endswith("time.sleep(3600)") and first == "loss.backward()"
     assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
+    flight = tmp_path / "results" / "debug" / "flight-of-2"
+    assert f"compared: torchfrtrace {flight}" in done.stdout
+    assert all(f"TORCH_FR_DUMP_TEMP_FILE={flight}/rank-" in text for text in texts)
+    if torch.__version__ >= (2, 14):  # older ones record NCCL only
+        analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", flight]
+        compared = subprocess.run(analyser, capture_output=True, text=True).stderr
+        assert "missing ranks: {1}" in compared and f"mnist_ddp.py:{stacks[0][-1]}" in compared, compared
 
 
 def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_path: Path) -> None:

@@ -50,9 +50,12 @@ def legend(table: pd.DataFrame) -> list[str]:
 
 
 def sentence(table: pd.DataFrame) -> str:
-    """Tell what not to rely on, and what to do; nothing if no row is marked."""
-    reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _marks_in(table)]
-    return f" Do not rely on this: {'; '.join(reasons)}." if reasons else ""
+    """Name the rows whose speeds are not to be relied on, and what to do; nothing if no row is marked."""
+    reasons = [
+        f"{what} (rows with doubt {mark}; in runs of your own, {helps})"
+        for mark, (what, _, helps) in _marks_in(table)
+    ]
+    return f" Do not rely on every speed: {'; '.join(reasons)}." if reasons else ""
 
 
 def _is_within_scatter(row: tuple, one: tuple) -> bool:

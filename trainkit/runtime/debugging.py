@@ -2,9 +2,11 @@
 
 import faulthandler
 import os
+import pickle
 import platform
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,35 +19,44 @@ import torch.distributed as dist
 from trainkit.runtime import machine
 from trainkit.runtime.device import device_name
 from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.files import replacing
 
 # The variables that decide who a rank is, and how it connects.
 TOLD = re.compile(
     r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
     r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
 )
+# What PyTorch's flight recorder has of gloo, pickled; an older PyTorch records NCCL only.
+RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
 
 
-def begin(folder: Path, rank: int, every: float) -> None:
+def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     """Have NCCL, PyTorch and Python write down what they do, before the ranks meet.
 
     `debug-rank-N.txt` gets, behind what an earlier start of the job has left there, the variables that decide
     how the ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt`
-    what NCCL tells. PyTorch's own errors become more exact: see TORCH_DISTRIBUTED_DEBUG in its manual.
+    what NCCL tells; `flight-of-RANKS/rank-N` the last collectives, of NCCL after a timeout only. PyTorch's
+    own errors become more exact: see TORCH_DISTRIBUTED_DEBUG in its manual.
 
     Raises:
         UserError: if the folder cannot be written to.
     """
-    path = folder / f"debug-rank-{rank}.txt"
+    path, record = folder / f"debug-rank-{rank}.txt", folder / f"flight-of-{ranks}" / f"rank-{rank}"
     settings = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
         # With DETAIL, DistributedDataParallel crashes on gloo (PyTorch 2.15).
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
-    }
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's own; without a dump we wait less
+        "TORCH_FR_DUMP_TEMP_FILE": f"{record.parent}/rank-",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{record.parent}/rank-",  # what an older PyTorch calls it
+    } | ({} if RECORDER else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})
     os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
     dist.set_debug_level_from_env()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)  # an earlier run's
         file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
@@ -58,6 +69,19 @@ def begin(folder: Path, rank: int, every: float) -> None:
         ) from None
     faulthandler.enable(file)  # and where NCCL aborts it
     faulthandler.dump_traceback_later(every, repeat=True, file=file)
+    if RECORDER:
+        threading.Thread(target=_write_collectives, args=(record, every), daemon=True).start()
+
+
+def _write_collectives(path: Path, every: float) -> None:
+    while True:
+        time.sleep(every)
+        record = pickle.loads(RECORDER())
+        if group := record["pg_config"].pop("", None):  # torchfrtrace asks for the name in its entries
+            record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
+        if record["entries"]:  # those of NCCL PyTorch writes by itself
+            with suppress(OSError), replacing(path, "wb") as file:
+                pickle.dump(record, file)
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
@@ -72,6 +96,8 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
         for name in names:
             tell(name)
         tell(f"where each rank stands, again and again, and what NCCL tells: {folder}/debug-rank-*.txt")
+        if len(names) > 1:
+            tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")
 
 
 def _interface() -> str:

@@ -102,7 +102,7 @@ def _place() -> Place:
 
 def _with_device(here: Place, use_cuda: bool, debug_dir: Path | None, every: float) -> Place:
     if debug_dir:
-        debugging.begin(debug_dir, here.rank, every)
+        debugging.begin(debug_dir, here.rank, here.size, every)
     return replace(here, device=choose_device(here, use_cuda))
 
 

@@ -1,0 +1,110 @@
+"""Compares the answers with the lines of the starter, and runs the learner's script in three processes."""
+
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from trainkit.runtime.network import free_port
+from trainkit.workshop.ranks import TIMEOUT, in_ranks
+from trainkit.workshop.work import Answers, Workspace, Wrong
+
+ANSWERS = """\
+# Before you start it: how many of the three ranks will stand still?
+prediction = 3
+# While it hangs: the number of the line of train.py that each rank is in
+line_of_rank_0 = 42
+line_of_rank_1 = 28
+line_of_rank_2 = 42
+# The rank that is not in the collective of the others, and the number of the line that let it leave
+left = 1
+left_by = 61
+"""
+HINTS = """\
+## 1
+
+py-spy shows one stack for each process, the innermost call first. The first lines are PyTorch's own:
+which is the first of train.py below them? `--locals` shows the `rank` of each.
+
+## 2
+
+Two ranks are in one line, and the third is in another: it has never been where they are. From their
+line go outwards, call by call, to a condition that only they have passed. What did each rank
+compare? That is in the `--locals` of `main`, too.
+
+## 3
+
+What decides on a collective has to be equal on all ranks. Here each compares the error of its own
+station. In front of the `if`, make it the mean of all stations (`dist.all_reduce` of a tensor).
+"""
+STARTS_WITH = "`prediction`"
+SCRIPT = "train.py"
+SUM = "        dist.all_reduce(mean)  # all ranks compare the same number, so all of them save, or none\n"
+OF_RANK_0 = "        dist.broadcast(mean, src=0)\n        mean *= dist.get_world_size()\n"
+IF = "        if error < best:\n            best = error\n            saved.append(epoch)\n"
+SAVE, ALWAYS = "            save(model)\n", "        save(model)\n"
+WRONG = [
+    ("answers.txt", "rank_1 = 28", "rank_1 = 42", "`line_of_rank_1`: rank 1 is in another line"),
+    ("answers.txt", "rank_0 = 42", "rank_0 = 64", "has only called"),
+    ("answers.txt", "rank_2 = 42", "rank_2 = 6371", "a line of PyTorch"),
+    ("answers.txt", "left = 1", "left = 0", "Rank 0 is where another one is, too"),
+    ("answers.txt", "left_by = 61", "left_by = 40", "the condition"),
+    (SCRIPT, SUM, "", "wait for each other in vain"),
+    (SCRIPT, IF, IF.replace("error", "rank == 0 and error", 1), "wait for each other in vain"),
+    (SCRIPT, SUM, OF_RANK_0, "not the mean error that decides"),
+    (SCRIPT, IF + SAVE, "        error *= 1 + epoch * rank\n" + IF + ALWAYS, "each rank still decides"),
+]  # fmt: skip
+LINES = (Path(__file__).parent / "starter" / SCRIPT).read_text().splitlines()
+WHERE = {line.strip(): number for number, line in enumerate(LINES, start=1)}
+STANDS = [WHERE["dist.barrier()"], WHERE["dist.all_reduce(weights.grad)"], WHERE["dist.barrier()"]]
+CALLS = WHERE["save(model)"], WHERE["average_gradients(model)"]
+LOWEST = [0, 1, 2, 3]  # epochs
+
+
+def check(mine: Workspace) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    check_answers(answers)
+    check_saved(run(mine))
+    return (
+        f"It runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks would "
+        "stand still: all three did. Rank 1 found its own error worse than before, left out the barrier, and "
+        "stood in the next collective, to which nobody else came. An error would have come after half an "
+        "hour, gloo's default timeout, and from the lines that wait, not from the one that was wrong."
+    )
+
+
+def check_answers(answers: Answers) -> None:
+    for rank, true in enumerate(STANDS):
+        name, given = f"line_of_rank_{rank}", answers.number(f"line_of_rank_{rank}")
+        if given > len(LINES):
+            raise Wrong(f"`{name}`: train.py has {len(LINES)} lines; {given:.0f} is a line of PyTorch.")
+        if given in CALLS:
+            raise Wrong(f"`{name}`: line {given:.0f} has only called the function in which the rank stands.")
+        if given != true:
+            raise Wrong(f"`{name}`: rank {rank} is in another line. Its process is that with `rank: {rank}`.")
+    if answers.number("left") != 1:
+        raise Wrong(f"Rank {answers['left']} is where another one is, too: which one is alone?")
+    if answers.number("left_by") != WHERE["if error < best:"]:
+        raise Wrong("`left_by`: look for the condition that let ranks 0 and 2 go to the barrier, not rank 1.")
+
+
+def run(mine: Workspace) -> list[list[int]]:
+    """Return the epochs in which each rank saved."""
+    program, meet = mine.module(SCRIPT), partial(dist.init_process_group, timeout=timedelta(seconds=TIMEOUT))
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    with patch.dict(os.environ, place), patch.object(dist, "init_process_group", meet):
+        return in_ranks(lambda rank, size: program.main(), size=3, group=False)
+
+
+def check_saved(saved: list[list[int]]) -> None:
+    if not saved[0] == saved[1] == saved[2]:
+        raise Wrong(f"Nobody waits in vain, but each rank still decides by itself when to save: {saved}.")
+    if saved[0] != LOWEST:
+        raise Wrong(
+            f"All ranks save in the epochs {saved[0]}, but it is not the mean error that decides: by that it "
+            f"would be {LOWEST}. Does one station decide for all?"
+        )
