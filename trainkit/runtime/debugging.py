@@ -76,12 +76,13 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
 def _write_collectives(path: Path, every: float) -> None:
     while True:
         time.sleep(every)
-        record = pickle.loads(RECORDER())
-        if group := record["pg_config"].pop("", None):  # torchfrtrace asks for the name in its entries
-            record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
-        if record["entries"]:  # those of NCCL PyTorch writes by itself
-            with suppress(OSError), replacing(path, "wb") as file:
-                pickle.dump(record, file)
+        with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
+            record = pickle.loads(RECORDER())
+            if group := record["pg_config"].pop("", None):  # torchfrtrace asks for the name in its entries
+                record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
+            if record["entries"]:  # those of NCCL PyTorch writes by itself
+                with replacing(path, "wb") as file:
+                    pickle.dump(record, file)
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
