@@ -423,15 +423,9 @@ def rows(last_seconds: float = 1e-2) -> list[dict]:
     return [facts | checkup_torch.bandwidth(4, size, one) for size, one in measured]
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    """64 MB in 10 ms: 6.7 GB/s; on 4 ranks times 2 * 3 / 4."""
-    row = rows()[-1]
-    assert row["bytes"] == 2**26
-    assert row["algorithm_gb_s"] == pytest.approx(6.7108864)
-    assert row["bus_gb_s"] == pytest.approx(6.7108864 * 1.5)
-
-
 def test_a_slow_network_is_a_warning() -> None:
+    """64 MB in 10 ms are 6.7 GB/s, on 4 ranks times 2 * 3 / 4, as nccl-tests count."""
+    assert rows()[-1]["bus_gb_s"] == pytest.approx(6.7108864 * 1.5)
     assert checkup_torch._network_finding(rows(), nodes=2).level == OK
     slow = checkup_torch._network_finding(rows(2.0), nodes=2)
     assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")

@@ -4,20 +4,20 @@ In `runs.csv` the rows of all runs stand under one header. `runs.ranks.tsv` and 
 column `run_id` before the others, and `runs.monitor.json` has the verdicts by it. comparison.load reads both.
 """
 
-import csv
 import json
 from collections.abc import Collection
 from pathlib import Path
+
+import pandas as pd
 
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
 
-TABLES = {".csv": ",", ".ranks.tsv": "\t", ".metrics.tsv": "\t"}  # suffix: what is between two cells
+TABLES = {".csv": {"sep": ","}, ".ranks.tsv": {"sep": "\t"}, ".metrics.tsv": {"sep": "\t"}}  # by suffix
+AS_TEXT = {"dtype": str, "keep_default_na": False}
 VERDICT = ".monitor.json"
 OF_RUNS = "runs"  # what has them in that file
-
-Row = dict[str, str]
 
 
 def pack(folder: Path) -> None:
@@ -38,12 +38,15 @@ def pack(folder: Path) -> None:
         if records.beside(file, "metrics").exists():
             records.read_metrics(file)
     verdicts = {file.stem: _verdict(file.with_suffix(VERDICT)) for file in files}
-    for suffix, delimiter in TABLES.items():
-        of_runs = {file.stem: _rows(file.with_suffix(suffix), delimiter) for file in files}
-        rows = [{"run_id": run_id} | row for run_id, rows in of_runs.items() for row in rows]
-        if any(row.keys() != rows[0].keys() for row in rows):
+    for suffix, cells in TABLES.items():
+        there = [file.with_suffix(suffix) for file in files if file.with_suffix(suffix).exists()]
+        of_runs = {file.name.removesuffix(suffix): pd.read_csv(file, **cells, **AS_TEXT) for file in there}
+        if len({tuple(table) for table in of_runs.values()}) > 1:
             raise UserError(f"the {suffix} files in {folder} have unequal columns: pack the runs apart.")
-        _write(folder.with_name(folder.name + suffix), rows, delimiter)
+        if of_runs:
+            of_all = pd.concat(of_runs, names=["run_id"])
+            of_all = of_all if "run_id" in of_all else of_all.reset_index("run_id")
+            _write(folder.with_name(folder.name + suffix), of_all, cells)
     if any(verdicts.values()):
         known = {run_id: verdict for run_id, verdict in verdicts.items() if verdict}
         folder.with_name(folder.name + VERDICT).write_text(json.dumps({OF_RUNS: known}, indent=1))
@@ -51,22 +54,17 @@ def pack(folder: Path) -> None:
 
 def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
     """Put the files of these runs, or of all, into `folder` as the runs have written them."""
-    for suffix, delimiter in TABLES.items():
-        for run_id, rows in records.by_run(_rows(packed.with_name(packed.stem + suffix), delimiter)).items():
-            if run_id in (run_ids or [run_id]):
-                own = rows if suffix == ".csv" else [dict(list(row.items())[1:]) for row in rows]
-                _write(folder / f"{run_id}{suffix}", own, delimiter)
+    for suffix, cells in TABLES.items():
+        file = packed.with_name(packed.stem + suffix)
+        if file.exists():
+            for run_id, rows in pd.read_csv(file, **cells, **AS_TEXT).groupby("run_id"):
+                if run_id in (run_ids or [run_id]):
+                    own = rows if suffix == ".csv" else rows.drop(columns="run_id")
+                    _write(folder / f"{run_id}{suffix}", own, cells)
     verdicts = _verdict(packed.with_name(packed.stem + VERDICT)) or {OF_RUNS: {}}
     for run_id, verdict in verdicts[OF_RUNS].items():
         if run_id in (run_ids or [run_id]):
             (folder / f"{run_id}{VERDICT}").write_text(json.dumps(verdict, indent=1))
-
-
-def _rows(file: Path, delimiter: str) -> list[Row]:
-    if not file.exists():
-        return []
-    with file.open(newline="") as lines:
-        return list(csv.DictReader(lines, delimiter=delimiter))
 
 
 def _verdict(file: Path) -> dict[str, object] | None:
@@ -78,9 +76,6 @@ def _verdict(file: Path) -> dict[str, object] | None:
         raise UserError(f"{file}: not packed, it is damaged.") from None
 
 
-def _write(file: Path, rows: list[Row], delimiter: str) -> None:
-    if rows:
-        with replacing(file) as lines:
-            writer = csv.DictWriter(lines, rows[0], delimiter=delimiter)
-            writer.writeheader()
-            writer.writerows(rows)
+def _write(file: Path, table: pd.DataFrame, cells: dict[str, str]) -> None:
+    with replacing(file) as lines:
+        table.to_csv(lines, index=False, lineterminator="\r\n", **cells)

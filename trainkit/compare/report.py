@@ -94,9 +94,16 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     shown, reasons = as_text(table, target)
     notes = reasons + _notes(rows, skipped)
     conclusion = verdict(table)
-    narrow, left_out = _fit_to_terminal(shown)
+    needless = [name for name in LEAST_NEEDED if name in shown]
+    for count in range(1, len(needless) + 1):
+        narrow = shown.drop(columns=needless[:count])
+        if max(map(len, text.plain(narrow).splitlines())) <= TERMINAL:
+            break
     blocks: list[page.Block] = []
-    runs = _runs(rows, table)
+    # A row for every run, with the index of its row in the table.
+    number = table[comparison.CONFIGURATION].assign(number=table.index)
+    last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
+    runs = last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, from_size_on = comparison.common(section), sizes.sentences(section)
@@ -106,7 +113,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         tell(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}\n")
         for sentence in from_size_on:
             tell(f"{text.wrapped(sentence)}\n")
-    told = [*notes, f"In comparison.md only: {', '.join(left_out)}."]
+    told = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
     tell("\n".join(map(text.wrapped, told)) + "\n")
     with page.writing_to(out):
         text.write_csv(table, out / "comparison.csv")
@@ -196,13 +203,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     return shown.drop(columns=silent), legends
 
 
-def _runs(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row of texts for every run; its index is that of its row in the table."""
-    number = table[comparison.CONFIGURATION].assign(number=table.index)
-    last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
-    return last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
-
-
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     notes, versions = [LEGEND], sorted(set(rows.torch_version))
     if "synthetic" in set(rows.dataset):
@@ -214,14 +214,3 @@ def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
-
-
-def _fit_to_terminal(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Return the columns that a terminal has room for, and the names of those left out."""
-    least_needed = [name for name in LEAST_NEEDED if name in shown]
-    left_out = least_needed[:1]
-    while len(left_out) < len(least_needed):
-        if max(map(len, text.plain(shown.drop(columns=left_out)).splitlines())) <= TERMINAL:
-            break
-        left_out = least_needed[: len(left_out) + 1]
-    return shown.drop(columns=left_out), left_out

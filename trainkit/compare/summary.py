@@ -15,18 +15,15 @@ def verdict(table: pd.DataFrame) -> str:
     clauses = []
     for names, section in table.groupby(SECTION_BY):
         where = [name for name, column in zip(names, SECTION_BY, strict=True) if table[column].nunique() > 1]
-        text = "; ".join(_clause(stage, section[section.stage == stage]) for stage in _judged_stages(section))
+        # Beside own trainings no stage of the tutorial is missed.
+        present = set(section.stage)
+        own = sorted(present - set(TUTORIAL_STAGES))
+        judged = [stage for stage in (DDP, DP) if stage in present or not own] + own
+        text = "; ".join(_clause(stage, section[section.stage == stage]) for stage in judged)
         clauses.append(f"on {', '.join(where)}: {text}" if where else text)
     text = "; ".join(clauses) + "." + trust.sentence(table)
     # The name of an own training stays as it is written.
     return text[0].upper() + text[1:] if text.startswith(("there ", "on ")) else text
-
-
-def _judged_stages(section: pd.DataFrame) -> list[str]:
-    """Return the parallel stages and the own trainings; beside those no stage of the tutorial is missed."""
-    present = set(section.stage)
-    own = sorted(present - set(TUTORIAL_STAGES))
-    return [stage for stage in (DDP, DP) if stage in present or not own] + own
 
 
 def _clause(stage: str, rows: pd.DataFrame) -> str:

@@ -39,7 +39,11 @@ def doubt(row: tuple, ones: list[tuple]) -> str:
             for one in ones
         ),
         "e": min(run.steady_epochs for run in (row, *ones)) < FEWEST_EPOCHS,
-        "s": row.devices > 1 and any(_is_within_scatter(row, one) for one in ones),
+        "s": row.devices > 1
+        and any(
+            max(run.fastest - run.slowest for run in (row, one)) > abs(row.images_per_s - one.images_per_s)
+            for one in ones
+        ),
     }
     return "".join(mark for mark, holds in found.items() if holds)
 
@@ -56,11 +60,6 @@ def sentence(table: pd.DataFrame) -> str:
         for mark, (what, _, helps) in _marks_in(table)
     ]
     return f" Do not rely on every speed: {'; '.join(reasons)}." if reasons else ""
-
-
-def _is_within_scatter(row: tuple, one: tuple) -> bool:
-    spread = max(run.fastest - run.slowest for run in (row, one))
-    return spread > abs(row.images_per_s - one.images_per_s)
 
 
 def _marks_in(table: pd.DataFrame) -> list[tuple[str, tuple[str, str, str]]]:

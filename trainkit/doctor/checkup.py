@@ -61,7 +61,13 @@ def main() -> None:
     able = _step("names", _names)
     if speaks_for_node:
         _step("folders", _leave_notes, folders)
-    if not _step("software", _software):
+
+    def software() -> Iterable[Finding]:
+        from trainkit.doctor import checkup_torch  # what a rank imports
+
+        return checkup_torch.software()
+
+    if not _step("software", software):
         _end()
     from trainkit.doctor import checkup_torch as checks
 
@@ -168,13 +174,6 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
             message = f"files of {seen} of {nodes} nodes are seen in the {name} folder here: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
     yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
-
-
-def _software() -> Iterator[Finding]:
-    """Import what a rank imports."""
-    from trainkit.doctor import checkup_torch
-
-    yield from checkup_torch.software()
 
 
 def _shared_memory(num_workers: int) -> Iterator[Finding]:

@@ -122,17 +122,23 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
     own = device.choose_device(place.read(), use_cuda=True)
     facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": process_group.count()}
     facts |= {"backend": dist.get_backend(), "device_name": device.device_name(own)}
-    rows = []
+    rows, rank, size = [], process_group.rank(), process_group.count()
     for number_of_bytes in SIZES:
-        wrong = _wrong_sums(number_of_bytes, own)
+        ramp = torch.arange(number_of_bytes // 4, device=own, dtype=torch.float32) % 1000
+        expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
+        wrong = int((process_group.sum_in_place(ramp + rank) != expected).sum())
         if wrong:
             message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
         if process_group.largest(wrong, own):  # on any rank: all of them stop here
             return
-        values = torch.zeros(number_of_bytes // 4, device=own)
-        seconds = statistics.median(_time_one(values) for _ in range(REPEATS))
-        rows.append(facts | bandwidth(process_group.count(), number_of_bytes, seconds))
+        values, times = torch.zeros(number_of_bytes // 4, device=own), []
+        for _ in range(REPEATS):
+            started = clock.start(own)
+            process_group.sum_in_place(values)
+            times.append(clock.stop(own, started))
+        seconds = statistics.median(times)
+        rows.append(facts | bandwidth(size, number_of_bytes, seconds))
         if seconds > SLOW_SECONDS:
             break
     if process_group.is_rank_0() and process_group.count() == 1:
@@ -142,21 +148,6 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
             send(row=row)
         yield _network_finding(rows, nodes)
     process_group.leave()
-
-
-def _wrong_sums(number_of_bytes: int, own: torch.device) -> int:
-    """How many of the numbers of a sum over all ranks are wrong on this one."""
-    rank, size = process_group.rank(), process_group.count()
-    ramp = torch.arange(number_of_bytes // 4, device=own, dtype=torch.float32) % 1000
-    expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
-    return int((process_group.sum_in_place(ramp + rank) != expected).sum())
-
-
-def _time_one(values: torch.Tensor) -> float:
-    """Seconds of a sum over all ranks."""
-    started = clock.start(values.device)
-    process_group.sum_in_place(values)
-    return clock.stop(values.device, started)
 
 
 def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:

@@ -50,14 +50,8 @@ class Exercise:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
         self.mine = Workspace(folder / "mine")
-
-    @cached_property
-    def title(self) -> str:
-        return self._readme[0].removeprefix("# ")
-
-    @cached_property
-    def minutes(self) -> int:
-        return int(self._readme[2].split(" ")[0])
+        title, _, minutes, *_ = (folder / "README.md").read_text().splitlines()
+        self.title, self.minutes = title.removeprefix("# "), int(minutes.split(" ")[0])
 
     @cached_property
     def hints(self) -> list[str]:
@@ -100,7 +94,7 @@ class Exercise:
 
     def begin(self) -> None:
         """Lay out the starter, and the open answers, if they are not yet."""
-        mine, starter = self.mine.folder, self._files("starter")
+        mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
         if any((mine / name).exists() for name in (ANSWERS, *(path.name for path in starter))):
             return
         mine.mkdir(exist_ok=True)
@@ -108,7 +102,9 @@ class Exercise:
             shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
             shutil.copytree(self.folder.parents[2] / given, mine / name)
-        (mine / ANSWERS).write_text(blank(self.plain["ANSWERS"]))
+        # A `?` in the place of each value in lines `name = value  # comment`.
+        blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
+        (mine / ANSWERS).write_text(blank)
 
     def reset(self) -> Path | None:
         """Lay out the starter again; returns where the work until now is kept."""
@@ -148,16 +144,8 @@ class Exercise:
     @property
     def solution(self) -> dict[str, str]:
         """The learner's files that change, done: their text by their names."""
-        programs = {path.name: path.read_text() for path in self._files("solution")}
+        programs = {path.name: path.read_text() for path in sorted(self.folder.glob("solution/*"))}
         return {ANSWERS: self.plain["ANSWERS"]} | programs
-
-    def _files(self, kind: str) -> list[Path]:
-        folder = self.folder / kind
-        return sorted(folder.iterdir()) if folder.exists() else []
-
-    @cached_property
-    def _readme(self) -> list[str]:
-        return (self.folder / "README.md").read_text().splitlines()
 
 
 class Workbook:
@@ -309,11 +297,6 @@ COMMANDS = {
 
 def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
     return f"python {relative(workbook.folder / 'check.py')} {command} {exercise.name}"
-
-
-def blank(text: str) -> str:
-    """Put a `?` in the place of each value in lines `name = value  # comment`."""
-    return re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", text, flags=re.MULTILINE)
 
 
 def _unused(path: Path) -> Path:

@@ -41,8 +41,19 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        results: dict[Connection, object] = {}
         try:
-            return _collect(pipes)
+            while len(results) < size:
+                failures = []
+                for pipe in wait([pipe for pipe in pipes if pipe not in results]):
+                    try:
+                        well, results[pipe] = pipe.recv()
+                    except EOFError:
+                        raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
+                    failures += [] if well else [str(results[pipe])]
+                if failures:  # of a rank that failed and one that waited for it, the first is told of
+                    raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
+            return [results[pipe] for pipe in pipes]
         finally:
             for process in processes:
                 process.kill()
@@ -84,19 +95,3 @@ def _told(rank: int, error: Exception) -> str:
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
         return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
     return f"rank {rank} ends with {type(error).__name__} {where}: {error}"
-
-
-def _collect(pipes: list[Connection]) -> list[object]:
-    results: dict[Connection, object] = {}
-    while len(results) < len(pipes):
-        failures = []
-        for pipe in wait([pipe for pipe in pipes if pipe not in results]):
-            try:
-                well, results[pipe] = pipe.recv()
-            except EOFError:
-                raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
-            if not well:
-                failures.append(str(results[pipe]))
-        if failures:  # of a rank that failed and one that waited for it, the first is told of
-            raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
-    return [results[pipe] for pipe in pipes]
