@@ -129,7 +129,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
     found: list[Finding] = []
     try:
         found = [_run(options, site, name, log)]
-        messages = _messages(log)
+        messages = list(read_messages(log.read_text(errors="replace"))) if log.exists() else []
         found += findings_of_ranks(messages, log) if messages else []
         rows += [one["row"] for one in messages if "row" in one]
         if rows:  # predictions of what more nodes pay look for these times there
@@ -146,17 +146,14 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
             found.append(kept)
     finally:
         # The job's folder by its own word: one of that number may be another's, from before.
-        for folder in {Path(one["folder"]) for one in _messages(log) if "folder" in one}:
+        text = log.read_text(errors="replace") if log.exists() else ""
+        for folder in {Path(one["folder"]) for one in read_messages(text) if "folder" in one}:
             shutil.rmtree(folder, ignore_errors=True)
             for note in site.results_dir.glob(NOTE.format(job=folder.name, node="*")):
                 note.unlink(missing_ok=True)
         if not has_fault(found):
             log.unlink(missing_ok=True)
     return found
-
-
-def _messages(log: Path) -> list[dict]:
-    return list(read_messages(log.read_text(errors="replace"))) if log.exists() else []
 
 
 def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:

@@ -199,11 +199,6 @@ class SampledJob:
         images = sum(training.epochs.images.sum() for training in trainings)
         return sum(self.joules(*span) for span in spans) / images * 1000
 
-    def cores_in_use(self, node: str) -> float:
-        """Return what the job uses of the cores that it may use on a node, 0 to 1; NaN if it is not known."""
-        rows = self.judged[NODE].get((node, 0), self.table[:0])
-        return rows.cores.mean() / (len(parse_cores(rows.core_list)) or math.nan)
-
 
 class TrainingRecord:
     """The record of a training: a row for each of its `epochs`, `steady` those past the warm-up, if any.

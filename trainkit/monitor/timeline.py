@@ -69,7 +69,9 @@ def figure(folder: Path) -> Figure:
     first, *_, watched = waste.judge_job(job).lines(f"job {name}")
     epochs = pd.concat([one.epochs for one in job.trainings] or [pd.DataFrame(columns=["tested"])])
     epochs = epochs[epochs.tested.notna()]
-    most = max(1, math.ceil(_cores_used(job) - 0.1))
+    used = (rows.cores + rows.loader_cores.fillna(0) for rows in job.rows[RANK].values())
+    # But for rare moments.
+    most = max(1, math.ceil(np.nanmax([1, *(cores.quantile(0.99) for cores in used)]) - 0.1))
     # Title; rows; what is in them, above each other or as a line across.
     speed, power = {"training": style.TRAINING}, {"power": style.POWER, "utilisation": style.THIN}
     cores = {"own process": style.CORES, "loader workers": style.LOADERS, "waiting for a core": style.THIN}
@@ -94,8 +96,13 @@ def figure(folder: Path) -> Figure:
         _draw_rows(axes, *panel)
         for epoch in epochs.itertuples() if len(epochs) <= MOST_EPOCHS else ():
             axes.axvspan(epoch.trained, epoch.tested, **style.EVALUATION)
-    _draw_time(axes, job.table.time.min(), job.table.time.max())
-    axes.set_xlabel(f"{axes.get_xlabel()}\n{_wrapped(watched, 120)}", fontsize=9)
+    start, end = job.table.time.min(), max(job.table.time.max(), job.table.time.min() + 1)
+    unit, units = next((unit for unit in UNITS if end - start >= 2 * unit[0]), UNITS[-1])
+    ticks = MaxNLocator(8).tick_values(0, (end - start) / unit)
+    axes.set_xticks([start + tick * unit for tick in ticks], [f"{tick:g}" for tick in ticks])
+    axes.set_xlim(start, end)
+    since = f"{units} since {pd.Timestamp(start, unit='s'):%Y-%m-%d %H:%M:%S} UTC"
+    axes.set_xlabel(f"{since}\n{_wrapped(watched, 120)}", fontsize=9)
     drawn.suptitle(_wrapped(first, 95), x=0.01, ha="left", fontsize=11, weight="bold")
     return drawn
 
@@ -132,12 +139,6 @@ def _memory(job: SampledJob) -> Iterator[PanelRow]:
                 yield PanelRow(label, share.to_frame("memory"), told, share.max() >= full)
 
 
-def _cores_used(job: SampledJob) -> float:
-    """Return the most cores of a rank, but for rare moments."""
-    used = [rows.cores + rows.loader_cores.fillna(0) for rows in job.rows[RANK].values()]
-    return float(np.nanmax([1, *(cores.quantile(0.99) for cores in used)]))
-
-
 def _cores(job: SampledJob, most: int) -> Iterator[PanelRow]:
     """Show cores, in a job with GPUs only if there are loader workers."""
     if job.rows[GPU] and not any((rows.loaders > 0).any() for rows in job.rows[RANK].values()):
@@ -159,7 +160,10 @@ def _cores(job: SampledJob, most: int) -> Iterator[PanelRow]:
 def _samples_of(job: SampledJob, what: str) -> Iterator[tuple[str, Place, pd.DataFrame]]:
     """Yield label, place and samples by time of each GPU, rank or node; at the end of a gap, one of NaN."""
     for place in sorted(job.rows[what], key=lambda place: (samples.natural(place[0]), place[1])):
-        words = [_short(place[0])] if len(job.rows[NODE]) > 1 or what == NODE else []
+        # Without the middle, as the names of nodes differ at their ends.
+        name = printable(place[0].partition(".")[0])
+        name = name if len(name) <= 18 else f"{name[:6]}..{name[-9:]}"
+        words = [name] if len(job.rows[NODE]) > 1 or what == NODE else []
         if what != NODE:
             words.append(f"{'GPU' if what == GPU else what} {place[1]}")
         rows = job.rows[what][place]
@@ -200,15 +204,6 @@ def _draw_rows(axes: Axes, title: str, rows: list[PanelRow], looks: dict[str, st
     axes.set_axisbelow(True)
 
 
-def _draw_time(axes: Axes, start: float, end: float) -> None:
-    end = max(end, start + 1)
-    unit, units = next((unit for unit in UNITS if end - start >= 2 * unit[0]), UNITS[-1])
-    ticks = MaxNLocator(8).tick_values(0, (end - start) / unit)
-    axes.set_xticks([start + tick * unit for tick in ticks], [f"{tick:g}" for tick in ticks])
-    axes.set_xlim(start, end)
-    axes.set_xlabel(f"{units} since {pd.Timestamp(start, unit='s'):%Y-%m-%d %H:%M:%S} UTC")
-
-
 def _of_limit(value: float, limit: float, unit: str) -> str:
     """Tell a value and its limit, such as 290 of 400 W, or 34.1 of 79.6 GB."""
     digits = 1 if unit == "GB" else 0
@@ -219,9 +214,3 @@ def _of_limit(value: float, limit: float, unit: str) -> str:
 def _wrapped(words: str, width: int) -> str:
     words = words.replace(" %", "\xa0%")  # which belongs to its number
     return textwrap.fill(words, width, max_lines=4, break_on_hyphens=False)
-
-
-def _short(name: str, most: int = 18) -> str:
-    """Leave out the middle, as the names of nodes differ at their ends."""
-    name = printable(name.partition(".")[0])
-    return name if len(name) <= most else f"{name[: most // 3]}..{name[-most // 2 :]}"

@@ -411,7 +411,9 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
-        if job.cores_in_use(ranks[0][0]) >= CORES_FULL:
+        node = ranks[0][0], 0
+        rows = job.judged[NODE].get(node, job.table[:0])
+        if job.mean(NODE, [node], "cores") >= CORES_FULL * (len(parse_cores(rows.core_list)) or math.inf):
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
             remedy = "these wait, too: for files (stage them on the node) or for cores"

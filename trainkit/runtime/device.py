@@ -48,7 +48,10 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
     if not visible:
         machine.keep_freed_memory()
         if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
-            machine.pin_to_own_cores(here.local_rank, here.local_size)
+            # To its own cores, as srun does; these give it every core.
+            cores = sorted(os.sched_getaffinity(0))
+            if share := len(cores) // here.local_size:
+                os.sched_setaffinity(0, cores[here.local_rank * share :][:share])
         return torch.device("cpu")
     # Of as many as ranks, that of the local rank; else srun, say, shows each its own, or process_group.py
     # finds that two have the same.

@@ -81,7 +81,17 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             os.close(theirs)
             printing.join(PATIENCE_SECONDS)  # until nobody has the other end of the pipe
         if failed:
-            raise RankError(_why(failed, ranks, folder))
+            lost = job_folder.notes(folder, "lost")
+            silent = next((rank for rank in failed if rank not in lost), failed[0])
+            why = (
+                f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see "
+                "what it printed (-9: somebody killed it, perhaps for want of memory)."
+            )
+            if first := job_folder.first_failed(folder):
+                trace = first.with_suffix(".traceback")
+                why = first.read_text().removeprefix("error on ")
+                why += trace.read_text() if trace.exists() else ""
+            raise RankError(why)
         if not (folder / "result").exists():  # a Run that a signal has stopped tells how it goes on
             raise RankError(job_folder.notes(folder, "finished")[0].read_text())
         try:
@@ -131,20 +141,6 @@ def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
     """The ranks that have ended without the note that they finished, whatever their exit codes."""
     ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
     return [rank for rank in ended if rank not in job_folder.notes(folder, "finished")]
-
-
-def _why(failed: list[int], ranks: list[subprocess.Popen], folder: Path) -> str:
-    """What the first rank to fail tells, or what is known of one that could not."""
-    first = job_folder.first_failed(folder)
-    if first:
-        trace = first.with_suffix(".traceback")
-        return first.read_text().removeprefix("error on ") + (trace.read_text() if trace.exists() else "")
-    lost = job_folder.notes(folder, "lost")
-    silent = next((rank for rank in failed if rank not in lost), failed[0])
-    return (
-        f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see what it "
-        "printed (-9: somebody killed it, perhaps for want of memory)."
-    )
 
 
 def _rank(folder: Path) -> None:

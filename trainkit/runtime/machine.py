@@ -32,14 +32,6 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def pin_to_own_cores(local_rank: int, local_size: int) -> None:
-    """Give each CPU worker its own cores, as srun does; torchrun and submitit give it every core."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // local_size
-    if share:
-        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
-
-
 def cores() -> tuple[str, set[int]]:
     """This host, by the number of its boot, and the cores of it that this process may use."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(), os.sched_getaffinity(0)

@@ -120,27 +120,23 @@ def _meet(here: Place, timeout: timedelta) -> None:
         store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))
     how = {"backend": BACKENDS[here.device.type]}
     if is_gpu(here.device):
-        _check_cards(store, here)
+        # Another rank on the same card NCCL does not allow.
+        own = card(here.device)
+        store.set(f"card of {here.rank}", own)
+        for other in range(here.rank) if own else ():
+            if store.get(f"card of {other}").decode() == own:
+                raise UserError(
+                    f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
+                    f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
+                    f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
+                    "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
+                    "--gpu-bind=closest, and of each card on one slice only, or add --no-cuda."
+                )
         # After --timeout PyTorch would hold the GPUs for another minute, to leave a dump in the home folder.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         how["device_id"] = here.device
     dist.init_process_group(store=store, rank=here.rank, world_size=here.size, timeout=timeout, **how)
-
-
-def _check_cards(store: dist.Store, here: Place) -> None:
-    """See that no rank before this one computes on the same card, which NCCL does not allow."""
-    own = card(here.device)
-    store.set(f"card of {here.rank}", own)
-    for other in range(here.rank):
-        if own and store.get(f"card of {other}").decode() == own:
-            raise UserError(
-                f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
-                f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible "
-                f"GPU(s), CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start "
-                "one process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
-                "--gpu-bind=closest, and of each card on one slice only, or add --no-cuda."
-            )
 
 
 def leave() -> None:

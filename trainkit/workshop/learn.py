@@ -18,7 +18,12 @@ from trainkit.workshop.exercises import Workbook, relative
 def main() -> None:
     data_dir = site.read_site().data_dir
     tell(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
-    tell(f"GPUs    {_gpus()}")
+    try:
+        names = list(map(device_name, usable_gpus()))
+        gpus = f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
+    except UserError as error:
+        gpus = str(error)
+    tell(f"GPUs    {gpus}")
     first = []
     try:
         staging.check("mnist", data_dir)
@@ -42,14 +47,6 @@ def main() -> None:
     if activate.exists():  # a room may share another
         first.append(f"source {relative(activate)}")
     tell("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
-
-
-def _gpus() -> str:
-    try:
-        names = list(map(device_name, usable_gpus()))
-    except UserError as error:
-        return str(error)
-    return f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
 
 
 if __name__ == "__main__":
