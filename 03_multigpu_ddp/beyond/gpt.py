@@ -176,6 +176,7 @@ def main() -> None:
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
+    more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
     train_loss = torch.compile(loss_of) if opts.compile else loss_of
     for epoch in run.epochs():  # goes on where an earlier run stopped

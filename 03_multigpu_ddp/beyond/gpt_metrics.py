@@ -1,4 +1,4 @@
-"""What gpt.py tells besides the loss: tokens/s, the share of the GPU's peak (MFU), the lowest loss."""
+"""What gpt.py tells besides loss and speed: the share of the GPU's peak (MFU), and the lowest loss."""
 
 import math
 
@@ -29,13 +29,12 @@ def of_epoch(trained: Trained, opts: Options, here: Place, flops: int) -> list[M
     windows_per_s = trained.steps * opts.batch_size / trained.seconds
     most = 1e12 * here.size * peak(device_name(here.device), opts.precision)
     return [
-        Metric("tokens_per_s", "training", opts.context * windows_per_s),
         Metric("mfu_percent", "training", 100 * windows_per_s * flops / most),
         Metric("lowest_possible_loss", "validation", gpt_data.entropy_rate()),
     ]
 
 
 def in_one_line(metrics: list[Metric]) -> str:
-    rate, share, floor = (one.value for one in metrics)
-    mfu = "" if math.isnan(share) else f", MFU {share:.1f} %"
-    return f"{rate:,.0f} tokens/s{mfu}; no loss is lower than {floor:.4f}"
+    share, floor = (one.value for one in metrics)
+    mfu = "" if math.isnan(share) else f"MFU {share:.1f} %; "
+    return f"{mfu}no loss is lower than {floor:.4f}"

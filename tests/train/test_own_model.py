@@ -1,14 +1,18 @@
 """A copy of stage 03 with another network, data set and name trains, is sent, swept and compared."""
 
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, STAGES, Script, one_error, rows_of, succeeded
+from conftest import REPOSITORY, STAGES, Script, one_error, places, rows_of, succeeded
 
 from trainkit.compare import comparison
+from trainkit.rank import batches, options
+from trainkit.schema import records
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -28,6 +32,60 @@ def main() -> None:"""
 CLASSIFY = ("F.cross_entropy", "3", "(inputs[:, :2].sum(1, keepdim=True) > torch.tensor([-1.0, 1.0])).sum(1)")
 REGRESS = ("F.mse_loss", "1", "inputs[:, :2].sum(1, keepdim=True)")
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
+
+# Samples of unequal length, two networks, a state that differs by rank, no schedule and no test.
+STORIES = """
+import os, signal, torch
+from torch import nn
+from trainkit import Run, batches, errors, options, process_group
+
+class Stories:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.randn(3 + index % 5, 2)
+
+class Hidden:
+    value = None
+    def state_dict(self):
+        return {"value": self.value}
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+def collate(stories):
+    return {"words": nn.utils.rnn.pad_sequence(stories, batch_first=True), "name": "stories"}
+
+def main():
+    opts = options.parse("")
+    here = process_group.join(False, 60)
+    torch.manual_seed(opts.seed)
+    reader, critic, hidden = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 1), Hidden()
+    torch.manual_seed(opts.seed + here.rank)
+    train = batches.training(Stories(), opts, here.device, here.rank, here.size, collate_fn=collate)
+    model, second = (nn.parallel.DistributedDataParallel(one) for one in (reader, critic))
+    first, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.1)
+    also, each_rank = {"critic": second, "critic_optimizer": other}, {"hidden": hidden}
+    how = {"also": also, "each_rank": each_rank, "unit": "words", "per_sample": 5}
+    run = Run("stories", opts, here, Stories(), model, first, None, here.size, **how)
+    for epoch in run.epochs():
+        for step, batch in enumerate(run.steps(epoch, train)):
+            out, state = model(batch["words"], hidden.value)
+            hidden.value = state.detach()
+            loss, of_critic = out.square().mean(), (second(out.detach()) - 1).square().mean()
+            for one, its in ((loss, first), (of_critic, other)):
+                its.zero_grad()
+                one.backward()
+                its.step()
+            run.add(loss, critic_loss=of_critic)
+            if os.environ.get("STOP") == f"{here.rank} {step}":
+                os.kill(os.getpid(), signal.SIGUSR2)
+        run.end_of_epoch(epoch)
+    run.finish()
+    process_group.leave()
+
+errors.run(main)
+"""
+OF_STORIES = ("--epochs", 2, "--batch-size", 8, "--loader", "workers")
 
 
 def own_training(task: tuple[str, str, str]) -> str:
@@ -95,6 +153,69 @@ def test_a_mistake_is_one_sentence(
     own.write_text(own_training(CLASSIFY).replace(*change))
     done = script(own, *SMALL, *arguments, "--results-dir", tmp_path)
     assert one_error(done).startswith(f"error: {sentence}")
+
+
+def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
+    """Second networks and optimizers, what differs by rank, and the sums of numbers of its own."""
+    own, told = tmp_path / "stories.py", {}
+    own.write_text(STORIES)
+    for name, stop in (("whole", ""), ("stopped", "1 2")):
+        given = (own, *OF_STORIES, *places(tmp_path / name))
+        done = succeeded(script(*given, ranks=2, env={"STOP": stop}))
+        if stop:
+            assert "stopped after step 3 of epoch 1" in done.stdout
+            sentence = "each of its 2 ranks has a state of its own: start as many"
+            assert sentence in one_error(script(*given, ranks=1))
+            done = succeeded(script(*given, ranks=2))
+        assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.M)
+        rows = rows_of(tmp_path / name)
+        (path,) = (tmp_path / name / "runs").glob("*.csv")
+        metrics = [one for one in records.read_metrics(path) if one["metric"] != "words_per_s"]
+        assert [one["metric"] for one in metrics] == ["critic_loss"] * 2
+        told[name] = [row["train_loss"] for row in rows] + [one["value"] for one in metrics]
+        assert {(row["test_images"], row["parameters"], row["settings"]) for row in rows} == {
+            (0, 63 + 4, "optimizer=SGD lr=0.1 optimizer=AdamW lr=0.1")
+        }
+    assert told["stopped"] == told["whole"]
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "sentence"),
+    [
+        (("", ""), ("--loader", "resident"), "--loader resident keeps tensors on the device, and these samp"),
+        (("", ""), ("--patience", 1), "--stop-at and --patience go by a test, and this training has none"),
+        (
+            ("critic_loss=of_critic", "**{str(step): 1}"),
+            (),
+            "run.add was told 0, and then 1: tell numbers of the same names in every step",
+        ),
+    ],
+    ids=["resident", "no test", "names"],
+)
+def test_a_mistake_in_that_is_one_sentence(
+    change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "stories.py"
+    own.write_text(STORIES.replace(*change))
+    done = script(own, *OF_STORIES, *arguments, "--results-dir", tmp_path, ranks=1)
+    assert one_error(done).startswith(f"error on rank 0: {sentence}")
+
+
+def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noise:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(1)
+
+    opts = options.parse("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
+    drawn = []
+    for rank in (0, 1, 1):
+        monkeypatch.setattr(batches.process_group, "rank", lambda rank=rank: rank)
+        (batch,) = batches.training(Noise(), opts, torch.device("cpu"))
+        drawn.append(batch.flatten().tolist())
+    assert drawn[1] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 
 
 def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:

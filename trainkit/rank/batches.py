@@ -10,53 +10,57 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from trainkit.rank.data import Split
 from trainkit.rank.options import Options, check_sizes
-from trainkit.runtime import startup
+from trainkit.runtime import process_group, startup
 from trainkit.runtime.device import is_gpu
 from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
+Data = Split | Dataset  # any with a length and samples by number
 # Images per evaluation step, where --test-batch-size does not tell: a GPU would wait between small ones.
 TEST_BATCH = 250, 2_500  # on a CPU, on a GPU
 
 
 def training(
-    split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
+    split: Data, options: Options, device: torch.device, rank: int = 0, world_size: int = 1, **loader: object
 ) -> "Batches":
     """Return the training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
+    Of a Dataset they are what torch's DataLoader, which gets `loader`, such as a `collate_fn`, makes of it.
+
     Raises:
-        UserError: if the global batch does not divide among the ranks or exceeds the data set.
+        UserError: if the global batch does not divide among the ranks or exceeds the data set, or a Dataset
+            comes without --loader workers.
     """
     check_sizes(options, len(split), world_size)
     size = options.batch_size if options.dry_run else options.train_size or len(split)
-    split = split.first(size)
+    split = _first(split, size)
     order = DistributedBatchSampler(len(split), options.batch_size, options.seed, rank, world_size, size)
-    return _make_batches(split, order, options, device)
+    return _make_batches(split, order, options, device, **loader)
 
 
 def testing(
-    split: Split, options: Options, device: torch.device, rank: int = 0, world_size: int = 1
+    split: Data, options: Options, device: torch.device, rank: int = 0, world_size: int = 1, **loader: object
 ) -> "Batches":
     """Return this rank's share of the test set, every sample once on exactly one rank: no padding.
 
     Raises:
-        UserError: if there are fewer samples than --test-size.
+        UserError: if there are fewer samples than --test-size, or a Dataset comes without --loader workers.
     """
     if (options.test_size or 0) > len(split):
         raise UserError(
             f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
         )
     batch = options.test_batch_size or TEST_BATCH[is_gpu(device)]
-    split = split.first(batch * world_size if options.dry_run else options.test_size or len(split))
+    split = _first(split, batch * world_size if options.dry_run else options.test_size or len(split))
     order = UnpaddedTestSampler(len(split), batch, rank, world_size)
-    return _make_batches(split, order, options, device)
+    return _make_batches(split, order, options, device, **loader)
 
 
 class RankSampler(Sampler[list[int]]):
@@ -184,17 +188,17 @@ class WorkerBatches(Batches):
     """
 
     def __init__(
-        self, split: Split, order: RankSampler, device: torch.device, shift: bool, num_workers: int
+        self, split: Data, order: RankSampler, device: torch.device, shift: bool, **loader: object
     ) -> None:
         super().__init__(split, order, device, shift)
+        num_workers = loader["num_workers"]
         self.loader = DataLoader(
             split,
             batch_sampler=order,
-            num_workers=num_workers,
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_the_parent,
-            generator=torch.Generator(),  # its own: beginning an epoch draws nothing from dropout's
             pin_memory=is_gpu(device),
+            **loader,
         )
         # Now, before the training: at a fork, a thread of the process group that has just been at work may be
         # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.
@@ -216,11 +220,9 @@ class WorkerBatches(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         try:
-            for (inputs, targets), offset in zip(self._samples(), self._offsets(), strict=True):
-                # Only images have a channels_last layout.
-                layout = torch.channels_last if inputs.ndim == 4 else torch.preserve_format
-                inputs = inputs.to(self.device, non_blocking=True, memory_format=layout)
-                yield _shifted(inputs, offset), targets.to(self.device, non_blocking=True)
+            for batch, offset in zip(self._samples(), self._offsets(), strict=True):
+                batch = _on(self.device, batch)
+                yield (_shifted(batch[0], offset), *batch[1:]) if any(offset) else batch
         except (RuntimeError, ConnectionError, EOFError) as error:
             # Samples are fetched from the process that made them, which may die just then.
             died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
@@ -245,16 +247,45 @@ def _obey_the_parent(worker: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _first(split: Data, n: int) -> Data:
+    return split.first(n) if isinstance(split, Split) else Subset(split, range(min(n, len(split))))
+
+
+def _on(device: torch.device, batch: object) -> object:
+    """The batch, however it is nested, on the device."""
+    if isinstance(batch, torch.Tensor):
+        # Only images have a channels_last layout.
+        layout = torch.channels_last if batch.ndim == 4 else torch.preserve_format
+        return batch.to(device, non_blocking=True, memory_format=layout)
+    if isinstance(batch, Mapping):
+        return {name: _on(device, one) for name, one in batch.items()}
+    if hasattr(batch, "to"):  # such as a PackedSequence, which is a tuple, too
+        return batch.to(device)
+    return tuple(_on(device, one) for one in batch) if isinstance(batch, (list, tuple)) else batch
+
+
 def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
     # What leaves at one edge comes in at the other: nearly always background.
     return images.roll(offset, dims=(2, 3)) if any(offset) else images
 
 
-def _make_batches(split: Split, order: RankSampler, options: Options, device: torch.device) -> Batches:
-    shift = options.recipe == "fast" and isinstance(order, DistributedBatchSampler) and split.inputs.ndim == 4
+def _make_batches(
+    split: Data, order: RankSampler, options: Options, device: torch.device, **loader: object
+) -> Batches:
+    images = isinstance(split, Split) and split.inputs.ndim == 4
+    shift = options.recipe == "fast" and isinstance(order, DistributedBatchSampler) and images
     if options.loader == "resident":
+        if loader or not isinstance(split, Split):
+            raise UserError(
+                "--loader resident keeps tensors on the device, and these samples are read one by one: add "
+                "--loader workers, and --num-workers for processes that read."
+            )
         made = ResidentBatches(split, order, device, shift)
     else:
-        made = WorkerBatches(split, order, device, shift, options.num_workers)
+        # Its own random numbers: beginning an epoch draws nothing from dropout's. By rank, as they seed its
+        # processes: else all ranks would crop alike.
+        of_rank = generator(options.seed, process_group.rank())
+        loader = {"num_workers": options.num_workers, "generator": of_rank} | loader
+        made = WorkerBatches(split, order, device, shift, **loader)
     startup.mark("data")
     return made

@@ -7,6 +7,7 @@ over the ranks, and its optimizer, are in a folder beside it, `epoch-E-step-S.sh
 before: it counts from when the file is there, which has the checksums.
 """
 
+import io
 import re
 import shutil
 import signal
@@ -49,8 +50,8 @@ class Checkpoints:
     """The checkpoints of one run, in `--checkpoint-dir`; without that option it does nothing.
 
     All ranks make one and call its methods at the same points. With `--resume auto` the newest
-    checkpoint is loaded here, into `model`, `parts` (by name; each has a state_dict) and `log`. From here
-    on the signals USR2 and SIGTERM mean: save at the next step and stop.
+    checkpoint is loaded here, into `model`, `parts`, `each_rank` (by name; each has a state_dict), `log`.
+    From here on the signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
         UserError: if the folder cannot be written to, is another run's, holds another training, or
@@ -65,6 +66,7 @@ class Checkpoints:
         parts: dict[str, object],
         log: RunLog | None,
         sharded: "Sharded | None" = None,
+        each_rank: dict[str, object] | None = None,
     ) -> None:
         # Without the wrappers, so that every stage can load it.
         self._model, self._optimizer = unwrapped(model), parts["optimizer"]
@@ -75,7 +77,7 @@ class Checkpoints:
         names = {"dataset": dataset, "model": class_name(model)}
         self._identity = options.shaping() | names
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
-        self._sharded = sharded
+        self._sharded, self._each_rank = sharded, each_rank or {}
         self._first_epoch, self._part = 1, None
         self._stop_asked = False
         self._saved_at = time.monotonic()
@@ -118,6 +120,8 @@ class Checkpoints:
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": process_group.gather(random_states())}
+        if self._each_rank:
+            state |= {"each_rank": process_group.gather(_packed(self._each_rank))}
         mistake = ""
         if self._sharded:
             if not self._sharded.finite():  # asked of all ranks
@@ -197,6 +201,8 @@ class Checkpoints:
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # Another stage may have made the checkpoint.
                 group.update({name: here[name] for name in KERNELS if name in here})
+            if self._each_rank:
+                self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = int(state["epoch"])
             self._part = state["part"] and PartialEpoch(**state["part"])
@@ -209,6 +215,13 @@ class Checkpoints:
             ) from None
         if process_group.is_rank_0():
             tell(f"resumed from {path}")
+
+    def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
+        if len(packed) != process_group.count():
+            raise ValueError(f"each of its {len(packed)} ranks has a state of its own: start as many")
+        content = io.BytesIO(packed[process_group.rank()].numpy().tobytes())
+        for name, state in torch.load(content, map_location="cpu", weights_only=True).items():
+            self._each_rank[name].load_state_dict(state)
 
     def _check_identity(self, path: Path, was: dict) -> None:
         wanted = self._options.precision
@@ -258,6 +271,13 @@ def report_stop(text: str, folder: Path) -> None:
             f"{text}, but not by itself, as {job_folder.here()} cannot be written to ({error.strerror}): "
             f"submit it again with --checkpoint-dir {folder.absolute()}."
         ) from None
+
+
+def _packed(parts: dict[str, object]) -> torch.Tensor:
+    """What these have on this rank, wherever its tensors are, as bytes."""
+    content = io.BytesIO()
+    torch.save({name: one.state_dict() for name, one in parts.items()}, content)
+    return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
 
 
 def _option_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """What an epoch amounts to: the numbers that travel between the loop, the log and the checkpoints."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class PartialEpoch:
     seconds: float
     learning_rate: float  # of the first step
     losses: torch.Tensor  # (steps,), each the mean over all ranks
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of other numbers, by name
 
 
 def diverged(what: str) -> UserError:

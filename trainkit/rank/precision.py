@@ -11,6 +11,7 @@ import warnings
 import torch
 from torch import nn
 
+from trainkit.rank.batches import Data
 from trainkit.rank.data import Split
 from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
@@ -32,7 +33,7 @@ def precision_of(model: nn.Module) -> str:
     return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 else name
 
 
-def choose_precision(model: nn.Module, options: Options, train_set: Split) -> None:
+def choose_precision(model: nn.Module, options: Options, train_set: Data) -> None:
     """Have `model` compute as `--precision` says, or for "auto" in what pays here, alike on every rank.
 
     Raises:
@@ -42,7 +43,11 @@ def choose_precision(model: nn.Module, options: Options, train_set: Split) -> No
     wanted = options.precision
     if wanted == "auto":
         names = process_group.broadcast(_worth_a_trial(model))
-        wanted = names[0] if len(names) == 1 else _worth_its_loss(names, model, options, train_set)
+        wanted = (
+            names[0]
+            if len(names) == 1 or not isinstance(train_set, Split)
+            else _worth_its_loss(names, model, options, train_set)
+        )
     set_precision(model, wanted)
     startup.mark("precision")
 

@@ -15,11 +15,10 @@ from tqdm import tqdm
 
 from trainkit.rank import operations
 from trainkit.rank.agreement import Agreement
-from trainkit.rank.batches import Batch, Batches
+from trainkit.rank.batches import Batch, Batches, Data
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.compute_time import ComputeTime
-from trainkit.rank.data import Split
-from trainkit.rank.epoch import Metric, PartialEpoch, Tested, Trained, diverged
+from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import own_optimizer
@@ -54,15 +53,20 @@ class Run:
     name: str  # what the record calls the run: "single", "dp", "ddp", or a name of your own
     options: Options
     here: Place
-    train_set: Split
+    train_set: Data
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
+    schedule: LRScheduler | None
     devices: int  # how many really compute, on all ranks together
     _: KW_ONLY
     accumulate: int = 1  # micro-batches that each batch is cut into
-    # More of the training's state, by name: what has a state_dict() that a checkpoint is to keep.
+    # More of the training's state, by name: what has a state_dict() that a checkpoint is to keep, as second
+    # networks and optimizers.
     also: dict[str, object] = field(default_factory=dict)
+    # The same of what differs by rank: each gets its own back, from a checkpoint of as many ranks.
+    each_rank: dict[str, object] = field(default_factory=dict)
+    unit: str = "images"  # what a speed is told in
+    per_sample: int = 1  # how many of these a sample has, as a window has tokens
     # A network that is split over the ranks: each rank then writes its own part of a checkpoint.
     sharded: "Sharded | None" = None
     flops: float | None = None  # of a forward and a backward pass for one sample; None: counted
@@ -71,11 +75,14 @@ class Run:
 
     def __post_init__(self) -> None:
         startup.mark("optimizer")
-        dataset, device = self.train_set.name, self.here.device
-        given = (self.options, self.here, dataset, self.model, self._facts())
+        dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.here.device
+        unit = self.unit, self.per_sample
+        given = (self.options, self.here, dataset, self.model, self._facts(), unit)
         self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
         state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
-        self._checkpoints = Checkpoints(self.options, dataset, self.model, state, self._log, self.sharded)
+        state = {name: unwrapped(one) for name, one in state.items() if one is not None}
+        given = self._log, self.sharded, self.each_rank
+        self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
@@ -83,6 +90,10 @@ class Run:
 
     def _facts(self) -> dict[str, object]:
         """Return the columns of the record that only the training itself knows."""
+        parts = [self.model, self.optimizer, *self.also.values()]
+        told = [own_optimizer(self.options, one) for one in parts if isinstance(one, torch.optim.Optimizer)]
+        told.append(self.options.settings())
+        weights = sum(trained_weights(one) for one in parts if isinstance(one, nn.Module))
         flops = self.flops
         if flops is None:
             flops = math.nan if self.sharded else operations.per_image(self.model, self.train_set)
@@ -91,8 +102,8 @@ class Run:
             "devices": self.devices,
             "accumulate": self.accumulate,
             "flops_per_image": flops,
-            "settings": f"{own_optimizer(self.options, self.optimizer)} {self.options.settings()}".strip(),
-            "parameters": self.sharded.parameters() if self.sharded else trained_weights(self.model),
+            "settings": " ".join(filter(None, told)),
+            "parameters": self.sharded.parameters() if self.sharded else weights,
         }
 
     def epochs(self) -> Iterator[int]:
@@ -112,12 +123,15 @@ class Run:
         self.trained = None
         device = batches.device
         reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
-        learning_rate = self.schedule.get_last_lr()[0]
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._losses = torch.zeros(len(batches), device=device)
         self._losses[: done.steps] = done.losses
+        self._metrics = {name: torch.zeros_like(self._losses) for name in done.metrics}
+        for name, values in done.metrics.items():
+            self._metrics[name][: done.steps] = values
         self._added, seconds = done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
         bar = progress_bar(self._timed(batches), epoch, first, len(batches))
@@ -142,7 +156,8 @@ class Run:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
                 seconds += clock.stop(device, started)  # saving is not training
-                part = PartialEpoch(step, seconds, done.learning_rate, mean_over_ranks(losses).cpu())
+                metrics = {name: mean_over_ranks(one[:step]).cpu() for name, one in self._metrics.items()}
+                part = PartialEpoch(step, seconds, done.learning_rate, mean_over_ranks(losses).cpu(), metrics)
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
             self._compute_time.begin()  # they have waited for each other
@@ -151,30 +166,54 @@ class Run:
         losses = mean_over_ranks(self._losses)
         check_finite(losses, epoch)
         self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
+        self._of_steps = [
+            Metric(name, "training", mean_over_ranks(one).mean().item())
+            for name, one in self._metrics.items()
+        ]
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Take note of the loss of this step: the mean over this rank's share of the batch."""
+    def add(self, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
+        """Take note of the loss of this step, and of other numbers by name: means over this rank's share.
+
+        Their means over steps and ranks are metrics of the epoch.
+
+        Raises:
+            UserError: if a step has other names than the one before.
+        """
         self._losses[self._added] = loss.detach()
+        if not self._added:
+            self._metrics = {name: torch.zeros_like(self._losses) for name in metrics}
+        if self._metrics.keys() != metrics.keys():
+            raise UserError(
+                f"run.add was told {', '.join(self._metrics) or 'a loss only'}, and then "
+                f"{', '.join(metrics) or 'a loss only'}: tell numbers of the same names in every step."
+            )
+        for name, value in metrics.items():
+            self._metrics[name][self._added] = torch.as_tensor(value).detach()
         self._added += 1
 
-    def end_of_epoch(self, epoch: int, tested: Tested, metrics: Iterable[Metric] = ()) -> None:
+    def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:
         """Write the row of `epoch`, then a checkpoint.
 
-        Rank 0's `metrics` go to `<run_id>.metrics.tsv` beside the CSV.
+        Rank 0's `metrics` go to `<run_id>.metrics.tsv` beside the CSV, with those of `add`.
 
         Raises:
             UserError: if one of them cannot be written; what was written before stays. Also if the loop
-                over `steps` was left before its end.
+                over `steps` was left before its end, or nothing was tested for --stop-at or --patience.
             Stopped: if a signal asked to stop.
         """
         if self.trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
+        if tested is NOT_TESTED and (self.options.stop_at or self.options.patience):
+            raise UserError(
+                "--stop-at and --patience go by a test, and this training has none: leave them out."
+            )
         # By the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown where
         # a network is split: such ranks wait for each other in the middle of a step, too.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
-        process_group.on_rank_0(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, metrics))
+        told = [*self._of_steps, *metrics]
+        process_group.on_rank_0(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, told))
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 

@@ -31,14 +31,21 @@ from trainkit.schema.records import RunFiles, slow_rank
 class RunLog:
     """The log of one run. Only rank 0 has one.
 
-    `facts` are columns of the record: the run's `stage`, and what `facts_of_run` does not know.
+    `facts` are columns of the record: the run's `stage`, and what `facts_of_run` does not know. `unit` is
+    that of the printed speed, and how many of it a sample has.
     Raises UserError if the results directory cannot be written to.
     """
 
     def __init__(
-        self, options: Options, here: Place, dataset: str, model: nn.Module, facts: dict[str, object]
+        self,
+        options: Options,
+        here: Place,
+        dataset: str,
+        model: nn.Module,
+        facts: dict[str, object],
+        unit: tuple[str, int] = ("images", 1),
     ) -> None:
-        self._options = options
+        self._options, (self._unit, self._per_sample) = options, unit
         self._started = startup.process_start()
         self._before_s = 0.0  # what earlier processes of this run took
         self._past_first_epoch = False
@@ -80,7 +87,8 @@ class RunLog:
         """
         images = trained.samples or trained.steps * self._options.batch_size
         images_per_s = images / (trained.seconds or math.nan)
-        train = f"loss {trained.loss:.4f}, {images_per_s:,.0f} images/s, {trained.seconds:.1f} s"
+        per_s = images_per_s * self._per_sample
+        train = f"loss {trained.loss:.4f}, {per_s:,.0f} {self._unit}/s, {trained.seconds:.1f} s"
         accuracy = "" if math.isnan(tested.accuracy) else f"accuracy {tested.accuracy:.2f} %, "
         loss = "" if math.isnan(tested.loss) else f"loss {tested.loss:.4f}, "
         test = f" | test {accuracy}{loss}{tested.seconds:.1f} s" if accuracy or loss else ""
@@ -103,6 +111,8 @@ class RunLog:
                 "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
             }
             ended = why_ended([*self._recorder.rows, row], self._options)
+            if self._unit != "images":
+                metrics = [Metric(f"{self._unit}_per_s", "training", per_s), *metrics]
             of_epoch = [{"epoch": epoch} | one._asdict() | {"value": float(one.value)} for one in metrics]
             self._recorder.add(of_ranks, of_epoch, **row, ended=ended)
             if not self._past_first_epoch:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import subprocess
+import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 
 
 def git_commit() -> str:
-    """The commit of this checkout, with "-dirty" if it was changed since; empty outside of git."""
-    command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
-    with suppress(OSError):  # there is no git
-        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+    """The commit of the script's checkout, or else of this one, with "-dirty" if it was changed since."""
+    command = ["git", "describe", "--always", "--dirty"]
+    for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
+        with suppress(OSError):  # there is no git
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if told := done.stdout.strip():
+                return told
     return ""
 
 
