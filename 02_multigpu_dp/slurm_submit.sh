@@ -18,11 +18,7 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_multigpu.py ]] || { echo "error: submit it with sbatch from its folder: cd 02_multigpu_dp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
-script=mnist_multigpu.py
-if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
-[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
+choose_training mnist_multigpu.py "$@"
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python "$script" \
-    --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
-    --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"
+    "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"

@@ -20,13 +20,9 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
-script=mnist_ddp.py
-if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
-[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
+choose_training mnist_ddp.py "$@"
 
 # srun starts every rank. One that fails takes the others down (--kill-on-bad-exit), and one that
 # leaves early gives them 60 seconds to end (--wait): else they would wait for it at full price.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python "$script" \
-    --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
-    --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"
+    "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"

@@ -20,9 +20,7 @@
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
-script=mnist_ddp.py
-if [[ ${1:-} == *.py ]]; then script=$1; shift; fi
-[[ -f $script ]] || fail "there is no script $script in $PWD: correct its name."
+choose_training mnist_ddp.py "$@"
 
 # The CPU cores of the one task are shared by the ranks that torchrun starts. On most clusters Slurm signals
 # only what srun has started: our torchrun (trainkit/runtime/torchrun.py) hands USR2 and SIGTERM on to the ranks.
@@ -33,6 +31,4 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SI
     "${SITE_CONTAINER[@]}" python -m trainkit.runtime.torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
-    "$script" \
-    --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" \
-    --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@"
+    "${TRAINING[@]}"

@@ -7,11 +7,19 @@
 # Unless SITE_MONITOR is off, each node is sampled meanwhile, and a verdict stands among the job's last lines.
 #
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and
-# SITE_CONTAINER; for the ranks it exports MASTER_ADDR and MASTER_PORT.
+# SITE_CONTAINER, and `choose_training` sets TRAINING; for the ranks it exports MASTER_ADDR and MASTER_PORT.
+#
+# Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
-[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
+plain="" needed=(torch numpy tqdm psutil filelock trainkit)
+if [[ ${1:-} == --plain ]]; then
+    plain=1 needed=(trainkit)
+else
+    DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
+fi
+[[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
@@ -25,6 +33,7 @@ fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
+[[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
 # and beside it submitit's of the ranks from 1 on.
 own_log=$(readlink -f /proc/$$/fd/2)
@@ -66,15 +75,28 @@ echo "code    $(git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || ec
 # By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
 srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
 import importlib.metadata, importlib.util, sys
-needed = ("torch", "numpy", "tqdm", "psutil", "filelock", "trainkit")
-missing = [name for name in needed if importlib.util.find_spec(name) is None]
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
-print(f"python  {sys.executable}, torch", importlib.metadata.version("torch"))' ||
+torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
+print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}" ||
     fail "the Python environment of this job does not work: mend activate_environment, SITE_CONTAINER or \
 SITE_SRUN_ARGS in slurm/site.sh."
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
+
+# --- what it trains ---------------------------------------------------------------------------------
+# Set TRAINING, what Python runs: the stage's script $1, or the one that the arguments of the job name, and its options.
+choose_training() {
+    local script=$1
+    shift
+    [[ -z $plain ]] || { script=${2:-} && shift; }
+    if [[ ${1:-} == *.py ]]; then script=$1 && shift; fi
+    [[ $script == *.py && -f $script ]] || fail "there is no script ${script:-behind --plain} in $PWD: correct its name."
+    TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"
+        --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@")
+    [[ -z $plain ]] || TRAINING=(-m trainkit.runtime.plain "$script" "$@")
+}
 
 # --- what watches it --------------------------------------------------------------------------------
 # A step beside the ranks, until `finish` closes its input. What becomes of it never matters to the job, and srun's
@@ -119,9 +141,9 @@ tell_who_failed() {
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }
 
-# End the sampling. It has 15 seconds for its verdict, and 2 to begin where it has not.
+# End the sampling. It has 10 seconds for its verdict, and 2 to begin where it has not.
 tell_what_was_seen() {
-    local tenths begun=0 most=150 why
+    local tenths begun=0 most=100 why
     [[ -n $sampler ]] || return
     exec {sampler_input}>&-
     if compgen -G "$watching/*.csv" >/dev/null; then begun=1; else most=20; fi
@@ -130,7 +152,7 @@ tell_what_was_seen() {
         sleep 0.1
     done
     if kill "$sampler" 2>/dev/null && ((begun)); then
-        echo "watch   no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+        echo "watch   no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
     elif ! wait "$sampler"; then
         # Not what srun says of every step that fails, or is ended.
         why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination' "$watching/log" | tail -n 1)
@@ -139,29 +161,36 @@ tell_what_was_seen() {
 }
 
 # An option of the training may name another place.
-told_where="; results in $RESULTS_DIR/runs"
-[[ " $* " != *" --results-dir"[\ =]* ]] || told_where=""
+told_where="; results in $TRAINKIT_RESULTS_DIR/runs"
+[[ -z $plain && " $* " != *" --results-dir"[\ =]* ]] || told_where=""
 
 finish() {
-    local code=$? saved=""
+    local code=$? saved="" again="submit again" why
     set +e
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
     echo
-    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then saved=$(<"$TRAINKIT_JOB_DIR/stopped"); fi
+    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+        saved=$(<"$TRAINKIT_JOB_DIR/stopped")
+        saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
+        if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
+    fi
     [[ -n $saved ]] || tell_what_was_seen # else the queue comes first
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
-        echo "stopped by a signal; back to the queue, to go on from the checkpoint"
+        echo "stopped; back to the queue, to go on from the checkpoint"
         scontrol requeue "$SLURM_JOB_ID" || {
             tell_what_was_seen
-            fail "this job may not be requeued: submit again with --checkpoint-dir $saved"
+            fail "this job may not be requeued: $again"
         }
     elif [[ -n ${ended_from_outside:-} ]]; then
         echo "ended from outside: by scancel, preemption or the time limit"
-        [[ -z $saved ]] || echo "if it does not come back by itself, submit again with --checkpoint-dir $saved"
+        [[ -z $saved ]] || echo "if it does not come back by itself, $again"
     elif ((code)); then
-        tell_who_failed
+        why=$(tell_who_failed)
+        [[ -z $why ]] || echo "$why"
+        # The code of the rank that failed first; srun may tell that of one that it has ended itself.
+        [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([0-9]+) ]] || code=${BASH_REMATCH[1]}
     fi
     [[ -z $saved ]] || tell_what_was_seen
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"

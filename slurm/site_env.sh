@@ -61,9 +61,9 @@ if [[ -e $site || -L $site ]]; then
     source "$REPOSITORY/slurm/site.sh"
 fi
 
-DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
-RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
-JOBS_DIR=${SITE_SCRATCH_DIR:-$RESULTS_DIR/jobs} # a folder for each job: its checkpoints, samples and error notes
+export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
+export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
+JOBS_DIR=${SITE_SCRATCH_DIR:-$TRAINKIT_RESULTS_DIR/jobs} # a folder for each job: its checkpoints, samples and error notes
 [[ ${SITE_MONITOR:=on} == on || $SITE_MONITOR == off ]] ||
     fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
 PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed

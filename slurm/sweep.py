@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
-from trainkit.jobs import local, slurm, submission, sweep, until_known
+from trainkit.jobs import local, submission, sweep, until_known
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
@@ -52,7 +52,8 @@ def main() -> int:
     opts = submission.read_options(stages[0], arguments, site)
     if not own.script:
         staging.check(opts.dataset, opts.data_dir)  # without it no run makes sense, and that has one reason
-    here = not slurm.is_here()
+    why_here = submission.why_local(own.local)
+    here = bool(why_here)
     folder = own.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
     asked = sweep.Sweep(
         folder.resolve(),
@@ -89,7 +90,7 @@ def main() -> int:
         sweep.tell(asked, runs)
         return 0
     if here:
-        print("no Slurm here (sbatch is not on PATH): one run at a time, as processes of this machine")
+        print(f"{why_here}: one run at a time, as processes of this machine")
     constraints = Constraints(
         own.target,
         deadline_s=own.deadline and 60 * own.deadline,
@@ -231,6 +232,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="LIMIT",
         help=f"of a job, as HH:MM:SS or in minutes (default: {submission.DEFAULT_MINUTES})",
     )
+    jobs.add_argument("--local", action="store_true", help="run here, also where there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the sweep (default: a new one in results/sweeps/)"

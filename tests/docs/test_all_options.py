@@ -36,7 +36,7 @@ TRAININGS = {
     f"{BEYOND}/unused.py": "--graph",
     f"{BEYOND}/vae_counts.py": "--graph",
 }
-SUBMIT = "--cpus-per-gpu --dry-run --gpus --nodes --partition --script --time --wait"
+SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
 PLAIN = "--batch-size --data-dir --epochs"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
@@ -61,8 +61,8 @@ OTHERS = {
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
-        --max-jobs --min-efficiency --num-workers --out --partition --repeats --scaling --script --spend
-        --stages --target --time --train-size --until-known""",
+        --local --max-jobs --min-efficiency --num-workers --out --partition --repeats --scaling --script
+        --spend --stages --target --time --train-size --until-known""",
     "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--out --smoke",
@@ -85,6 +85,7 @@ WITHOUT = {
     "slurm/practice_cluster/init.py",
     "trainkit/jobs/why.py",  # asked by slurm/job_env.sh
     "trainkit/runtime/launching.py",
+    "trainkit/runtime/plain.py",  # started by the job scripts
     "trainkit/runtime/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
 }

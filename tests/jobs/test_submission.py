@@ -61,7 +61,7 @@ def facts_in(folder: Path) -> list[dict]:
 @pytest.mark.full
 def test_a_stage_without_slurm(checkout: Checkout) -> None:
     done = succeeded(checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL))
-    assert "no Slurm here: running as 2 local process(es)" in done.stdout
+    assert "no Slurm here (sbatch is not on PATH): running as 2 local process(es)" in done.stdout
     (row,) = rows_of(checkout.folder / "results")
     assert (row["stage"], row["launcher"], row["world_size"]) == ("ddp", "submitit", 2)
     last = done.stdout.splitlines()[-1]
@@ -480,8 +480,11 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.rank.data"),
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
-        ("ddp", "--script README.md", "--script README.md does not end in .py"),
+        ("ddp", "--script README.md", "README.md does not end in .py"),
         ("ddp", "--gpus 3 --script mnist_ddp.py", "--batch-size 64 does not divide among 3 processes"),
+        ("ddp", "--plain nowhere.py --gpus 3", "there is no script nowhere.py, here or in "),
+        ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is for no plain script: .* behind its name"),
+        ("ddp", "--script a.py --plain mnist_ddp.py", "--script is for no plain script"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(
@@ -497,10 +500,30 @@ def test_what_sbatch_refuses(
 ) -> None:
     checkout.fake("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     checkout.fake("srun", "")
-    with pytest.raises(UserError, match=r"specified: x\): set SBATCH_PARTITION in slurm/site.sh"):
+    advice = "set SBATCH_PARTITION in slurm/site.sh.*; --local runs it on this machine"
+    with pytest.raises(UserError, match=rf"specified: x\): {advice}"):
         _main("ddp", "", checkout, monkeypatch)
     assert capfd.readouterr().err == ""
     assert not job_folders(checkout)
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "told"),
+    [
+        ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", "no Slurm here"),
+        ("echo 'Slurmctld(primary) at n0 is DOWN'; exit 1", "#!/bin/bash"),  # it may come back
+        ("echo 'Slurmctld(primary) at n0 is UP'", "#!/bin/bash"),
+    ],
+)
+def test_slurm_is_here_where_it_knows_a_controller(scontrol: str, told: str, checkout: Checkout) -> None:
+    for command in ("sbatch", "srun"):
+        checkout.fake(command, "exit 1")
+    checkout.fake("scontrol", scontrol)
+    done = succeeded(checkout.submit_py("single", "--dry-run"))
+    assert done.stdout.startswith(told)
+    assert checkout.submit_py("single", "--dry-run", "--local").stdout.startswith("--local: would run as 1")
+    swept = succeeded(checkout.python("slurm/sweep.py", "--dry-run", "--gpus", 1, "--stages", "single"))
+    assert ("GPU-hours" in swept.stdout) == (told != "no Slurm here")
 
 
 def test_a_job_that_could_never_start_is_cancelled(
@@ -522,7 +545,7 @@ def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
 ) -> None:
     assert _main("ddp", "--dry-run --epochs 2 -- --dry-run", checkout, monkeypatch) == 0
     told = capsys.readouterr().out
-    assert told.startswith("no Slurm here: would run as 2 local process(es)")
+    assert told.startswith("no Slurm here (sbatch is not on PATH): would run as 2 local process(es)")
     assert "mnist_ddp.py" in told
     assert told.endswith(" --epochs 2 --dry-run\n")
 

@@ -65,9 +65,9 @@ def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
 
 def check_slurm() -> list[Finding]:
     """Check that Slurm's programs are here, and its controller answers."""
-    if not slurm.is_here():
+    if why := slurm.why_not_here():
         fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
-        return [Finding("slurm", FAULT, "there is no Slurm here: sbatch is not on PATH", fix)]
+        return [Finding("slurm", FAULT, f"there is no Slurm here: {why}", fix)]
     ping = slurm.ask("scontrol", "ping")
     if " UP" not in ping.stdout:
         why = (ping.stdout or ping.stderr).partition("\n")[0]

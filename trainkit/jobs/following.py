@@ -87,7 +87,8 @@ class Handle:
         return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]
 
     def _progress(self) -> str:
-        return self._log_line("epoch ") or "no epoch finished yet"
+        ours = not (self.folder / job_folder.PLAIN).exists()
+        return self._log_line("epoch ") or ("no epoch finished yet" if ours else f"see {self.log}")
 
     def _results(self) -> str:
         return self._log_line("results: ") or f"see {self.log}"
@@ -138,8 +139,8 @@ class SlurmHandle(Handle):
 
     def _ended_well(self) -> bool:
         """By the last word of slurm/job_env.sh."""
-        well = " with exit code 0;" in (self._log_line("ended   ") or "")
-        return well and job_folder.stopped(self.folder) is None
+        well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
+        return bool(well) and job_folder.stopped(self.folder) is None
 
     def cancel(self) -> None:
         slurm.ask("scancel", self.job_id)
@@ -172,7 +173,10 @@ class LocalHandle(Handle):
             self.sampler.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:
-            return State("failed", f"it was stopped; to go on: --checkpoint-dir {shlex.quote(checkpoints)}")
+            given = f"--checkpoint-dir {shlex.quote(checkpoints)}"
+            if (self.folder / job_folder.PLAIN).exists():
+                given = f"start it again; what it saved: {checkpoints or self.folder / 'checkpoints'}"
+            return State("failed", f"it was stopped; to go on: {given}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return State("done", self._results())
         reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())

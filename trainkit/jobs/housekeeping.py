@@ -107,7 +107,7 @@ def _judge(path: Path, jobs_dir: Path) -> JobFolder:
 
 
 def _state_in_slurm(job_id: str) -> str:
-    state = slurm.job_facts(job_id)["JobState"] if slurm.is_here() else UNKNOWN
+    state = slurm.job_facts(job_id)["JobState"]
     return UNKNOWN if state == "UNKNOWN" else state
 
 
@@ -124,5 +124,6 @@ def _state_here(job: Path) -> str:
 
 
 def _newest(folder: Path) -> Path | None:
-    checkpoints = (folder / "checkpoints").glob("epoch-*-step-*.pt")
+    pattern = "[!.]*" if (folder / job_folder.PLAIN).exists() else "epoch-*-step-*.pt"
+    checkpoints = (folder / "checkpoints").glob(pattern)
     return max(checkpoints, key=lambda path: samples.natural(path.name), default=None)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime import job_folder, network
+from trainkit.runtime import job_folder, network, plain
 from trainkit.schema import samples
 
 # submitit announces every step; the log is to have the stage's lines only.
@@ -41,6 +41,7 @@ class Rank:
     arguments: tuple[str, ...]
     visible_gpus: str | None = None
     checkpoints: bool = True
+    plain: bool = False
 
     def __call__(self) -> None:
         import submitit
@@ -57,8 +58,11 @@ class Rank:
         os.environ["LOCAL_WORLD_SIZE"] = str(job.num_tasks // job.num_nodes)
         if self.visible_gpus is not None:
             os.environ |= dict.fromkeys(VISIBLE, self.visible_gpus)
+        if self.plain:
+            plain.run(self.script, self.arguments, noted=self.visible_gpus is not None)
         sys.path.insert(0, str(self.script.parent))
-        places = ["--data-dir", os.environ["DATA_DIR"], "--results-dir", os.environ["RESULTS_DIR"]]
+        places = ["--data-dir", os.environ["TRAINKIT_DATA_DIR"]]
+        places += ["--results-dir", os.environ["TRAINKIT_RESULTS_DIR"]]
         if self.checkpoints:
             places += ["--checkpoint-dir", str(job_folder.here() / "checkpoints"), "--resume", "auto"]
         sys.argv = [str(self.script), *places, *self.arguments]
@@ -78,6 +82,7 @@ def start(
     minutes: int = DAY_MINUTES,
     checkpoints: bool = True,
     sampled: bool = False,
+    plain: bool = False,
 ) -> LocalHandle:
     """Start the ranks of a job on this machine, where nothing has prepared an environment for them.
 
@@ -88,6 +93,7 @@ def start(
         minutes: time limit; shortly before, the ranks are told to save a checkpoint and end.
         checkpoints: save them, and go on from them.
         sampled: also start what samples them, and ends the log with its verdict (trainkit.monitor.cli).
+        plain: the script knows nothing of the kit (runtime/plain.py).
     """
     import submitit
 
@@ -95,8 +101,8 @@ def start(
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)
         threads = os.environ.get("OMP_NUM_THREADS", share)
     variables = os.environ | QUIET | {
-        "DATA_DIR": str(data_dir),
-        "RESULTS_DIR": str(results_dir),
+        "TRAINKIT_DATA_DIR": str(data_dir),
+        "TRAINKIT_RESULTS_DIR": str(results_dir),
         job_folder.VARIABLE: str(folder),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(network.free_port()),
@@ -110,9 +116,12 @@ def start(
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sampled:
         (folder / samples.FOLDER).mkdir(exist_ok=True)  # the ranks note there what they record
+    if plain:
+        (folder / job_folder.PLAIN).touch()
+        (folder / "checkpoints").mkdir()
     try:
         with environment(variables):
-            job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints))
+            job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints, plain))
         with environment(variables | dict.fromkeys(VISIBLE, ",".join(visible))):
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:

@@ -33,8 +33,9 @@ def read_site() -> Site:
     if done.returncode:
         raise UserError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+    folders = ("TRAINKIT_DATA_DIR", "TRAINKIT_RESULTS_DIR", "JOBS_DIR")
     return Site(
         {name: value for name, value in variables.items() if name.startswith("SBATCH_")},
-        *(Path(variables[name]).absolute() for name in ("DATA_DIR", "RESULTS_DIR", "JOBS_DIR")),
+        *(Path(variables[name]).absolute() for name in folders),
         monitor=variables["SITE_MONITOR"] == "on",
     )

@@ -48,9 +48,17 @@ REFUSALS = {
 }
 
 
+def why_not_here() -> str:
+    """Tell why jobs cannot be submitted from this machine; "" if they can, or a controller is only down."""
+    if not shutil.which("sbatch"):
+        return "sbatch is not on PATH"
+    told = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
+    return f"sbatch is on PATH, but knows no controller: {told[1]}" if told else ""
+
+
 def is_here() -> bool:
     """Return whether jobs can be submitted from this machine."""
-    return shutil.which("sbatch") is not None
+    return not why_not_here()
 
 
 def ask(

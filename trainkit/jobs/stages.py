@@ -17,7 +17,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Stage:
     """A stage, and what it runs on: one process per GPU, or one process with all GPUs of a node.
 
-    `own` is true if `script` is a user's own in place of the stage's; it runs on the same.
+    `own` is true if `script` is a user's own in place of the stage's; it runs on the same. One that is
+    `plain` knows nothing of the kit, and gets its own arguments only.
     """
 
     name: str
@@ -25,13 +26,14 @@ class Stage:
     default_gpus: int
     process_per_gpu: bool = False
     own: bool = False
+    plain: bool = False
 
     @property
     def label(self) -> str:
         """What its runs are called, also in names of jobs and folders, where other signs would do harm."""
         return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
 
-    def with_script(self, text: str) -> "Stage":
+    def with_script(self, text: str, plain: bool = False) -> "Stage":
         """Return the stage with the user's own script, a path from the current folder or from the stage's.
 
         Raises:
@@ -39,10 +41,10 @@ class Stage:
         """
         script = next((place for place in (Path(text), self.script.parent / text) if place.is_file()), None)
         if script is None:
-            raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct --script.")
+            raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct its name.")
         if script.suffix != ".py":
-            raise UserError(f"--script {text} does not end in .py: give a Python script.")
-        return replace(self, script=script.absolute(), own=True)
+            raise UserError(f"{text} does not end in .py: give a Python script.")
+        return replace(self, script=script.absolute(), own=True, plain=plain)
 
 
 STAGES = {

@@ -85,6 +85,7 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
             threads=request.threads,
             minutes=request.minutes or DEFAULT_MINUTES,
             sampled=site.monitor,
+            plain=request.stage.plain,
         )
     try:
         job = _send(request, site, folder)
@@ -135,7 +136,8 @@ def preview(request: Request, site: Site) -> str:
     _, to_slurm = check(request, site)
     if not to_slurm:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
-        return f"no Slurm here: would run as {request.resources.tasks} local process(es) of {command}"
+        would = f"would run as {request.resources.tasks} local process(es) of {command}"
+        return f"{why_local(request.here)}: {would}"
     executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
     return (
@@ -155,8 +157,9 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
     opts = read_options(request.stage, arguments, site)
     if not request.stage.own:
         staging.check(opts.dataset, opts.data_dir)
-    check_sizes(opts, request.stage, request.resources)
-    if request.here or not slurm.is_here():
+    if not request.stage.plain:
+        check_sizes(opts, request.stage, request.resources)
+    if why_local(request.here):
         _check_machine(request, opts)
         return opts, False
     for path in (REPOSITORY, site.jobs_dir):
@@ -164,14 +167,22 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
     return opts, True
 
 
+def why_local(here: bool) -> str:
+    """Tell why a job runs on this machine, for which `here` asks; "" if it goes to Slurm."""
+    why = "--local" if here else slurm.why_not_here()
+    return why if here or not why else f"no Slurm here ({why})"
+
+
 def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
     """Parse the options of the stage, with the site's folders; a user's own script may know more.
+
+    Those of a plain one are its own business: there are the site's folders only.
 
     Raises:
         UserError: for an option that is not known or makes no sense.
     """
     places = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
-    return options.parse(stage.label, [*places, *arguments], known_only=stage.own)
+    return options.parse(stage.label, [*places, *(() if stage.plain else arguments)], known_only=stage.own)
 
 
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
@@ -192,15 +203,16 @@ def _check_machine(request: Request, opts: options.Options) -> None:
     """Raise a UserError if this machine, in the place of Slurm, has not what is asked for."""
     if request.resources.nodes > 1:
         raise UserError(
-            "no Slurm here (sbatch is not on PATH), and this machine is one node, not "
-            f"{request.resources.nodes}: leave out --nodes, or submit on a login node."
+            f"{why_local(request.here)}, and this machine is one node, not {request.resources.nodes}: leave "
+            "out --nodes, or submit on a login node."
         )
     # Without any, ranks on the CPU stand in for as many as are asked for.
     gpus = 0 if opts.no_cuda else local.gpus_here()
     if 0 < gpus < request.resources.gpus:
+        on_cpu = "" if request.stage.plain else ", or add --no-cuda to train on its CPU"
         raise UserError(
-            f"--gpus {request.resources.gpus} is more than the {gpus} GPU(s) of this machine: lower it, or "
-            "add --no-cuda to train on its CPU."
+            f"--gpus {request.resources.gpus} is more than the {gpus} GPU(s) of this machine: lower "
+            f"it{on_cpu}."
         )
 
 
@@ -213,10 +225,12 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with local.environment(variables), redirect_stderr(io.StringIO()):
-            return executor.submit(local.Rank(request.stage.script, request.arguments))
+            stage = request.stage
+            return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
     except FailedJobError as error:
         told = slurm.sbatch_message(str(error))
-        raise UserError(f"Slurm did not take the job ({told}): {slurm.advice(told)}.") from None
+        fix = f"{slurm.advice(told)}; --local runs it on this machine"
+        raise UserError(f"Slurm did not take the job ({told}): {fix}.") from None
 
 
 def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
@@ -241,8 +255,8 @@ def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
         slurm_additional_parameters={"signal": "USR2@60", "requeue": True},
         slurm_setup=[
             "set -euo pipefail",
+            *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            "export DATA_DIR RESULTS_DIR",
         ],
         slurm_srun_args=[
             f"--cpus-per-task={shape.cpus_per_task}",
@@ -273,7 +287,7 @@ def main(stage_name: str, description: str) -> int:
         return 0
     handle = submit(request, site, new_folder(request, site))
     if isinstance(handle, LocalHandle):
-        print(f"no Slurm here: running as {request.resources.tasks} local process(es)")
+        print(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
     else:
         print(f"job {handle.job_id} submitted: {request.resources}")
     print(handle.how_to_follow(), flush=True)
@@ -289,6 +303,8 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add = parser.add_argument
     own_script = f"your own training, such as a copy of {stage.script.name} with another model"
     add("--script", metavar="FILE.py", help=own_script)
+    any_script = "a script that knows nothing of the kit; all that stands behind it are its own arguments"
+    add("--plain", metavar="FILE.py", help=f"{any_script} (YOUR_TRAINING.md)")
     here = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
     gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
     add("--gpus", type=at_least(0), metavar="N", help=f"{gpus}0: one process per node, on its CPU")
@@ -298,21 +314,35 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add("--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)")
     limit = f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})"
     add("--time", type=time_limit, metavar="LIMIT", help=limit)
+    add("--local", action="store_true", help="run it on this machine, also where there is a Slurm")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
     add("--wait", action="store_true", help="show how the job is doing until it has ended")
-    arguments = sys.argv[1:]
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, for_the_stage = parser.parse_known_args(arguments[:end])
-    if own.script:
-        stage = stage.with_script(own.script)
-    for_the_stage += arguments[end + 1 :]
-    gpus = _default_gpus(stage, for_the_stage) if own.gpus is None else own.gpus
+    mine, theirs = _split(sys.argv[1:])
+    own, unknown = parser.parse_known_args(mine)
+    if own.plain and (unknown or own.script):
+        wrong = unknown[0] if unknown else "--script"
+        parser.error(f"{wrong} is for no plain script: arguments of {own.plain} stand behind its name")
+    if own.script or own.plain:
+        stage = stage.with_script(own.script or own.plain, plain=bool(own.plain))
+    for_the_stage = (*unknown, *theirs)
+    gpus = _default_gpus(stage, for_the_stage, own.local) if own.gpus is None else own.gpus
     shape = resources(stage, gpus, own.nodes, own.cpus_per_gpu)
-    return Request(stage, shape, tuple(for_the_stage), own.time, own.partition), own
+    return Request(stage, shape, for_the_stage, own.time, own.partition, own.local), own
 
 
-def _default_gpus(stage: Stage, arguments: Sequence[str]) -> int:
-    """A job's, or where there is no Slurm those of this machine, if it has any that are to be used."""
-    if stage.name == SINGLE or slurm.is_here() or "--no-cuda" in arguments:
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What this program may know, and what goes to the training in any case: after -- or a plain script."""
+    for place, word in enumerate(arguments):
+        if word == "--":
+            return arguments[:place], arguments[place + 1 :]
+        if word.partition("=")[0] == "--plain":
+            end = place + (1 if "=" in word else 2)
+            return arguments[:end], arguments[end:]
+    return arguments, []
+
+
+def _default_gpus(stage: Stage, arguments: Sequence[str], here: bool) -> int:
+    """A job's, or on this machine those that it has, if it has any that are to be used."""
+    if stage.name == SINGLE or not why_local(here) or "--no-cuda" in arguments:
         return stage.default_gpus
     return local.gpus_here() or stage.default_gpus

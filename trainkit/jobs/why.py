@@ -86,6 +86,8 @@ class Evidence:
         if rank in self._waited:
             return self._gave_up()
         words = _in_words(how)
+        if (self._folder / job_folder.PLAIN).exists():  # it was not asked to leave a word
+            words = words.replace(" without a word,", "")
         if words == "aborted":
             told = (found.groups() for found in map(ABORTED.search, self._lines) if found)
             words += next((f" ({cause})" for of, cause in told if int(of) == rank), "")

@@ -34,7 +34,7 @@ from trainkit.schema import samples
 if TYPE_CHECKING:
     from trainkit.monitor.waste import Verdict
 
-VERDICT_SECONDS = 15  # that it may take after Ctrl-C
+VERDICT_SECONDS = 8  # that it may take after Ctrl-C
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
 # What somebody may send to this program, and means for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -190,8 +190,8 @@ def _attach(job: int) -> None:
     Raises:
         UserError: if it does not run, samples itself, or may not be sampled.
     """
-    if not slurm.is_here():
-        raise UserError("no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.")
+    if why := slurm.why_not_here():
+        raise UserError(f"no Slurm here ({why}): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
     if facts["JobState"] != "RUNNING":
         told = ", ".join(filter(None, (facts["JobState"], printable(facts.get("Reason", "")))))

@@ -6,15 +6,15 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
-# A day of 8 GPUs has 1.5 million rows: of these one moment in 60 s is looked at, as a job waits for this.
-MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80
+# A day of 8 GPUs has 1.5 million rows: of these one moment in 30 s is looked at, which takes 100 MB.
+MOST_ROWS, BYTES_OF_A_ROW = 50_000, 80
 # Below these nothing is judged, of samples and of a record. Two epochs of 15 s together have as many past the
 # warm-up. More samples in a second would tell no more: each is the mean of one, so a few will do.
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
@@ -40,13 +40,15 @@ class SampledJob:
     place. Their column `seconds` is the time since the sample before, NaN where some are missing in between.
     `judged` has none where there are too few; `moments` tells their number. `notes` tell what the sampler
     could not see, and which records cannot be read. `shares` has the parts of the training time, 0 to 1 or
-    NaN, that each rank worked itself (`own`), and in that waited for batches (`data`).
+    NaN, that each rank worked itself (`own`), and in that waited for batches (`data`). The script of a
+    `plain` job knows nothing of the kit.
 
     Raises:
         UserError: if there are no samples.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.plain = (folder.parent / job_folder.PLAIN).exists()
         size = sum(file.stat().st_size for file in folder.glob("*.csv"))
         table = pd.DataFrame(samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)))
         table.loc[table.what == NODE, "number"] = "0"
@@ -70,10 +72,9 @@ class SampledJob:
         self.windows = _merge_windows(window for training in self.trainings for window in training.windows)
         first = max(rows.time.iloc[0] for rows in (self.rows[RANK] or self.rows[NODE]).values())
         self.windows = self.windows or [(first + SETTLE, math.inf)]
-        began, ended = np.array(self.windows).T
-        # With all of the second that the sample is of.
-        window = began.searchsorted(table.time - samples.PERIOD, side="right") - 1
-        inside = (window >= 0) & (table.time <= ended[window])
+        inside = table.time < 0
+        for began, ended in self.windows:  # with all of the second that the sample is of
+            inside |= table.time.between(began + samples.PERIOD, ended)
         self.judged = _by_place(self.table[inside])
         self.moments = max(map(len, self.judged[NODE].values()), default=0)
         if self.moments < LEAST_MOMENTS:

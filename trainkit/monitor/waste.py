@@ -11,8 +11,9 @@ The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel d
 
 import json
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -81,6 +82,7 @@ FULL = {
         "at 100 % it is killed: ask for more (--mem), or take fewer loader workers",
     ),
 }
+OPTIONS = re.compile(r" \(--(?:loader|num-workers|batch-size)[^)]*\)")  # that only our scripts have
 LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
 
@@ -164,6 +166,8 @@ def judge_job(job: SampledJob) -> Verdict:
     found += _find_low_power(job, {issue.kind for issue in found})
     one_each: dict[str, Issue] = {}
     for issue in found:
+        if job.plain:
+            issue = replace(issue, sentence=OPTIONS.sub("", issue.sentence).replace("--debug", "py-spy dump"))
         one_each.setdefault(issue.kind, issue)
     unknown = ""
     if not job.rows[GPU] and not job.rows[RANK]:

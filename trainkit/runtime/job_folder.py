@@ -7,6 +7,7 @@
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | the run has saved, and stopped by a signal; in the file the folder of its checkpoints |
 | `checkpoints`, `monitor` | what rank/checkpoint.py has saved; the samples (schema/samples.py) |
+| `plain` | the job's script knows nothing of the kit (runtime/plain.py); it may write `stopped` itself |
 
 srun often reports another exit code than that of the rank that failed, and a log mixes the ranks' lines. From
 the notes jobs/why.py tells which rank it was; one that is still "started" when all is over was killed.
@@ -20,6 +21,7 @@ from pathlib import Path
 from trainkit.runtime.place import rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
+PLAIN = "plain"
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
 

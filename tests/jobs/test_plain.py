@@ -1,0 +1,161 @@
+"""Scripts that know nothing of the kit, as jobs: submit.py and the job scripts with --plain."""
+
+import re
+from pathlib import Path
+
+import pytest
+import traces
+from checkout import Checkout
+from cluster import RunningCluster
+from conftest import REPOSITORY, succeeded
+from traces import FROM_LOADERS, STARVED, Written
+
+from trainkit.jobs import housekeeping
+from trainkit.monitor import waste
+
+# With the interface of pytorch/examples' mnist, under torchrun. Its loop is that of the page.
+MNIST = """
+import argparse, os, signal, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch import nn
+
+parser = argparse.ArgumentParser(description="PyTorch MNIST Example")
+parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--epochs", type=int, default=14)
+parser.add_argument("--gpus", type=int)
+parser.add_argument("--resume")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+model, epochs, rank, device = nn.Linear(784, 10), args.epochs, dist.get_rank(), "cpu"
+model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+# the page
+dist.destroy_process_group()
+"""
+TRAIN = """optimizer.zero_grad()
+    labels = torch.arange(args.batch_size) % 10
+    nn.functional.cross_entropy(model(torch.rand(args.batch_size, 784)), labels).backward()
+    optimizer.step()
+    print(f"Train Epoch: {epoch} of {args.gpus} {args.resume} {os.environ['DATA_DIR']}", flush=True)
+    time.sleep(0.3)"""
+# With that of its vae: one process, which writes to a folder that it expects where it is started.
+VAE = """
+import argparse, os
+parser = argparse.ArgumentParser(description="VAE MNIST Example")
+parser.add_argument("--batch-size", type=int, default=128)
+parser.add_argument("--epochs", type=int, default=10)
+args = parser.parse_args()
+open(f"results/sample_{args.epochs}_{os.environ['WORLD_SIZE']}", "w").close()
+os._exit(0)
+"""
+# Its ranks do what they are told to.
+FATES = "import os, sys, time\nrank = int(os.environ['RANK'])\nexec(sys.argv[1])\n"
+
+
+def write(checkout: Checkout, text: str) -> Path:
+    script = checkout.folder / "my work" / "train.py"
+    (script.parent / "results").mkdir(parents=True, exist_ok=True)
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster: Checkout) -> None:
+    """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
+    (loop,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "YOUR_TRAINING.md").read_text(), re.DOTALL)
+    script = write(on_cluster, MNIST.replace("# the page", loop.replace("...  # train", TRAIN)))
+    theirs = ("--batch-size", 63, "--gpus", 3, "--epochs", 20, "--resume", "ck.pt")
+    sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
+    on_cluster.site("SITE_MONITOR=on\nexport DATA_DIR=/mine\n")
+    job = on_cluster.submit(launcher, "--plain", script.name, *theirs, sbatch=sbatch)
+    on_cluster.wait_for("Train Epoch: 1 of 3 ck.pt /mine", job)
+    on_cluster.cluster.run(["scancel", "--signal=USR2", job])
+    state = on_cluster.cluster.wait(job, timeout=300)
+    log = on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    epochs = list(map(int, re.findall("Train Epoch: (\\d+)", log)))
+    assert sorted(epochs) == sorted([*range(1, 21)] * 2), log
+    assert "watch   job" in log and "--num-workers" not in log and "results in" not in log
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])
+def test_its_exit_code_is_that_of_the_job(launcher: str, on_cluster: Checkout) -> None:
+    """That of the rank that failed first, not of the one that srun had to end."""
+    script, fate = write(on_cluster, FATES), "time.sleep(600) if rank else sys.exit(7)"
+    if launcher == "submitit":
+        done = on_cluster.submit_py("ddp", "--wait", "--plain", script, fate)
+        assert done.returncode == 1
+        assert done.stderr.endswith(" failed: rank 0 on n1 ended with exit code 7\n"), done.stderr
+        job = int(done.stdout.split()[1])
+    else:
+        job = on_cluster.submit(launcher, "--plain", script, fate)
+    assert on_cluster.cluster.wait(job)["ExitCode"] == "7:0", on_cluster.log(job)
+
+
+@pytest.mark.parametrize(
+    ("fate", "code", "told"),
+    [
+        ("os._exit(0)", 0, "done: see "),
+        ("time.sleep(600) if rank else sys.exit(7)", 1, "failed: rank 0 ended with exit code 7\n"),
+        ("time.sleep(600) if rank else os.kill(os.getpid(), 9)", 1, "rank 0 ended with exit code -9\n"),
+        ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
+        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to go on: start it again"),
+    ],
+)  # fmt: skip
+def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, checkout: Checkout) -> None:
+    done = checkout.submit_py("ddp", "--gpus", 2, "--wait", "--plain", write(checkout, FATES), fate)
+    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+
+
+def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout) -> None:
+    script = write(checkout, VAE)
+    checkout.fake("sbatch", "echo Submitted batch job 7")
+    arguments = ("--local", "--wait", f"--plain={script.name}", "--epochs", 3)
+    done = succeeded(checkout.submit_py("single", *arguments, cwd=script.parent))
+    assert done.stdout.startswith("--local: running as 1 local process(es)\n")
+    assert (script.parent / "results" / "sample_3_1").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "there is no script behind --plain in "),
+        (("nowhere.py",), "there is no script nowhere.py in "),
+        (("README.md", "x.py"), "there is no script README.md in "),
+    ],
+)
+def test_a_job_script_without_the_script(arguments: tuple, sentence: str, checkout: Checkout) -> None:
+    checkout.fake("scontrol", "echo 127.0.0.2")
+    checkout.fake("srun", "")
+    place = checkout.folder / "03_multigpu_ddp"
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    path = f"{checkout.commands}:/usr/bin:/bin"
+    done = checkout.run(
+        "bash", place / "slurm_submit.sh", "--plain", *arguments, cwd=place,
+        PATH=path, SLURM_SUBMIT_DIR=str(place), **job,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"error: {sentence}" in done.stderr, done.stderr
+
+
+def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
+    traces.write(tmp_path / "monitor", Written([STARVED], facts=FROM_LOADERS))
+    (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
+    assert "--num-workers" in line
+    (tmp_path / "plain").touch()
+    (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
+    assert "take more, or keep the data in memory." in line
+
+
+def test_its_checkpoints_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "7" / "checkpoints").mkdir(parents=True)
+    for name in ("plain", "rank-0.started", "checkpoints/last.pt"):
+        (tmp_path / "7" / name).touch()
+    (job,) = housekeeping.look(tmp_path)
+    assert job.newest.name == "last.pt"

@@ -1,0 +1,51 @@
+"""A script that knows nothing of the kit, as a rank of a job.
+
+`python -m trainkit.runtime.plain script.py ...` is `python script.py ...` with the variables of torchrun, and
+holds no signal back.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainkit.runtime import errors, job_folder, place
+
+
+def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
+    """Become the script, in this process, or in a child where this one is to note its exit code (`noted`).
+
+    USR2, which comes a minute before the time limit, ends only a script that asks Python for that.
+    """
+    try:
+        here = place.read()
+    except ValueError as error:
+        errors.fail(str(error))
+    variables = {"RANK": here.rank, "LOCAL_RANK": here.local_rank}
+    variables |= {"WORLD_SIZE": here.size, "LOCAL_WORLD_SIZE": here.local_size}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    job_folder.note("started")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, errors.STOP_SIGNALS)
+    command = [sys.executable, str(script.absolute()), *arguments]
+    if not noted:
+        os.execv(sys.executable, command)
+    libc = ctypes.CDLL(None)
+    # The child ends with this process, whatever ends that.
+    child = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
+    for number in errors.STOP_SIGNALS:
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    code = child.wait()
+    told = f"rank {here.rank} ended with exit code {code}" if code else ""
+    job_folder.note("failed" if code else "finished", told)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    script, *arguments = sys.argv[1:] or sys.exit("error: job scripts call this, with a script's name.")
+    run(Path(script), arguments)
