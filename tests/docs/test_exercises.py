@@ -292,15 +292,20 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     stands = re.compile(r"\(train\.py:(\d+)\).*?^ +rank: (\d)", re.MULTILINE | re.DOTALL)
     expected, found, said = [("28", "1"), ("42", "0"), ("42", "2")], [], ""
     with subprocess.Popen(torchrun, env=ENVIRONMENT) as running:
-        for _ in range(60):
-            time.sleep(1)
-            said = subprocess.run([*spy, str(running.pid)], capture_output=True, text=True).stdout
-            found = sorted(
-                match.groups() for part in said.split("\nProcess ") if (match := stands.search(part))
-            )
-            if found == expected:
-                break
-        running.terminate()
+        try:
+            for _ in range(60):
+                time.sleep(1)
+                done = subprocess.run([*spy, str(running.pid)], capture_output=True, text=True)
+                if "Permission Denied" in done.stderr:
+                    pytest.skip("the system lets no process look into another one")
+                said = done.stdout
+                found = sorted(
+                    rank.groups() for part in said.split("\nProcess ") if (rank := stands.search(part))
+                )
+                if found == expected:
+                    break
+        finally:
+            running.terminate()
     assert found == expected, said
 
 
