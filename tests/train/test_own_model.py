@@ -137,22 +137,35 @@ def test_a_regression_has_no_accuracy(script: Script, tmp_path: Path) -> None:
     assert rows[-1]["test_loss"] < 1  # guessing the mean gives 2
 
 
+RESIDENT = "--loader resident keeps tensors on the device, and these samples are read one by one"
+NO_TEST = "--stop-at and --patience go by a test, and this training has none: leave them out"
+NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "sentence"),
     [
-        (("", ""), ("--precision", "bf16"), "Tables computes in fp32 only: leave out --precision bf16"),
-        (("run.add(loss)", "pass"), (), "0 losses after 1 steps: call run.add(loss) once in each"),
-        (("run.add(loss)", "run.add(loss); break"), (), "epoch 1 was left early: let the loop"),
+        (
+            ("", ""),
+            (*SMALL, "--precision", "bf16"),
+            "Tables computes in fp32 only: leave out --precision bf16",
+        ),
+        (("run.add(loss)", "pass"), SMALL, "0 losses after 1 steps: call run.add(loss) once in each"),
+        (("run.add(loss)", "run.add(loss); break"), SMALL, "epoch 1 was left early: let the loop"),
+        (("", ""), (*OF_STORIES, "--loader", "resident"), RESIDENT),
+        (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
+        (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
     ],
-    ids=["precision", "loss not told", "loop left"],
+    ids=["precision", "loss not told", "loop left", "resident", "no test", "names"],
 )
 def test_a_mistake_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
 ) -> None:
-    own = tmp_path / "tables.py"
-    own.write_text(own_training(CLASSIFY).replace(*change))
-    done = script(own, *SMALL, *arguments, "--results-dir", tmp_path)
-    assert one_error(done).startswith(f"error: {sentence}")
+    own = tmp_path / "own.py"
+    text = STORIES if 8 in arguments else own_training(CLASSIFY)
+    own.write_text(text.replace(*change))
+    done = script(own, *arguments, "--results-dir", tmp_path, ranks=1)
+    assert one_error(done).startswith(f"error on rank 0: {sentence}")
 
 
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
@@ -177,28 +190,6 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
             (0, 63 + 4, "optimizer=SGD lr=0.1 optimizer=AdamW lr=0.1")
         }
     assert told["stopped"] == told["whole"]
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "sentence"),
-    [
-        (("", ""), ("--loader", "resident"), "--loader resident keeps tensors on the device, and these samp"),
-        (("", ""), ("--patience", 1), "--stop-at and --patience go by a test, and this training has none"),
-        (
-            ("critic_loss=of_critic", "**{str(step): 1}"),
-            (),
-            "run.add was told 0, and then 1: tell numbers of the same names in every step",
-        ),
-    ],
-    ids=["resident", "no test", "names"],
-)
-def test_a_mistake_in_that_is_one_sentence(
-    change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
-) -> None:
-    own = tmp_path / "stories.py"
-    own.write_text(STORIES.replace(*change))
-    done = script(own, *OF_STORIES, *arguments, "--results-dir", tmp_path, ranks=1)
-    assert one_error(done).startswith(f"error on rank 0: {sentence}")
 
 
 def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

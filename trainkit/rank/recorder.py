@@ -16,6 +16,7 @@ from trainkit.rank.model import trained_weights
 from trainkit.rank.run import rows_of_ranks
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import process_group
+from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import STOP_SIGNALS
 from trainkit.schema.columns import OWN_LOOP
 
@@ -108,10 +109,11 @@ class Recorder:
         tested = Tested(tests, testing, means["test_loss"], means["accuracy"])
         rate = float(self._optimizer.param_groups[0].get("lr", 0))
         trained = Trained(max(1, count // self._batch_size), slowest, means["loss"], rate, count)
-        told = [Metric(name, "epoch", means[name]) for name in metrics.keys() - known]
+        told = [Metric(name, "epoch", means[name]) for name in metrics if name not in known]
         rows = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
         process_group.on_rank_0(lambda: self._log.epoch(self._epoch, trained, tested, rows, told))
         self._epoch += 1
+        reset_peak_memory()
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint is to keep, so that the record goes on; rank 0's counts."""

@@ -127,11 +127,10 @@ class Run:
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
-        self._losses = torch.zeros(len(batches), device=device)
-        self._losses[: done.steps] = done.losses
-        self._metrics = {name: torch.zeros_like(self._losses) for name in done.metrics}
-        for name, values in done.metrics.items():
-            self._metrics[name][: done.steps] = values
+        self._noted = {}
+        for name, values in {"loss": done.losses, **done.metrics}.items():
+            self._noted[name] = torch.zeros(len(batches), device=device)
+            self._noted[name][: done.steps] = values
         self._added, seconds = done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
         bar = progress_bar(self._timed(batches), epoch, first, len(batches))
@@ -144,7 +143,7 @@ class Run:
             self._compute_time.end_of_step()
             if not self._agreement.due():
                 continue
-            losses = self._losses[:step]
+            losses = self._noted["loss"][:step]
             stop, save, broken = self._agreement.ask(
                 *self._checkpoints.requests(), not losses.isfinite().all()
             )
@@ -156,20 +155,18 @@ class Run:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
                 seconds += clock.stop(device, started)  # saving is not training
-                metrics = {name: mean_over_ranks(one[:step]).cpu() for name, one in self._metrics.items()}
-                part = PartialEpoch(step, seconds, done.learning_rate, mean_over_ranks(losses).cpu(), metrics)
+                means = {name: mean_over_ranks(one[:step]).cpu() for name, one in self._noted.items()}
+                part = PartialEpoch(step, seconds, done.learning_rate, means.pop("loss"), means)
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
             self._compute_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
 
-        losses = mean_over_ranks(self._losses)
+        means = {name: mean_over_ranks(one) for name, one in self._noted.items()}
+        losses = means.pop("loss")
         check_finite(losses, epoch)
         self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
-        self._of_steps = [
-            Metric(name, "training", mean_over_ranks(one).mean().item())
-            for name, one in self._metrics.items()
-        ]
+        self._of_steps = [Metric(name, "training", one.mean().item()) for name, one in means.items()]
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
     def add(self, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
@@ -180,16 +177,14 @@ class Run:
         Raises:
             UserError: if a step has other names than the one before.
         """
-        self._losses[self._added] = loss.detach()
+        numbers = {"loss": loss, **metrics}
         if not self._added:
-            self._metrics = {name: torch.zeros_like(self._losses) for name in metrics}
-        if self._metrics.keys() != metrics.keys():
-            raise UserError(
-                f"run.add was told {', '.join(self._metrics) or 'a loss only'}, and then "
-                f"{', '.join(metrics) or 'a loss only'}: tell numbers of the same names in every step."
-            )
-        for name, value in metrics.items():
-            self._metrics[name][self._added] = torch.as_tensor(value).detach()
+            self._noted = {name: torch.zeros_like(self._noted["loss"]) for name in numbers}
+        if self._noted.keys() != numbers.keys():
+            before, now = ", ".join(self._noted), ", ".join(numbers)
+            raise UserError(f"run.add got {before}, and then {now}: give it the same names in every step.")
+        for name, value in numbers.items():
+            self._noted[name][self._added] = value.detach() if isinstance(value, torch.Tensor) else value
         self._added += 1
 
     def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:
