@@ -55,11 +55,8 @@ def legend(table: pd.DataFrame) -> list[str]:
 
 def sentence(table: pd.DataFrame) -> str:
     """Name the rows whose speeds are not to be relied on, and what to do; nothing if no row is marked."""
-    reasons = [
-        f"{what} (rows with doubt {mark}; in runs of your own, {helps})"
-        for mark, (what, _, helps) in _marks_in(table)
-    ]
-    return f" Do not rely on every speed: {'; '.join(reasons)}." if reasons else ""
+    reasons = [f"{what} (rows with doubt {mark}): {helps}" for mark, (what, _, helps) in _marks_in(table)]
+    return f" Do not rely on every speed: {'; '.join(reasons)}, in runs of your own." if reasons else ""
 
 
 def _marks_in(table: pd.DataFrame) -> list[tuple[str, tuple[str, str, str]]]:

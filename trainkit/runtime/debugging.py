@@ -26,8 +26,7 @@ TOLD = re.compile(
     r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
     r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
 )
-# What PyTorch's flight recorder has of gloo, pickled; an older PyTorch records NCCL only.
-RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # of gloo; None in older PyTorch
 
 
 def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
@@ -45,8 +44,7 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     settings = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
-        # With DETAIL, DistributedDataParallel crashes on gloo (PyTorch 2.15).
-        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",  # with DETAIL, DDP crashes on gloo (PyTorch 2.14)
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's own; without a dump we wait less
         "TORCH_FR_DUMP_TEMP_FILE": f"{record.parent}/rank-",
