@@ -106,30 +106,6 @@ class Exercise:
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
         (mine / ANSWERS).write_text(blank)
 
-    def reset(self) -> Path | None:
-        """Lay out the starter again; returns where the work until now is kept."""
-        kept = None
-        if self.mine.folder.exists():
-            kept = self.mine.folder.rename(_unused(self.mine.folder))
-        self.begin()
-        return kept
-
-    def use_recorded(self) -> None:
-        """Copy the recorded runs to where the learner's own would be, which are kept under another name."""
-        recorded = self.program.get("RECORDED")
-        if not recorded:
-            raise UserError(f"there are no recorded runs for {self.name}: it needs none but its own program.")
-        repository, runs = self.folder.parents[2], self.mine.folder / "runs"
-        if runs.exists():
-            kept = runs.rename(_unused(self.mine.folder / "own-runs"))
-            tell(f"Your own runs are kept in {relative(kept)}.")
-        runs.mkdir()
-        for name, run_ids in recorded.items():
-            if name.endswith(".csv"):
-                packed.unpack(repository / name, runs, run_ids)
-            else:
-                shutil.copy(repository / name, runs)
-
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""
         lines = []
@@ -263,16 +239,31 @@ def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
 
 
 def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
-    kept = exercise.reset()
-    tell(f"{exercise.name}: the starter is back in {relative(exercise.mine.folder)}.")
+    mine = exercise.mine.folder
+    kept = mine.rename(_unused(mine)) if mine.exists() else None
+    exercise.begin()
+    tell(f"{exercise.name}: the starter is back in {relative(mine)}.")
     if kept:
         tell(f"What you wrote is kept in {relative(kept)}.")
     return 0
 
 
 def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
-    exercise.use_recorded()
-    tell(f"{exercise.name}: recorded runs are in {relative(exercise.mine.folder / 'runs')}.")
+    """Copy the recorded runs to where the learner's own would be, which are kept under another name."""
+    recorded = exercise.program.get("RECORDED")
+    if not recorded:
+        raise UserError(f"there are no recorded runs for {exercise.name}: it needs none but its own program.")
+    repository, runs = exercise.folder.parents[2], exercise.mine.folder / "runs"
+    if runs.exists():
+        kept = runs.rename(_unused(exercise.mine.folder / "own-runs"))
+        tell(f"Your own runs are kept in {relative(kept)}.")
+    runs.mkdir()
+    for name, run_ids in recorded.items():
+        if name.endswith(".csv"):
+            packed.unpack(repository / name, runs, run_ids)
+        else:
+            shutil.copy(repository / name, runs)
+    tell(f"{exercise.name}: recorded runs are in {relative(runs)}.")
     return 0
 
 
