@@ -18,7 +18,7 @@ from torchvision import datasets, transforms
 from trainkit import Recorder
 
 DATA = Path(__file__).resolve().parents[2] / "data"  # where `make data` puts MNIST
-SAVED = Path(os.environ.get("TRAINKIT_JOB_DIR", "."), "recorded.pt")  # a job has a folder of its own
+SAVED = Path(os.environ.get("TRAINKIT_JOB_DIR", "."), "checkpoints", "recorded.pt")  # a job has its folder
 
 
 class Net(nn.Module):
@@ -99,6 +99,7 @@ def main() -> None:
         record = recorder.state_dict()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "record": record}
         if rank == 0:
+            SAVED.parent.mkdir(exist_ok=True)
             torch.save(state, SAVED)
     recorder.finish(saved=SAVED if recorder.should_stop() else None)
     dist.destroy_process_group()

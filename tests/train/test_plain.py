@@ -4,6 +4,7 @@ import difflib
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cluster import RunningCluster
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, rows_of, succeeded
 from forking import Forking
 
+from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
 from trainkit.compare.summary import verdict
 from trainkit.schema import records
@@ -108,7 +110,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
         if ranks == 2:
             done = succeeded(forking.run(tmp_path / "stops.py", *script, ranks=2, env=here))
             assert "epoch 1/3" in done.stdout and "epoch 2/3" not in done.stdout
-            assert (job / "stopped").read_text().strip() == str(job / "recorded.pt")
+            assert (job / "stopped").read_text().strip() == str(job / "checkpoints" / "recorded.pt")
         done = succeeded(forking.run(*script, ranks=ranks, env=here))
         assert ("epoch 1/3" in done.stdout) == (ranks == 1) and "epoch 3/3" in done.stdout
     rows, skipped = comparison.load_some([tmp_path / "runs"])
@@ -118,6 +120,9 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     assert set(zip(rows.images, rows.test_images, rows.settings, strict=True)) == {
         (1000, TESTED, "optimizer=Adadelta dropout=0.5")
     }
+    run = SimpleNamespace(stage="recorded", shape=(4, 1, 25), epochs=3)
+    command = AnswerText.command(SimpleNamespace(rows=rows, on_cpu=False), run)
+    assert command == "python 03_multigpu_ddp/submit.py --gpus 4 --plain YOUR_SCRIPT.py"
     losses = [group.train_loss.iloc[-1] for _, group in rows.groupby("devices")]
     assert losses == pytest.approx([0.5, 0.5], abs=0.2)
 

@@ -14,7 +14,7 @@ from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
 from trainkit.runtime.errors import UserError
-from trainkit.schema.columns import COLUMNS, DDP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
+from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
 MOST_SETS = 20  # that are listed
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
@@ -194,9 +194,12 @@ class AnswerText:
         row, (devices, nodes, batch) = self.rows.iloc[0], run.shape
         words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
         words += ["python", f"{STAGE_FOLDERS.get(run.stage, STAGE_FOLDERS[DDP])}/submit.py"]
+        places = ["--gpus", devices] * (run.stage != SINGLE) + ["--nodes", nodes] * (nodes > 1)
+        if row.recipe == OWN_LOOP:  # its other options are not ours
+            return shlex.join(map(str, [*words, *places, "--plain", "YOUR_SCRIPT.py"]))
         if run.stage not in comparison.TUTORIAL_STAGES:
             words += ["--script", "YOUR_SCRIPT.py"]
-        words += ["--gpus", devices] * (run.stage != SINGLE) + ["--nodes", nodes] * (nodes > 1)
+        words += places
         words += ["--batch-size", devices * batch, "--epochs", run.epochs]
         words += ["--train-size", self.rows.images.max()]
         # With a seed of an earlier run it would learn the same again.

@@ -129,16 +129,14 @@ class Recorder:
         self.first_epoch = self._epoch = len(state["rows"]) + 1
 
     def finish(self, saved: Path | str | None = None) -> None:
-        """Say where the record is; of a training that was stopped, `saved`: then its job comes back.
+        """Say where the record is, or where a training that was stopped has `saved`: then its job comes back.
 
         Raises:
             UserError: if the job's folder cannot be written to.
         """
-        process_group.on_rank_0(lambda: self._log.finish({}))
-        if saved:
-            process_group.on_rank_0(
-                lambda: report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
-            )
+        words = f"stopped by a signal; saved in {saved}"
+        end = (lambda: report_stop(words, Path(saved))) if saved else (lambda: self._log.finish({}))
+        process_group.on_rank_0(end)
 
 
 def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
