@@ -205,7 +205,8 @@ def job_script(num_workers: int) -> str:
     """
     text = JOB_SCRIPT.read_text()
     for training, ours in {
-        'python "$script"': f"python -m trainkit.doctor.checkup --num-workers {num_workers}",
+        'python "${TRAINING[@]}"': "python -m trainkit.doctor.checkup "
+        f'--num-workers {num_workers} "${{TRAINING[@]:1}}"',
         "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
         "--wait=60": f"--wait={3 * checkup.LIMIT}",
     }.items():
