@@ -19,7 +19,7 @@ def main() -> int:
     own = _parse()
     constraints = Constraints(
         own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
-        own.gpus_per_node,
+        own.gpus_per_node, own.price,
     )  # fmt: skip
     words, skipped = answer_for(own.paths, constraints, own.set)
     if own.json:
@@ -60,7 +60,11 @@ def _parse() -> argparse.Namespace:
         "--batch-size", type=numbers, default=(), metavar="LIST",
         help="choose among these global batch sizes (default: those measured)",
     )  # fmt: skip
-    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="that a node of yours has")
+    parser.add_argument(
+        "--gpus-per-node", type=at_least(1), metavar="N",
+        help="that a node of yours has (default: the most that were used in one)",
+    )  # fmt: skip
+    parser.add_argument("--price", type=above_0(), metavar="X", help="money for a GPU-hour: adds the cost")
     parser.add_argument("--set", type=at_least(1), metavar="N", help="of runs with several settings, these")
     parser.add_argument(
         "--json", action="store_true", help="print the answer for a program, and write nothing"

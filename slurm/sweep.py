@@ -96,7 +96,7 @@ def main() -> int:
         deadline_s=own.deadline and 60 * own.deadline,
         budget_hours=own.budget,
         min_efficiency=own.min_efficiency / 100,
-        gpus_per_node=own.gpus_per_node,
+        gpus_per_node=own.gpus_per_node or max(own.gpus),
     )
     with asked.claim(stages[0].script if own.script else None):
         if own.until_known:

@@ -52,7 +52,7 @@ OTHERS = {
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
-        --proposal --set --target""",
+        --price --proposal --set --target""",
     "results/plot_results.py": "--each --out --target",
     "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",

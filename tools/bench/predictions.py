@@ -87,7 +87,9 @@ def of_laws(count: int, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
             true_seconds(law, *shape) for shape in zip(runs.devices, runs.global_batch, strict=True)
         )
         deadline = random.choice([None, fastest * random.uniform(1, 2)])
-        answer = advise(runs, Constraints(epochs=EPOCHS, deadline_s=deadline))
+        answer = advise(
+            runs, Constraints(epochs=EPOCHS, deadline_s=deadline, gpus_per_node=2 * max(map(max, COUNTS)))
+        )
         for option in answer.options:
             low, _, high = np.percentile(option.images_per_s, INTERVAL)
             true = option.global_batch / law(option.shape.devices, option.global_batch)

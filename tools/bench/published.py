@@ -6,22 +6,26 @@ with a scatter of 1 %, drawn by chance.
 choices      all counts are shown: is there a measured option that is at least 1.3 times as fast as the
              recommended one, for at most 15 % more GPU-hours?
 predictions  the largest count, from all others; twice a count within a node, from it and one GPU; four nodes,
-             from up to two: does the 90 % interval hold what was published?
+             from up to two: does the 90 % interval hold what was published? Every third series also stands
+             apart.
+calibration  the cheapest within a deadline, of what the questions of `predictions` show and leave out: how
+             often is a choice right of which it was so sure?
 """
 
 import argparse
 import json
 import math
 from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from predictions import as_texts
 
-from trainkit.advice.advice import INTERVAL, RunSet, advise
+from trainkit.advice.advice import AS_GOOD, INTERVAL, RunSet, advise, choose
 from trainkit.advice.constraints import Constraints
-from trainkit.advice.scaling import Shape, fit
+from trainkit.advice.scaling import Scaling, Shape, fit
 from trainkit.compare.text import markdown
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
@@ -33,6 +37,8 @@ SERIES = json.loads((HERE / "published.json").read_text())
 SCATTER, EPOCHS = 0.01, 4  # the first is a warm-up
 FASTER, DEARER = 1.3, 1.15
 SECONDS = 3_600  # of an epoch at the lowest speed
+DEADLINES = (1.1, 2, 4)  # times the seconds of the fastest published point
+APART = {series["name"] for series in SERIES[::3]}
 
 
 def main() -> None:
@@ -42,12 +48,14 @@ def main() -> None:
     )
     out = parser.parse_args().out
     check_writable(out, "the benchmark", "give another --out.")
-    tables = {"choices": choices(), "predictions": predictions()}
+    tables = {"choices": choices(), "predictions": predictions(), "calibration": calibration()}
     for name, table in tables.items():
         table.round(4).to_csv(out / f"published_{name}.csv", index=False)
-    shown = as_texts(in_short(tables["predictions"]))
-    (out / "published.md").write_text(markdown(shown) + "\n")
-    print(f"{tables['choices'].to_string(index=False)}\n\n{shown.to_string(index=False)}")
+    print(tables.pop("choices").to_string(index=False))
+    for name, table in tables.items():
+        shown = as_texts(in_short(table) if name == "predictions" else by_sureness(table))
+        (out / f"{name}.md").write_text(markdown(shown) + "\n")
+        print(f"\n{name}\n{shown.to_string(index=False)}")
 
 
 def as_runs(series: dict) -> pd.DataFrame:
@@ -130,12 +138,11 @@ def questions(points: list[dict]) -> Iterator[tuple[str, dict, list[dict]]]:
 
 def predict(runs: pd.DataFrame, shown: list[str], asked: dict) -> dict[str, object]:
     """Predict the throughput of one point from the runs that are shown."""
-    shape = Shape(asked["gpus"], asked["nodes"], asked["batch_per_gpu"])
+    shape = shape_of(asked)
     try:
-        run_set = RunSet(runs[runs.run_id.isin(shown)], Constraints(epochs=EPOCHS))
+        model = fit_to(RunSet(runs[runs.run_id.isin(shown)], Constraints(epochs=EPOCHS)), runs)
     except UserError:
         return {"predicted": False}
-    model = fit(run_set.measured("ddp"), [], 4 * int(runs.parameters.max()))
     if model.unknown(shape):
         return {"predicted": False}
     speeds = shape.devices * shape.batch / model.step_seconds(shape)
@@ -148,16 +155,67 @@ def predict(runs: pd.DataFrame, shown: list[str], asked: dict) -> dict[str, obje
     }
 
 
+def shape_of(point: dict) -> Shape:
+    return Shape(point["gpus"], point["nodes"], point["batch_per_gpu"])
+
+
+def fit_to(run_set: RunSet, runs: pd.DataFrame) -> Scaling:
+    return fit(run_set.measured("ddp"), [], 4 * int(runs.parameters.max()))
+
+
 def in_short(table: pd.DataFrame) -> pd.DataFrame:
     """Sum up each question: how many points were predicted, how well, and how many refused."""
-    known = table[table.predicted]
-    known = known.assign(error=known.error.abs(), held=known.held == 1)
-    short = known.groupby("question").agg(
+    apart = table[table.series.isin(APART)]
+    tables = {"all 19": table, "12 of them": table.drop(apart.index), "the 7 others": apart}
+    table = pd.concat([part.assign(series=name) for name, part in tables.items()])
+    table = table.assign(error=table.error.abs(), held=table.held == 1, refused=~table.predicted)
+    known, by = table[table.predicted], ["question", "series"]
+    short = known.groupby(by, sort=False).agg(
         points=("error", "size"), median_error=("error", "median"), held=("held", "mean"),
         median_width=("width", "median"),
     )  # fmt: skip
-    short["refused"] = (~table.predicted).groupby(table.question).sum()
+    short["refused"] = table.groupby(by).refused.sum()
     return short.rename(columns=lambda name: name.replace("_", " ")).reset_index()
+
+
+def calibration() -> pd.DataFrame:
+    """Choose the cheapest point within a deadline, from what each question shows and predictions of the rest.
+
+    A choice is right that keeps the deadline and costs no more than the best, both within 5 %.
+    """
+    rows = []
+    for series in SERIES:
+        points, runs = series["points"], as_runs(series)
+        truth = {shape_of(point): EPOCHS * runs.images.max() / point["throughput"] for point in points}
+        asked = {tuple(map(points.index, shown)) for _, _, shown in questions(points)}
+        for shown, times in product(sorted(asked), DEADLINES):
+            limit = times * min(truth.values())
+            constraints = Constraints(epochs=EPOCHS, deadline_s=limit, min_efficiency=0)
+            run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], constraints)
+            model = fit_to(run_set, runs)
+            options = [run_set.option("ddp", shape, model) for shape in truth if not model.unknown(shape)]
+            best = choose(options, constraints)
+            if best.best:
+                hours = {
+                    o.shape: truth[o.shape] * o.shape.devices for o in options if truth[o.shape] <= limit
+                }
+                taken = best.best.shape
+                right = truth[taken] <= (1 + AS_GOOD) * limit
+                right &= truth[taken] * taken.devices <= (1 + AS_GOOD) * min(hours.values(), default=math.inf)
+                rows.append({"series": series["name"], "sure": best.sure, "right": right})
+    return pd.DataFrame(rows)
+
+
+def by_sureness(table: pd.DataFrame) -> pd.DataFrame:
+    """Count the choices that were so sure, and how many of them were right."""
+    ends = [0, 50, 70, 90, 100]
+    labels = [f"{low} to {high} of 100" for low, high in pairwise(ends)]
+    sure = pd.cut(100 * table.sure, [*ends[:-1], math.inf], labels=labels, right=False)
+    return (
+        table.groupby(sure, observed=True)
+        .agg(choices=("right", "size"), right=("right", "mean"))
+        .reset_index()
+    )
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     if not options:
         what = "; ".join(unknown) or "no batch can be shared out evenly"
         raise UserError(f"nothing of what is to be chosen from can be predicted ({what}): change it.")
-    choice = _choose(options, constraints)
+    choice = choose(options, constraints)
     only_one_device = bool(missing) and all(option.shape.devices == 1 for option in options)
     if only_one_device:
         told = "; ".join(missing)
@@ -181,7 +181,8 @@ def _predict_options(
         for shape in runs.shapes(model):
             name = runs.stage_on(shape.devices, stage)
             if why := model.unknown(shape):
-                unknown.setdefault(f"{comparison.stage_name(stage)}: {why}", []).append(shape)
+                hint = " (--gpus-per-node N if a node has more than were used)" * runs.assumes_node(shape)
+                unknown.setdefault(f"{comparison.stage_name(stage)}: {why}{hint}", []).append(shape)
                 if run := runs.missing_run(name, shape, model, why):
                     missing[why] = min(missing.get(why, run), run, key=_hours)
             elif (name, shape) not in options:
@@ -260,13 +261,18 @@ class RunSet:
         """Return the stage that trains there: on one device single, where there are runs of it."""
         return SINGLE if devices == 1 and self._has_single else stage
 
+    def assumes_node(self, shape: Shape) -> bool:
+        """Tell whether `shape` is on several nodes only because no larger node was seen."""
+        return shape.nodes > 1 and not self._constraints.gpus_per_node
+
     def shapes(self, model: Scaling) -> list[Shape]:
         """Return what there is to choose from."""
         seen, constraints = [*model.measured, *model.all_reduces], self._constraints
         found = {s.devices for s in seen}
         counts = constraints.gpus or sorted({1, *found, 2 * max(found)})
-        crossed = any(s.nodes > 1 for s in seen)
-        per_node = max(s.devices // s.nodes for s in seen) if crossed else max(counts)
+        # A node has what was seen in one, unless told otherwise; one device tells nothing of its node.
+        several = any(s.devices > 1 for s in seen)
+        per_node = max(s.devices // s.nodes for s in seen) if several else max(counts)
         per_node = constraints.gpus_per_node or per_node
         batches = constraints.batches or sorted({s.devices * s.batch for s in model.measured})
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
@@ -351,7 +357,7 @@ class RunSet:
         return np.maximum(np.round(np.exp(random.normal(middle, EPOCHS_SCATTER * near, DRAWS))), 1)
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
     """The best of the options, if any, and why; whether each keeps the rules, and is as good as the best."""
 
     options: list[Option]
@@ -365,7 +371,8 @@ class _Choice(NamedTuple):
         return float(self.good[self.options.index(self.best)].mean()) if self.best else 0.0
 
 
-def _choose(options: list[Option], constraints: Constraints) -> _Choice:
+def choose(options: list[Option], constraints: Constraints) -> Choice:
+    """Choose the cheapest option within the deadline, or the fastest if there is none."""
     seconds, hours = (
         np.array([getattr(option, name) for option in options]) for name in ("seconds", "hours")
     )
@@ -394,11 +401,11 @@ def _choose(options: list[Option], constraints: Constraints) -> _Choice:
             as_good = middle <= (1 + AS_GOOD) * middle.min()
             best = np.where(as_good, np.median(other, axis=1), math.inf).argmin()
             why = f"the {what} that keeps {' and '.join(rules)}{how}"
-            return _Choice(options, options[best], why, kept, good)
+            return Choice(options, options[best], why, kept, good)
     rules = {"the target": np.isfinite(seconds)} | rules
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
     why = f"nothing keeps {' and '.join(never or rules)}{_what_would_be_possible(options)}"
-    return _Choice(options, None, why, kept, good)
+    return Choice(options, None, why, kept, good)
 
 
 def _what_would_be_possible(options: list[Option]) -> str:
@@ -422,7 +429,7 @@ def _is_any_efficiency_known(options: list[Option]) -> bool:
     return not all(np.isnan(option.efficiency).all() for option in options)
 
 
-def _runs_to_be_sure(choice: _Choice) -> list[NextRun]:
+def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
     now, found = choice.good.mean(axis=1).max(), []
     for option in choice.options:
         if option.runs < ENOUGH_RUNS:
@@ -437,7 +444,7 @@ def _runs_to_be_sure(choice: _Choice) -> list[NextRun]:
     return [run for gain, run in found if gain >= most / 2]
 
 
-def _runs_that_may_keep_the_rules(choice: _Choice) -> list[NextRun]:
+def _runs_that_may_keep_the_rules(choice: Choice) -> list[NextRun]:
     return [
         option.next_run(f"the wishes may be kept after all, in {100 * share:.0f} %")
         for option, share in zip(choice.options, choice.kept.mean(axis=1), strict=True)

@@ -63,11 +63,13 @@ class AnswerText:
 
     Args:
         rows: of the set that was asked about.
+        price: of a device-hour; without it nothing is said of money.
     """
 
-    def __init__(self, answer: Answer, rows: pd.DataFrame) -> None:
+    def __init__(self, answer: Answer, rows: pd.DataFrame, price: float | None = None) -> None:
         self.answer = answer
         self.rows = rows
+        self.price = price
         self.on_cpu = comparison.is_cpu(rows.device_name.iloc[0])
         self.units, self.hours = ("CPU workers", "worker-hours") if self.on_cpu else ("GPUs", "GPU-hours")
         self.why = answer.why.replace("GPU-hours", self.hours)
@@ -90,9 +92,12 @@ class AnswerText:
             return f"No recommendation for {goal}: {self.why}."
         return (
             f"Ask for {self.choice(best)}: {text(best.images_per_s)} images/s, {text(best.seconds / 60)} min "
-            f"and {text(best.hours)} {self.hours} {'to' if 'accuracy' in goal else 'for'} {goal} "
-            f"({best.basis}). It is {self.why}."
+            f"and {text(best.hours)} {self.hours}{self._cost(best)} "
+            f"{'to' if 'accuracy' in goal else 'for'} {goal} ({best.basis}). It is {self.why}."
         )
+
+    def _cost(self, option: Option) -> str:
+        return f", which cost {text(self.price * option.hours)}," if self.price else ""
 
     def how_sure(self) -> str:
         """Tell how sure the recommendation is; "" if there is none."""
@@ -133,6 +138,7 @@ class AnswerText:
                 "eff. %": text(100 * option.efficiency),
                 "minutes": text(option.seconds / 60, "not reached"),
                 self.hours: text(option.hours, "not reached"),
+                **({"cost": text(self.price * option.hours, "not reached")} if self.price else {}),
                 "pays from": text(option.break_even) if option.shape.devices > 1 else "-",
                 "note": _note(option, marks),
             }
@@ -147,7 +153,7 @@ class AnswerText:
         for name in INTERVALS:
             ends = pd.DataFrame(table[name].tolist(), columns=[f"{name}_low", name, f"{name}_high"])
             table = table.drop(columns=name).join(ends)
-        return table
+        return table.assign(cost=self.price * table.gpu_hours) if self.price else table
 
     def trust(self) -> list[str]:
         """Tell how far to trust the answer: the model and its error, what was observed, what is left out."""
@@ -247,7 +253,8 @@ def answer_for(
     rows, skipped = comparison.load_some(paths)
     rows = _chosen_set(rows, set_number)
     measured, not_read = all_reduces(paths, rows)
-    return AnswerText(checked(advise(rows, constraints, measured)), rows), skipped + not_read
+    answer = checked(advise(rows, constraints, measured))
+    return AnswerText(answer, rows, constraints.price), skipped + not_read
 
 
 def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:

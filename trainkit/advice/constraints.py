@@ -9,7 +9,7 @@ class Constraints:
 
     With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
     `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the
-    largest count.
+    largest count. `price` is the money for a GPU-hour, and decides nothing.
     """
 
     target: float | None = None
@@ -20,3 +20,4 @@ class Constraints:
     gpus: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
     gpus_per_node: int | None = None
+    price: float | None = None

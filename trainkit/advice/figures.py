@@ -1,7 +1,6 @@
-"""The figures of "how many GPUs?": the speedup by devices, and the cost against the time."""
+"""The figure of "how many GPUs?": the cost of each choice against its time."""
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -14,41 +13,17 @@ from trainkit.advice.answer import AnswerText, number
 from trainkit.compare import comparison, style
 
 LEGEND = {"fontsize": 8, "title": "filled: measured, empty: predicted", "title_fontsize": 8}
-Draws = Callable[[Option], np.ndarray]
 
 
 def draw(words: AnswerText, constraints: Constraints, out: Path) -> list[str]:
-    """Write the figures that the answer supports into `out`, a folder that is there, and return their names.
+    """Write the figure into `out`, a folder that is there, and return the names of what was written.
 
-    A figure of an earlier call that this answer does not support goes.
+    One of an earlier call goes where this answer has no choice to draw.
 
     Raises:
         OSError: if a file cannot be written.
     """
-    figures = {"how_many_speedup.png": _speedup(words), "how_many_cost.png": _cost(words, constraints)}
-    return style.save(figures, out, dpi=120)
-
-
-def _speedup(words: AnswerText) -> Figure | None:
-    """Draw a line for each training and batch: the global one, or that of each device."""
-    lines: dict[str, list[Option]] = {}
-    for option in words.options():
-        if option.shape.devices > 1 and np.isfinite(option.efficiency).all():
-            weak = option.efficiency_at == "batch per device"
-            batch = f"{option.shape.batch} on each" if weak else option.global_batch
-            name = f"{comparison.stage_name(option.stage)}, batch {batch}"
-            lines.setdefault(name, []).append(option)
-    if not lines:
-        return None
-    figure, axes = _panel(words, "Speedup over one device with the same batch")
-    counts = sorted({1, *(option.shape.devices for line in lines.values() for option in line)})
-    axes.plot(counts, counts, label="ideal", **style.IDEAL)
-    for i, (name, line) in enumerate(lines.items()):
-        _plot_options(axes, i, name, line, _devices, _speedups, joined=True)
-    axes.set(xlabel=words.units, ylabel="speedup (x)", ylim=(0, None))
-    axes.set_xticks([n for n in counts if n == 1 or n >= counts[-1] / 8])  # closer ones would overlap
-    axes.legend(**LEGEND)
-    return figure
+    return style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
 
 
 def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
@@ -63,9 +38,15 @@ def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
     if best:
         minutes, hours = (number(interval(draws)[1]) for draws in (best.seconds / 60, best.hours))
         message = f"{words.choice(best)}: {minutes} min, {hours} {words.hours}"
-    figure, axes = _panel(words, message)
+    row = words.rows.iloc[0]
+    figure = plt.figure(figsize=(8, 4.5), layout="constrained")
+    about = f"{row.device_name}; {comparison.with_model(row.dataset, row.model)}"
+    figure.suptitle("\n".join([textwrap.fill(message, 85), textwrap.fill(about, 85)]), fontsize=10)
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
     for i, (name, group) in enumerate(layouts.items()):
-        _plot_options(axes, i, name, group, lambda option: option.seconds / 60, lambda option: option.hours)
+        _plot_options(axes, i, name, group)
+    axes.plot(*_pareto(sum(layouts.values(), [])), label="nothing is both faster and cheaper", **style.IDEAL)
     if best:
         ring = {"marker": "o", "markersize": 15, "fillstyle": "none", "linestyle": ""}
         here = interval(best.seconds / 60)[1], interval(best.hours)[1]
@@ -79,12 +60,11 @@ def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
     return figure
 
 
-def _plot_options(
-    axes: Axes, number: int, name: str, options: list[Option], x: Draws, y: Draws, joined: bool = False
-) -> None:
+def _plot_options(axes: Axes, number: int, name: str, options: list[Option]) -> None:
     """Draw a group of options: their medians, with the 90 % intervals both ways."""
-    look = style.line_look(number) | ({} if joined else {"linestyle": ""})
-    across, up = (np.array([interval(draws(option)) for option in options]) for draws in (x, y))
+    look = style.line_look(number) | {"linestyle": ""}
+    across = np.array([interval(option.seconds / 60) for option in options])
+    up = np.array([interval(option.hours) for option in options])
     axes.plot(across[:, 1], up[:, 1], label=name, **look)
     errors = [np.abs(ends[:, [0, 2]] - ends[:, [1]]).T for ends in (up, across)]
     axes.errorbar(across[:, 1], up[:, 1], *errors, linestyle="", color=look["color"], elinewidth=0.6)
@@ -93,19 +73,9 @@ def _plot_options(
     axes.plot(across[predicted, 1], up[predicted, 1], marker=look["marker"], **white)
 
 
-def _devices(option: Option) -> np.ndarray:
-    return np.array([option.shape.devices])
-
-
-def _speedups(option: Option) -> np.ndarray:
-    return option.efficiency * option.shape.devices
-
-
-def _panel(words: AnswerText, message: str) -> tuple[Figure, Axes]:
-    row = words.rows.iloc[0]
-    figure = plt.figure(figsize=(8, 4.5), layout="constrained")
-    about = f"{row.device_name}; {comparison.with_model(row.dataset, row.model)}"
-    figure.suptitle("\n".join([textwrap.fill(message, 85), textwrap.fill(about, 85)]), fontsize=10)
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    return figure, axes
+def _pareto(options: list[Option]) -> np.ndarray:
+    """Return minutes and device-hours, (2, n), of the options that no other beats in both."""
+    points = np.array([(interval(option.seconds / 60)[1], interval(option.hours)[1]) for option in options])
+    points = points[np.lexsort(points.T[::-1])]
+    least = np.minimum.accumulate(points[:, 1])
+    return points[np.r_[True, points[1:, 1] < least[:-1]]].T

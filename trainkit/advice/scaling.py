@@ -1,11 +1,10 @@
 """How long a training step takes, on how many devices and with which batch: models of it, fitted to runs.
 
-A model tells the seconds of a step from the shape of a run. There is a ladder of them, of n devices with a
-batch each; what counts is how well each predicts runs that it was not shown.
+A model gives the seconds of a step from the shape of a run. How much each counts depends on how well it
+predicts runs that it was not shown.
 
-    amdahl    what devices share of an image's work, and what they divide:  (s + p / n) global batch
-    ring      a fixed cost, a cost per image, and a ring all-reduce:
-              a + c batch + 2 (n - 1) latency + 2 (n - 1) / n bytes / bandwidth
+    ring      a fixed cost, a cost per image, and a ring all-reduce within a node and another one between
+              nodes, each of n members: 2 (n - 1) / n bytes / bandwidth + 2 (n - 1) latency
     shared    ring, with devices that slow each other down within a node (memory, cores, power)
     overlap   computation and exchange partly at the same time, as in Pollux:
               (computation ^ g + exchange ^ g) ^ (1 / g); g = 1: one after the other, 10: nearly hidden
@@ -17,7 +16,6 @@ Patarasuk and Yuan, 2009 (ring all-reduce).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
@@ -31,6 +29,7 @@ OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
 # How much equal runs differ where there are no repeats to tell: as much as if two of them had shown 2 %.
 EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
+EXPECTED_BEYOND = 0.06  # of a prediction at twice the largest count
 SIZES = 3  # of all-reduces, those nearest to that of the gradients
 FURTHEST = 2  # times the largest count that was measured
 
@@ -144,6 +143,10 @@ def fit(
     repeated = any(len(runs) > 1 for runs in measured.values())
     draws = centre * np.exp(noise + (not repeated) * scatter * random.standard_t(freedom, noise.shape))
     elsewhere = np.exp(scatter * random.standard_t(freedom, (DRAWS, 1)))
+    # No run shows a cliff beyond the largest count: the error on a left-out one is the least to expect.
+    missed = max(EXPECTED_BEYOND, np.nan_to_num(errors[max(weights, key=weights.get)]))
+    beyond = missed * random.standard_t(EXPECTED_WEIGHT, DRAWS)
+    most = {nodes > 1: max(n for n, m, _ in shapes if (m > 1) == (nodes > 1)) for _, nodes, _ in shapes}
 
     chosen = random.choice(len(ladder), DRAWS, p=list(weights.values()))
     predictors = {name: model.fit(shapes, draws) for name, model in ladder.items()}
@@ -152,6 +155,8 @@ def fit(
     def predict(wanted: np.ndarray) -> Seconds:
         predicted = np.stack([predictor(wanted) for predictor in predictors.values()])
         for i, (devices, nodes, _) in enumerate(wanted):
+            doublings = np.log2(max(devices / most.get(nodes > 1, devices), 1))
+            predicted[:, :, i] *= np.exp(beyond * doublings)
             # The other models know of no such exchange.
             if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
                 predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
@@ -187,45 +192,38 @@ def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
     ladder = {}
     if exchange and not several.all():
         ladder["doctor"] = _overlap(lambda *_: lambda wanted: exchange(wanted)[None], parameters=2)
-    if several.any() or not ladder:
-        ladder["amdahl"] = _linear(_amdahl, shapes)
-    # Of one count above 1, latency and bandwidth cannot be told apart, and go on in different ways.
-    kinds = {"ring": (0, 1, 2, 3)}
-    if len(np.unique(shapes[several, 0])) < 2:
-        kinds = {"latency": (0, 2), "bandwidth": (1, 3)}
-    for name, of_ring in kinds.items():
-        if several.any() or "doctor" not in ladder:
-            ladder[name] = _linear(partial(_ring, of_ring), shapes)
-            ladder[f"shared, {name}"] = _linear(partial(_shared, of_ring), shapes)
-        if several.any() and not several.all():
-            ladder[f"overlap, {name}"] = _overlap(partial(_exchange_of_runs, of_ring), 3 + len(of_ring) // 2)
+    if several.any() or "doctor" not in ladder:
+        ladder["ring"] = _linear(_ring, shapes)
+        ladder["shared"] = _linear(_shared, shapes)
+    if several.any() and not several.all():
+        ladder["overlap"] = _overlap(_exchange_of_runs, parameters=4)
     return ladder
-
-
-def _amdahl(shapes: np.ndarray) -> np.ndarray:
-    devices, _, batch = shapes.T
-    return np.stack([batch, (devices - 1) * batch], axis=1)
 
 
 def _computation(shapes: np.ndarray) -> np.ndarray:
     return np.stack([np.ones(len(shapes)), shapes[:, 2]], axis=1)
 
 
-def _exchange(shapes: np.ndarray, bytes: float = 1.0) -> np.ndarray:
-    """Return latencies and bytes of a ring, within a node and between nodes: (shapes, 4)."""
+def _exchange(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
+    """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4).
+
+    With one count of several members these two look alike: the fit takes the bytes, which come first.
+    """
     devices, nodes, _ = shapes.T
-    rounds = 2 * (devices - 1)
-    of_a_ring = np.stack([rounds, rounds / devices * bytes], axis=1)
-    return np.concatenate([of_a_ring * (nodes == 1)[:, None], of_a_ring * (nodes > 1)[:, None]], axis=1)
+    rings = []
+    for members in (devices / nodes, nodes):
+        steps = 2 * (members - 1)
+        rings += [steps / members * bytes, steps]
+    return np.stack(rings, axis=1)
 
 
-def _ring(of_ring: tuple[int, ...], shapes: np.ndarray) -> np.ndarray:
-    return np.column_stack([_computation(shapes), _exchange(shapes)[:, of_ring]])
+def _ring(shapes: np.ndarray) -> np.ndarray:
+    return np.column_stack([_computation(shapes), _exchange(shapes)])
 
 
-def _shared(of_ring: tuple[int, ...], shapes: np.ndarray) -> np.ndarray:
+def _shared(shapes: np.ndarray) -> np.ndarray:
     devices, nodes, batch = shapes.T
-    return np.column_stack([_ring(of_ring, shapes), (devices / nodes - 1) * batch])
+    return np.column_stack([_ring(shapes), (devices / nodes - 1) * batch])
 
 
 def _linear(columns: Callable[[np.ndarray], np.ndarray], shapes: np.ndarray) -> _Model:
@@ -270,14 +268,12 @@ def _overlapped(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
     return (computation**g + exchange**g) ** (1 / g)
 
 
-def _exchange_of_runs(
-    of_ring: tuple[int, ...], shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float
-) -> Predictor:
+def _exchange_of_runs(shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float) -> Predictor:
     """Fit what the runs on several devices take longer than their computation."""
     computation = costs @ _computation(shapes).T
     rest = np.maximum(seconds**g - computation**g, 0) ** (1 / g)
-    rings = _fit_non_negative(_exchange(shapes)[:, of_ring], rest, 1 / np.median(seconds, axis=0))
-    return lambda wanted: rings @ _exchange(wanted)[:, of_ring].T
+    rings = _fit_non_negative(_exchange(shapes), rest, 1 / np.median(seconds, axis=0))
+    return lambda wanted: rings @ _exchange(wanted).T
 
 
 def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
@@ -319,16 +315,29 @@ def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray
 
 
 def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
-    """Leave out the largest count and each batch in turn; return the root mean square relative error."""
-    devices, _, batches = shapes.T
+    """Leave out the largest counts and each batch in turn; return the root mean square relative error."""
+    devices, nodes, batches = shapes.T
     errors = []
-    for hidden in [devices == devices.max(), *(batches == batch for batch in np.unique(batches))]:
+    for hidden in [*_largest_counts(devices, nodes), *(batches == batch for batch in np.unique(batches))]:
         shown = devices[~hidden]
-        enough = len(np.unique(batches[~hidden])) > 1  # for a fixed cost and one per image
-        if enough and (shown == 1).any() and (shown.max() > 1 or devices.max() == 1):
+        # To tell a fixed cost from one per image takes two batches, unless no other batch is asked for.
+        fewest = batches[~hidden & (devices == devices.min())]
+        enough = len(np.unique(fewest)) > 1 or np.isin(batches[hidden], batches[~hidden]).all()
+        alone = (shown == 1).any() or not (devices == 1).any()
+        if enough and alone and (shown.max() > 1 or devices.max() == 1):
             predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
             errors += list(np.log(np.maximum(predictor(shapes[hidden])[0], 1e-12) / seconds[hidden]))
     return float(np.sqrt(np.mean(np.square(errors)))) if errors else np.nan
+
+
+def _largest_counts(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:
+    """Return where the largest count within a node is, and between nodes, if others tell what it costs."""
+    found = []
+    for regime in ((nodes == 1) & (devices > 1), nodes > 1):
+        counts = np.unique(devices[regime])
+        if len(counts) > 1:
+            found.append(regime & (devices == counts.max()))
+    return found or [devices == devices.max()]
 
 
 def _weights(errors: dict[str, float], points: int) -> dict[str, float]:

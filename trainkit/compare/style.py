@@ -44,7 +44,7 @@ LOADERS: Look = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////",
 EVALUATION: Look = {"facecolor": "#D0D0D0", "linewidth": 0, "zorder": 0.1}
 UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
 THIN: Look = {"color": "black", "linewidth": 0.9}
-IDEAL: Look = {"color": "silver", "linewidth": 4}
+IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
 
 
