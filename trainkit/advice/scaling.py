@@ -89,7 +89,8 @@ class Scaling:
         missing = [
             clause
             for clause, holds in {
-                f"beyond the {most} devices measured": shape.devices > most,
+                f"beyond the {most} devices measured, where a bus or a loader may be full": shape.devices
+                > most,
                 "no batch of that size per device": shape.batch not in {run.batch for run in self.measured},
                 "no run between nodes": shape.nodes > 1 and not any(run.nodes > 1 for run in self.measured),
             }.items()
