@@ -56,7 +56,9 @@ def main() -> None:
         tables["laws"], tables["choices"] = of_laws(args.laws, seed=0)
     for name, table in tables.items():
         table.round(4).to_csv(args.out / f"{name}.csv", index=False)
-        shown = in_short(tables["runs"]) if name == "runs" else table
+        shown = in_short(table) if name == "runs" else table
+        if "law" in shown:  # the CSV has each kind
+            shown = shown[shown.law == "all"].drop(columns="law")
         (args.out / f"{name}.md").write_text(markdown(as_texts(shown)) + "\n")
         print(f"\n{name}\n{as_texts(shown).to_string(index=False)}", flush=True)
 
