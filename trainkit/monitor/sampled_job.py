@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from trainkit.runtime import job_folder
@@ -13,8 +14,8 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
-# A day of 8 GPUs has 1.5 million rows: of these one moment in 30 s is looked at, which takes 100 MB.
-MOST_ROWS, BYTES_OF_A_ROW = 50_000, 80
+# A day of 8 GPUs has 1.5 million rows: of these one moment in 60 s is looked at, as a job waits for this.
+MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80
 # Below these nothing is judged, of samples and of a record. Two epochs of 15 s together have as many past the
 # warm-up. More samples in a second would tell no more: each is the mean of one, so a few will do.
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
@@ -72,9 +73,10 @@ class SampledJob:
         self.windows = _merge_windows(window for training in self.trainings for window in training.windows)
         first = max(rows.time.iloc[0] for rows in (self.rows[RANK] or self.rows[NODE]).values())
         self.windows = self.windows or [(first + SETTLE, math.inf)]
-        inside = table.time < 0
-        for began, ended in self.windows:  # with all of the second that the sample is of
-            inside |= table.time.between(began + samples.PERIOD, ended)
+        began, ended = np.array(self.windows).T
+        # With all of the second that the sample is of.
+        window = began.searchsorted(table.time - samples.PERIOD, side="right") - 1
+        inside = (window >= 0) & (table.time <= ended[window])
         self.judged = _by_place(self.table[inside])
         self.moments = max(map(len, self.judged[NODE].values()), default=0)
         if self.moments < LEAST_MOMENTS:
