@@ -141,9 +141,9 @@ tell_who_failed() {
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }
 
-# End the sampling. It has 10 seconds for its verdict, and 2 to begin where it has not.
+# End the sampling. It has 15 seconds for its verdict, and 2 to begin where it has not.
 tell_what_was_seen() {
-    local tenths begun=0 most=100 why
+    local tenths begun=0 most=150 why
     [[ -n $sampler ]] || return
     exec {sampler_input}>&-
     if compgen -G "$watching/*.csv" >/dev/null; then begun=1; else most=20; fi
@@ -152,7 +152,7 @@ tell_what_was_seen() {
         sleep 0.1
     done
     if kill "$sampler" 2>/dev/null && ((begun)); then
-        echo "watch   no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+        echo "watch   no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
     elif ! wait "$sampler"; then
         # Not what srun says of every step that fails, or is ended.
         why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination' "$watching/log" | tail -n 1)

@@ -271,11 +271,11 @@ def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
         "python": "not sampled: planted",
         "srun": "not sampled: srun: unrecognized option",
         "waits": "not sampled: it had not begun when the job ended",
-        "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
+        "hangs": "no verdict within 15 seconds: python slurm/monitor.py --verdict ",
     }
     script = on_cluster.folder / "slurm" / "job_env.sh"
-    assert "most=100" in script.read_text()
-    script.write_text(script.read_text().replace("most=100", "most=5"))
+    assert "most=150" in script.read_text()
+    script.write_text(script.read_text().replace("most=150", "most=5"))
     jobs = {}
     for name, fault in faults.items():
         command = "python" if name == "python" else "srun"

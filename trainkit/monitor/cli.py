@@ -34,7 +34,7 @@ from trainkit.schema import samples
 if TYPE_CHECKING:
     from trainkit.monitor.waste import Verdict
 
-VERDICT_SECONDS = 8  # that it may take after Ctrl-C
+VERDICT_SECONDS = 15  # that it may take after Ctrl-C
 END_SECONDS = 0.25  # from one look to the next whether a local job has ended
 # What somebody may send to this program, and means for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
