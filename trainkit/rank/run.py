@@ -133,7 +133,16 @@ class Run:
             self._noted[name][: done.steps] = values
         self._added, seconds = done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
-        bar = progress_bar(self._timed(batches), epoch, first, len(batches))
+        bar = tqdm(
+            self._timed(batches),
+            initial=first,
+            total=len(batches),
+            desc=f"epoch {epoch}",
+            unit="step",
+            leave=False,
+            # None: shown on a terminal, not in a log file. It may be closed.
+            disable=None if process_group.is_rank_0() and sys.stderr else True,
+        )
         started = clock.start(device)
         self._compute_time.begin()
         for step, batch in enumerate(bar, start=first + 1):
@@ -253,20 +262,6 @@ def rows_of_ranks(
         for one in devices_in_use(device)
     ]
     return sum(process_group.gather(own), [])
-
-
-def progress_bar(batches: Iterator[Batch], epoch: int, first: int, steps: int) -> tqdm:
-    """Wrap the batches from step `first` on of an epoch with so many `steps`; rank 0 shows the bar."""
-    return tqdm(
-        batches,
-        initial=first,
-        total=steps,
-        desc=f"epoch {epoch}",
-        unit="step",
-        leave=False,
-        # None: shown on a terminal, not in a log file. It may be closed.
-        disable=None if process_group.is_rank_0() and sys.stderr else True,
-    )
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
