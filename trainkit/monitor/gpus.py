@@ -12,6 +12,7 @@ from trainkit.schema import samples
 
 # What of a clock's "throttle reasons" is heat, and what is power; GpuIdle is no throttling.
 HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowerBrakeSlowdown")
+SM, CHIP = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 OF_THE_HOST = "pid:[4026531836]"  # the namespace of the process numbers that NVML tells (Linux: proc_ns.h)
 
 
@@ -121,10 +122,6 @@ def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
     return {"throttled": "+".join(why) or "-"}
 
 
-def _processes(nvml: ModuleType, gpu: Any) -> dict[str, object]:
-    return {"ranks": [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]}
-
-
 def _shares_process_numbers() -> bool:
     """Tell whether NVML's process numbers are ours: in a container they may be the host's, or none."""
     with suppress(OSError):
@@ -136,17 +133,13 @@ def _shares_process_numbers() -> bool:
 READINGS: dict[str, Callable[[ModuleType, Any], dict[str, object]]] = {
     "its name": lambda nvml, gpu: {"name": nvml.nvmlDeviceGetName(gpu)},
     "memory": _memory,
-    "processes": _processes,
+    "processes": lambda nvml, gpu: {"ranks": [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]},
     "utilisation": lambda nvml, gpu: {"utilisation": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},
     "power": lambda nvml, gpu: {"power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1000},
     "its limit": lambda nvml, gpu: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000},
     "energy": lambda nvml, gpu: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000},
-    "clock": lambda nvml, gpu: {"clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)},
-    "its highest": lambda nvml, gpu: {
-        "clock_limit_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
-    },
+    "clock": lambda nvml, gpu: {"clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, SM)},
+    "its highest": lambda nvml, gpu: {"clock_limit_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu, SM)},
     "throttling": _throttling,
-    "temperature": lambda nvml, gpu: {
-        "temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-    },
+    "temperature": lambda nvml, gpu: {"temperature_c": nvml.nvmlDeviceGetTemperature(gpu, CHIP)},
 }
