@@ -25,7 +25,10 @@ FIRST_LINES = {
     "cpu_network_bound": ("network_bound", "the exchange of gradients takes"),
     "gpu_no_rank": ("no_rank", "no rank uses GPU 2 on n1: ask for 2 GPUs"),
     "gpu_idle": ("idle_gpu", "no work reaches GPU 1 on n1, while others work (63 of 400 W"),
-    "gpu_memory_full": ("memory_full", "98 % of the memory on GPUs 0, 1 on n1"),
+    "gpu_memory_full": (
+        "memory_full",
+        "98 % of the memory on GPUs 0, 1 on n1 was in use (39,400 of 40,000 MB)",
+    ),
     "gpu_throttled_by_heat": ("throttled", "heat (91 C) slows down GPU 1 on n1"),
     "gpu_throttled_by_cap": ("throttled", "a cap (power limit 150 W) slows down GPUs 0, 1 on n1"),
     "gpu_network_bound": ("network_bound", "the exchange of gradients takes 62 %"),
@@ -164,6 +167,7 @@ def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:
     assert kinds(made([replace(SOME, utilisation=97)] * 2)) == []
     assert kinds(made([replace(SOME, power=290)] * 2)) == []
     assert kinds(made([replace(SOME, data=0.15)] * 2, facts=FROM_LOADERS)) == []
+    assert kinds(made([replace(SOME, data=math.nan)] * 2, facts=FROM_LOADERS)) == []  # nobody knows
     assert kinds(made([SOME] * 2, epochs=8, train=2)) == []
 
 
