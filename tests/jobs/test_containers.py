@@ -113,7 +113,7 @@ module() { :; }
 source ../slurm/site_env.sh
 activate
 "${SITE_CONTAINER[@]}" python -c 'print("a rank")'
-printf '%s\\n' "$DATA_DIR" "${SITE_SRUN_ARGS[@]}"
+printf '%s\\n' "$TRAINKIT_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 """
 
 
