@@ -73,7 +73,7 @@ def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     results = os.fsdecode(os.fsencode(checkout.folder) + b"/r\xe9sultats")
     text = f"# caf\udce9\nexport SBATCH_COMMENT='\udcff'\nSITE_RESULTS_DIR='{results}'\n"
     (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text))
-    checkout.script("single").write_text("import os; print('here', os.environ['RESULTS_DIR'])")
+    checkout.script("single").write_text("import os; print('here', os.environ['TRAINKIT_RESULTS_DIR'])")
     done = checkout.submit_py("single", "--wait", WEIRD="\udcff")
     assert "Traceback" not in done.stderr, done.stderr
     (log,) = Path(results).rglob("*_log.out")
