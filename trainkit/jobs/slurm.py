@@ -49,7 +49,7 @@ REFUSALS = {
 
 
 def why_not_here() -> str:
-    """Tell why jobs cannot be submitted from this machine; "" if they can, or a controller is only down."""
+    """Return why jobs cannot be submitted from this machine; "" if they can, or a controller is only down."""
     if not shutil.which("sbatch"):
         return "sbatch is not on PATH"
     told = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)

@@ -168,7 +168,7 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
 
 
 def why_local(here: bool) -> str:
-    """Tell why a job runs on this machine, for which `here` asks; "" if it goes to Slurm."""
+    """Return why a job runs on this machine, for which `here` asks; "" if it goes to Slurm."""
     why = "--local" if here else slurm.why_not_here()
     return why if here or not why else f"no Slurm here ({why})"
 
