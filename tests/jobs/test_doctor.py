@@ -398,14 +398,6 @@ def test_a_step_that_fails_is_told(
     assert line["finding"] == line["finding"] | expected
 
 
-def test_that_all_is_well_is_told_once_on_a_node(in_a_job: Callable, capfd: pytest.CaptureFixture) -> None:
-    for local_rank in ("0", "1"):
-        in_a_job(SLURM_LOCALID=local_rank)
-        assert checkup._step("shm", checkup._shared_memory, 0)
-    (fine,) = findings_in(read_messages(capfd.readouterr().out))
-    assert (fine.level, fine.node, fine.rank) == (OK, "n2", None)
-
-
 def test_sums_that_are_wrong(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     wrong = torch.arange(7)
