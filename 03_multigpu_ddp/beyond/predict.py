@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainkit import data, errors, process_group
 from trainkit import Net, UserError
+from trainkit.compare.text import no_formula
 from trainkit.rank.batches import TEST_BATCH
 from trainkit.rank.checkpoint import load_verified
 from trainkit.rank.precision import set_precision
@@ -28,6 +29,8 @@ BRIGHT = 127  # the mean of an image's bytes; MNIST's have 33
 
 def main() -> None:
     args = parse()
+    if args.out.resolve() in {path.resolve() for path in (args.model, *args.images)}:
+        raise UserError(f"--out {args.out} would overwrite what is read: give another --out.")
     network, run = network_of(args.model), run_of(args.model)
     device = process_group.alone(not args.no_cuda).device
     network = network.to(device, memory_format=torch.channels_last).eval()  # eval: no dropout
@@ -40,7 +43,7 @@ def main() -> None:
 
     if args.images:
         pixels, labels = torch.stack([read_image(path, args.invert) for path in args.images]), None
-        names = {"file": [str(path) for path in args.images]}
+        names = {"file": [no_formula(str(path)) for path in args.images]}
         if bright := (pixels.float().mean((1, 2, 3)) > BRIGHT).sum().item():
             how = (
                 "leave out --invert"
@@ -125,9 +128,18 @@ def network_of(path: Path) -> Net:
             f"{path} has the weights of another network than Net: {few(missing)} missing or of another "
             f"shape, {few(unknown)} not known. Have a copy of predict.py make that network in place of Net."
         )
+    if broken := [name for name, value in weights.items() if not is_usable(value)]:
+        raise UserError(f"{path}: {few(broken)} are not tensors of numbers: give what --save-model has left.")
     network = Net(width)
     network.load_state_dict(weights)
     return network
+
+
+def is_usable(value: torch.Tensor) -> bool:
+    """Return whether a weight has as many finite numbers, each in its place, as its shape says."""
+    plain = value.layout == torch.strided and value.device.type == "cpu" and value.is_floating_point()
+    whole = plain and value.nbytes <= value.untyped_storage().nbytes()
+    return whole and bool(value.isfinite().all())
 
 
 def run_of(path: Path) -> dict[str, object] | None:
@@ -148,7 +160,7 @@ def read_image(path: Path, invert: bool) -> torch.Tensor:
     """
     try:
         check_regular(path)
-        with Image.open(path) as image:
+        with Image.open(path, formats=("PNG", "JPEG")) as image:  # for others PIL may start a program
             if image.mode[0] in "IF":  # PIL would make white of most of it
                 raise ValueError("it has more than 8 bits for each pixel")
             upright = ImageOps.exif_transpose(image).convert("RGBA")

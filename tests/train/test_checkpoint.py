@@ -120,7 +120,7 @@ def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, fin
     process = start_stage(slowly, "--checkpoint-minutes", 1e-6, *options(tmp_path))
     within = tmp_path / "checkpoints"
     wait_for(lambda: list(within.glob("epoch-2-step-[1-9]*.pt")), process)
-    wait_for(lambda: list(within.glob("*.pt.tmp")), process)
+    wait_for(lambda: list(within.glob("*.pt.*.tmp")), process)
     process.kill()
     process.wait()
     output = finish(tmp_path)

@@ -1,6 +1,7 @@
 """Weights that a run has saved classify as it did, on another machine, and image files."""
 
 import csv
+import math
 import re
 import shlex
 import shutil
@@ -143,7 +144,15 @@ def test_image_files_are_classified_as_the_test_images_that_they_show(
         (("text",), "text cannot be read (File is not a zip file)"),
         (("bit.pt",), "bit.pt cannot be read (wrong checksum of"),
         (("other.pt",), "conv1.bias, conv2.weight and 5 more missing or of another shape, more"),
+        (("hollow.pt",), "hollow.pt: conv1.bias are not tensors of numbers"),
+        (("nan.pt",), "nan.pt: conv1.bias are not tensors of numbers"),
+        (
+            ("program.pt",),
+            "cannot be read (it holds more than tensors and numbers, and that is never loaded)",
+        ),
         (("good.pt", "text"), "give PNG or JPEG files"),
+        (("good.pt", "eps.png"), "give PNG or JPEG files"),
+        (("good.pt", "--out", "good.pt"), "good.pt would overwrite what is read: give another --out"),
         (("good.pt", "--epochs", 3), "unrecognized arguments: --epochs"),
     ],
 )
@@ -156,6 +165,12 @@ def test_a_mistake_is_one_sentence(
     (tmp_path / "bit.pt").write_bytes(content)
     (tmp_path / "text").write_text("neither weights nor an image")
     torch.save({"conv1.weight": torch.zeros(4, 3, 3, 3), "more": 1}, tmp_path / "other.pt")
+    good = torch.load(weights)
+    hollow = torch.zeros(1).expand(32)  # one number, however many its shape says
+    for name, bias in {"hollow.pt": hollow, "nan.pt": torch.full((32,), math.nan)}.items():
+        torch.save(good | {"conv1.bias": bias}, tmp_path / name)
+    torch.save(good | {"more": Path("a program, as far as pickle knows")}, tmp_path / "program.pt")
+    Image.new("RGB", (28, 28)).save(tmp_path / "eps.png", "EPS")  # for which Pillow would start `gs`
     out = tmp_path / "out.csv"
     out.write_text("precious")
     files = {path.name: path for path in (*tmp_path.iterdir(), tmp_path / "none.pt")}

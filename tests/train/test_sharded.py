@@ -1,7 +1,11 @@
 """A network that is split over the ranks, by fsdp.py or by pipeline.py, trains and goes on as a whole one."""
 
+import io
+import os
+import pickle
 import runpy
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +126,38 @@ def test_what_cannot_go_on_is_one_sentence(by_two: Path, script: Script, tmp_pat
         part.write_bytes(b"damaged")
     damaged = failed(script(FSDP, *SMALL, *places(tmp_path)))
     assert f"error: no checkpoint in {tmp_path / 'checkpoints'} can be read" in damaged
+
+
+class Forged:
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.touched),)
+
+
+@pytest.mark.parametrize("where", ["metadata", "a value"])
+def test_a_forged_checkpoint_runs_nothing(where: str, by_two: Path, script: Script, tmp_path: Path) -> None:
+    """With the checksums of what was forged."""
+    shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
+    _, path = checkpoints_in(tmp_path)
+    about, forged = path.with_suffix(".shards") / ".metadata", Forged(tmp_path / "touched")
+    if where == "metadata":
+        about.write_bytes(pickle.dumps(forged))
+    else:
+        metadata, content = pickle.loads(about.read_bytes()), io.BytesIO()
+        torch.save(forged, content)
+        lr = next(info for index, info in metadata.storage_data.items() if index.fqn.endswith(".lr"))
+        part = about.with_name(lr.relative_path)
+        lr.offset, lr.length = part.stat().st_size, len(content.getvalue())
+        part.write_bytes(part.read_bytes() + content.getvalue())
+        about.write_bytes(pickle.dumps(metadata))
+    state = torch.load(path)
+    state["shards"] = {file.name: zlib.crc32(file.read_bytes()) for file in about.parent.iterdir()}
+    torch.save(state, path)
+    told = failed(script(FSDP, *SMALL, *places(tmp_path)))
+    assert f"error: {path} does not fit this training (" in told
+    assert not forged.touched.exists()
 
 
 def test_a_full_disk_of_one_rank_keeps_the_checkpoint_before(script: Script, tmp_path: Path) -> None:

@@ -516,15 +516,23 @@ def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str, words:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    """From another folder: all it tells and writes, and three PNGs with something on them."""
+    """From another folder: all it tells and writes, and three PNGs with something on them.
+
+    Links that somebody has put there are replaced, not followed.
+    """
     write_run(tmp_path / "a", "one", [10, 1000])
     write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
+    written, precious = ("report.html", "comparison.md", "comparison.csv", *FIGURES), tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out").mkdir()
+    for name in written:
+        (tmp_path / "out" / name).symlink_to(precious)
     done = plot("a", "--out", "out", "--target", 98, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
     assert "s to 98 %" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
-    written = ("report.html", "comparison.md", "comparison.csv", *FIGURES)
+    assert precious.read_text() == "mine"
     assert f"Written to out: {', '.join(written)}\n" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
     for name in FIGURES:

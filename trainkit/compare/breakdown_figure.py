@@ -13,6 +13,7 @@ from trainkit.compare.page import writing_to
 from trainkit.compare.style import PHASES, save
 from trainkit.compare.text import markdown
 from trainkit.runtime.errors import UserError
+from trainkit.runtime.files import replacing
 
 # Panels differ in these, and the bars of a panel in those.
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
@@ -52,7 +53,8 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     with writing_to(out, "give another folder"):
         save({"breakdown.png": figure}, out)
         told = f"ms of a training step\n\n{markdown(cells)}\n"
-        (out / "breakdown.md").write_text(told, encoding="utf-8")
+        with replacing(out / "breakdown.md") as file:
+            file.write(told)
     return ["breakdown.png", "breakdown.md"]
 
 

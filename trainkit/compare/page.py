@@ -16,6 +16,7 @@ import pandas as pd
 
 from trainkit.compare.text import escaped, markdown
 from trainkit.runtime.errors import UserError
+from trainkit.runtime.files import replacing
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -74,8 +75,8 @@ def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
         text = template.render(title=title, blocks=[(type(block).__name__, block) for block in blocks])
-    # A file name may not be UTF-8.
-    path.write_text(text + "\n", encoding="utf-8", errors="replace")
+    with replacing(path) as file:
+        file.write(text + "\n")
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from trainkit.runtime.files import replacing
+
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one
 
@@ -43,14 +45,16 @@ def escaped(text: str) -> str:
     return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
 
 
+def no_formula(cell: object) -> object:
+    """Quote a text that begins like a formula: a spreadsheet would compute it."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
+
+
 def write_csv(table: pd.DataFrame, path: Path) -> None:
     """Write the table for a spreadsheet.
 
     Raises:
         OSError: if `path` cannot be written.
     """
-
-    def quoted(cell: object) -> object:  # a spreadsheet would compute a text that begins like a formula
-        return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
-
-    table.apply(lambda column: column.map(quoted)).to_csv(path, index=False)
+    with replacing(path) as file:
+        table.apply(lambda column: column.map(no_formula)).to_csv(file, index=False)

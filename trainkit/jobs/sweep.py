@@ -179,7 +179,7 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        others = {path.name for path in self.folder.iterdir()} - {".lock", "options.txt.tmp"}
+        others = [path for path in self.folder.iterdir() if path.name != ".lock" and path.suffix != ".tmp"]
         if others and not known.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         lock = FileLock(self.folder / ".lock")

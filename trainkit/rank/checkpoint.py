@@ -8,6 +8,7 @@ before: it counts from when the file is there, which has the checksums.
 """
 
 import io
+import pickle
 import re
 import shutil
 import signal
@@ -170,7 +171,7 @@ class Checkpoints:
             ) from None
         except (OSError, NotImplementedError):  # a file system without locks
             lock = None
-        for leftover in self._folder.glob("epoch-*-step-*.pt.tmp"):  # of a process that was killed
+        for leftover in self._folder.glob("epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         for shards in self._folder.glob("epoch-*-step-*.shards"):
             if not shards.with_suffix(".pt").exists():
@@ -327,12 +328,20 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
 
 
 def load_verified(path: Path) -> object:
-    """Return what torch.save has written to `path`; raises whatever PyTorch makes of a damaged file."""
+    """Return the tensors and numbers that torch.save has written to `path`.
+
+    Raises:
+        ValueError: if it is no regular file, or holds anything else, which could run a program. Also whatever
+            PyTorch makes of a damaged file.
+    """
     check_regular(path)
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch advises to load it all the same
+        raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
 
 
 def _read(path: Path) -> dict:

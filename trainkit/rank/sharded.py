@@ -1,17 +1,31 @@
 """A training of which each rank holds another part: each writes its own, and any number of ranks reads it."""
 
+import io
+import pickle
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from trainkit.runtime import process_group
-from trainkit.runtime.errors import UserError, reason
+from trainkit.runtime.errors import UserError, first_line, reason
 
 NEEDED = "2.9"
+# All that `dcp.save` names in what it writes about its files, but for the types of tensors.
+NAMED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+}  # fmt: skip
 
 
 def check_pytorch() -> None:
@@ -81,7 +95,7 @@ class Sharded:
         """
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(state, storage_reader=_Reader(folder), planner=_Planner())
         except dcp.api.CheckpointException as error:
             raise ValueError(_reason(error)) from None
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -90,6 +104,39 @@ class Sharded:
     def _state(self) -> dict[str, dict]:
         parts = get_state_dict(self._model, self._optimizer, options=self._by_name)
         return dict(zip(("model", "optimizer"), parts, strict=True))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what `dcp.save` has written about its files, and nothing else: a forged file runs no command."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if name in NAMED.get(module, ()):
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which no checkpoint does")
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        try:
+            with (folder / ".metadata").open("rb") as file:
+                self._metadata = _Unpickler(file).load()
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        except Exception as error:  # whatever pickle makes of a damaged file
+            raise ValueError(first_line(error)) from None
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
+        """Take what is no tensor, such as a learning rate; PyTorch's own would run what is in it."""
+        content = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), content)
+        content.seek(0)
+        super().load_bytes(read_item, content)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and folders that are asked before work is done for them."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,17 +15,18 @@ from trainkit.runtime.errors import UserError
 def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     """A file to write to, which takes the place of `path` at once when the block ends well.
 
-    A reader, a kill or a full disk never meets half a file: it is written beside `path` as
-    `<name>.tmp`, synced, and renamed. If the block fails, what `path` held before stays.
+    A reader, a kill or a full disk never meets half a file: it is written beside `path` as a new
+    `<name>.<random>.tmp`, synced, and renamed. A link at `path` is replaced, not followed. If the block
+    fails, what `path` held before stays.
 
     Raises:
         OSError: if it cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     # A name that is not UTF-8 does not end a run.
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
     try:
-        with temporary.open(mode, **text) as file:
+        with temporary.open(mode.replace("w", "x"), **text) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
