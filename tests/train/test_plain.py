@@ -132,6 +132,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     [
         ((30, 1, "nan"), "column train_loss: 'nan' is not a"),
         ((30, 0, 1), "column train_seconds: '0' is not a"),
+        ((0, 1, 1), "column images: '0' is not a"),
     ],
 )
 def test_a_recorder_sums_up_over_the_ranks(

@@ -17,7 +17,7 @@ class Trained(NamedTuple):
     seconds: float
     loss: float
     learning_rate: float  # of the first step
-    samples: int = 0  # of all ranks; 0: as many as the steps are to have
+    samples: int | None = None  # of all ranks; None: as many as the steps are to have
 
 
 class Tested(NamedTuple):

@@ -17,7 +17,7 @@ from trainkit.rank.run import rows_of_ranks
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import STOP_SIGNALS
+from trainkit.runtime.errors import STOP_SIGNALS, UserError
 from trainkit.schema.columns import OWN_LOOP
 
 
@@ -103,6 +103,10 @@ class Recorder:
         known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
         given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
         of_ranks = process_group.gather({name: float(value) for name, value in given.items()})
+        if any(one.keys() != given.keys() for one in of_ranks):
+            raise UserError(
+                f"the ranks give epoch {self._epoch} metrics of other names: give the same on all."
+            )
         count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
         slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
         means = {name: _mean(of_ranks, name) for name in given}
@@ -123,10 +127,15 @@ class Recorder:
         """Go on with the record of an earlier process, on every rank from rank 0's `state_dict`.
 
         Raises:
-            UserError: if the record cannot be written.
+            UserError: if it is no such state, or the record cannot be written.
         """
-        process_group.on_rank_0(lambda: self._log.go_on(state))
-        self.first_epoch = self._epoch = len(state["rows"]) + 1
+        try:
+            process_group.on_rank_0(lambda: self._log.go_on(state))
+            self.first_epoch = self._epoch = len(state["rows"]) + 1
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"no Recorder made this state ({error}): give what state_dict returned."
+            ) from None
 
     def finish(self, saved: Path | str | None = None) -> None:
         """Say where the record is, or where a training that was stopped has `saved`: then its job comes back.

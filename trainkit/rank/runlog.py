@@ -85,7 +85,8 @@ class RunLog:
         Raises:
             UserError: if the row cannot be written.
         """
-        images = trained.samples or trained.steps * self._options.batch_size
+        of_steps = trained.steps * self._options.batch_size
+        images = of_steps if trained.samples is None else trained.samples
         images_per_s = images / (trained.seconds or math.nan)
         per_s = images_per_s * self._per_sample
         train = f"loss {trained.loss:.4f}, {per_s:,.0f} {self._unit}/s, {trained.seconds:.1f} s"

@@ -54,8 +54,8 @@ ALL_REDUCE_COLUMNS: Columns = {
     "started_at": text(),
 }
 SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
-# What a training of one's own may call as it likes.
-NAMES = ("run_id", "stage", "dataset", "model", "settings")
+# What a training of one's own may call or choose as it likes.
+NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch")
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
