@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
+from trainkit.runtime.errors import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -172,7 +174,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
-    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+    what = printable(f"{type(error).__name__}: {getattr(error, 'msg', error)}")
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
     if isinstance(error, OSError):
