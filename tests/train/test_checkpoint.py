@@ -23,6 +23,8 @@ from conftest import (
     succeeded,
 )
 
+from trainkit.schema import records
+
 EPOCHS = 2
 SIZES = ("--train-size", 1920, "--test-size", 200)
 TRAINING = ("--epochs", EPOCHS, *SIZES, "--width", 4, "--precision", "fp32", "--save-model")
@@ -173,6 +175,30 @@ def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("case", ["copied", "of another run"])
+def test_a_record_of_another_run_is_never_written_to(
+    case: str, tmp_path: Path, never_stopped: Callable[..., Path], script: Script
+) -> None:
+    """Checkpoints that were copied before the run went on; and some that name a run which is not theirs."""
+    shutil.copytree(never_stopped() / "runs", tmp_path / "runs")
+    shutil.copytree(never_stopped() / "checkpoints", tmp_path / "checkpoints")
+    (last,) = (tmp_path / "checkpoints").glob(f"epoch-{EPOCHS + 1}-*.pt")
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    if case == "copied":
+        last.unlink()
+    else:
+        state = torch.load(last)
+        state["run"]["facts"] |= {"started_at": "2020-01-01T00:00:00Z"}
+        torch.save(state, last)
+    before = record.read_bytes()
+    done = succeeded(script("single", *options(tmp_path)))
+    assert f"{record.name} is the record of another run, or went on without this one" in done.stdout
+    assert record.read_bytes() == before
+    (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
+    rows = records.read(own)
+    assert [(row["epoch"], row["run_id"]) for row in rows] == [(n, own.stem) for n in range(1, EPOCHS + 1)]
+
+
 def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) -> None:
     reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
@@ -185,8 +211,10 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_stopped) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
     before = f"epoch-{EPOCHS}-step-0.pt"
-    (tmp_path / "checkpoints").mkdir()
-    shutil.copy(never_stopped() / "checkpoints" / before, tmp_path / "checkpoints")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    state = torch.load(never_stopped() / "checkpoints" / before)
+    torch.save(state | {"folder": str(folder)}, folder / before)  # as if it had been written here
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 200; trap "" XFSZ; exec "$@"', "-"]
         + stage_command("single", *options(tmp_path), "--no-cuda", "--save-model"),
@@ -194,7 +222,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_s
     )  # fmt: skip
     assert f"epoch-{EPOCHS + 1}-step-0.pt cannot be written (File too large)" in one_error(done)
     assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*.*pt*")] == [before]
+    assert [path.name for path in folder.glob("*.*pt*")] == [before]
     finish(tmp_path)
 
 

@@ -209,7 +209,9 @@ class Checkpoints:
             self._part = state["part"] and PartialEpoch(**state["part"])
             if self._part and len(self._part.losses) != self._part.steps:
                 raise ValueError("its losses do not fit its steps")
-            process_group.on_rank_0(lambda: self._log.go_on(state["run"]))
+            here = str(self._folder.resolve())
+            copied = state.get("folder", here) != here
+            process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
@@ -239,7 +241,7 @@ class Checkpoints:
             raise diverged(f"the weights are no longer numbers after {where}")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
-        state |= {"precision": precision_of(self._model)}
+        state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         try:
             if mistake:
                 raise OSError(mistake)

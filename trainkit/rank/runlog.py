@@ -133,8 +133,11 @@ class RunLog:
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
-    def go_on(self, state: dict) -> None:
+    def go_on(self, state: dict, copied: bool = False) -> None:
         """Continue the run that `state` was kept of; epochs written after that count as not written.
+
+        A record that is not this run's stays as it is, also that of a run whose checkpoints were `copied`
+        and which went on: then this one gets a name of its own.
 
         Raises:
             UserError: if the CSV cannot be written.
@@ -142,12 +145,19 @@ class RunLog:
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is no name of a file")
-        self._facts |= state["facts"]
+        facts, rows = state["facts"], state["rows"]
+        if not self._recorder.may_continue(facts, rows, copied):
+            tell(
+                f"{facts['run_id']}.csv is the record of another run, or went on without this one: this one "
+                f"is recorded as {self.run_id}."
+            )
+            own = {"run_id": self.run_id}
+            facts, rows = facts | own, [row | own for row in rows]
+        self._facts |= facts
         self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
-        rows = state["rows"]
         if rows:  # the limits may be others now
             rows[-1]["ended"] = why_ended(rows, self._options)
-        self._recorder.go_on(state["facts"], rows)
+        self._recorder.go_on(facts, rows)
 
     def _elapsed_s(self) -> float:
         """Seconds that the run's processes took so far, without the time between two of them."""

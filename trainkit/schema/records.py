@@ -116,6 +116,22 @@ class RunFiles:
         self.metrics += metrics
         self._write()
 
+    def may_continue(self, facts: dict[str, object], rows: list[dict[str, object]], copied: bool) -> bool:
+        """Return whether the file of the run with `facts` is not there, or has the `rows` that it knows of.
+
+        The file may have more, unless the checkpoints were `copied`: then another run has written these.
+        """
+        path = self.path.with_name(f"{facts['run_id']}.csv")
+        if not path.exists():
+            return True
+        try:
+            found = read(path)
+        except RecordError:
+            return False
+        known, written = ([(row["epoch"], row.get("recorded_at", "")) for row in of] for of in (rows, found))
+        same = found[0]["started_at"] == facts["started_at"] and written[: len(known)] == known
+        return same and not (copied and len(written) > len(known))
+
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
         """Continue the file of an earlier process of the run, which had written `rows`, and those beside it.
 
