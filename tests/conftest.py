@@ -69,7 +69,7 @@ LONG = {"cluster", "browser"}
 LONG_FILES = {
     f"test_{name}"
     for name in (
-        *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts"),
+        *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts", "worked"),
         *("breakdown", "fast_devices", "faults", "launch", "launching"),
     )
 }

@@ -13,7 +13,7 @@ class SyncOnCPU(nn.BatchNorm2d):
         if not self.training:
             return super().forward(x)
         # The ranks have equally many images: so the mean over all is the mean of the ranks' means.
-        mean = SumOverRanks.apply(x.float().mean((0, 2, 3))) / process_group.count()
+        mean = SumOverRanks.apply(x.to(self.weight.dtype).mean((0, 2, 3))) / process_group.count()
         centred = x - mean[:, None, None]
         variance = SumOverRanks.apply(centred.square().mean((0, 2, 3))) / process_group.count()
         with torch.no_grad():  # for evaluation

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from trainkit import batches, data, errors, options, process_group
 from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.rank.options import Options
-from trainkit.runtime.place import Place
 
 import numpy as np
 import torch
@@ -103,13 +101,6 @@ def negative_elbo(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
-def noise_of(step: int, opts: Options, here: Place) -> torch.Tensor:
-    """Draw this rank's share of the noise for the batch of a step: N ranks together draw what one draws."""
-    random = batches.generator(opts.seed, -1 - step)  # the orders of the epochs have the numbers from 1 on
-    noise = torch.randn(opts.batch_size, LATENT, generator=random)
-    return noise.chunk(here.size)[here.rank].to(here.device)
-
-
 def main() -> None:
     graph = options.own("find", ("find", "plain"), None, "plain: without find_unused_parameters, which fails")
     opts = options.parse(__doc__, graph=graph)
@@ -139,7 +130,7 @@ def main() -> None:
         for inputs, counts in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             step = schedule.last_epoch  # those done so far, also by an earlier process: alike on all ranks
-            output = model(inputs, noise_of(step, opts, here), ask_critic=step % 2 == 1)
+            output = model(inputs, run.noise(LATENT), ask_critic=step % 2 == 1)
             loss = negative_elbo(output, counts, kl_weight=min(1, step * opts.batch_size / KL_WARMUP))
             if output.told is not None:
                 loss = loss + F.cross_entropy(output.told, inputs.split(COLUMNS, dim=1)[1])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from trainkit.rank import operations
 from trainkit.rank.agreement import Agreement
-from trainkit.rank.batches import Batch, Batches, Data
+from trainkit.rank.batches import Batch, Batches, Data, generator
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
@@ -131,7 +131,7 @@ class Run:
         for name, values in {"loss": done.losses, **done.metrics}.items():
             self._noted[name] = torch.zeros(len(batches), device=device)
             self._noted[name][: done.steps] = values
-        self._added, seconds = done.steps, done.seconds
+        self._before, self._added, seconds = (epoch - 1) * len(batches), done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
         bar = tqdm(
             self._timed(batches),
@@ -195,6 +195,13 @@ class Run:
         for name, value in numbers.items():
             self._noted[name][self._added] = value.detach() if isinstance(value, torch.Tensor) else value
         self._added += 1
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        """Draw float32 (batch size / ranks, *shape) for this step: all ranks together draw what one would."""
+        # The orders of the epochs have the numbers from 1 on.
+        random = generator(self.options.seed, -1 - self._before - self._added)
+        noise = torch.randn(self.options.batch_size, *shape, generator=random)
+        return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
 
     def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:
         """Write the row of `epoch`, then a checkpoint.

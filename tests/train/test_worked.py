@@ -1,0 +1,80 @@
+"""The worked trainings: two ranks train as one, and a stop within an epoch changes no digit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BEYOND, Script, one_error, places, rows_of, succeeded
+from PIL import Image
+
+from trainkit.schema import records
+
+# Each with its options, and the metrics that it gives to `run.add`.
+WORKED = {
+    "lstm": (("--train-size", 40, "--loader", "workers"), ["gradient_norm"]),
+    "resnet": (("--size", 32, "--lr", 0.001, "--loader", "workers", "--num-workers", 1), []),
+    "gan": (("--train-size", 40, "--dataset", "synthetic"), ["critic_loss"]),
+}
+SMALL = ("--batch-size", 20, "--test-size", 12, "--width", 4, "--epochs", 2, "--timeout", 60)
+# Starts a script, and with STOP asks it to stop at its first step.
+AROUND = """
+import os, runpy, signal, sys
+import torch
+from trainkit import Run
+add = Run.add
+def add_and_stop(run, *losses, **metrics):
+    add(run, *losses, **metrics)
+    if run.here.rank == 1 and "STOP" in os.environ:
+        os.kill(os.getpid(), signal.SIGUSR2)
+Run.add = add_and_stop
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+if "resnet" in sys.argv[0]:  # so many layers of BatchNorm make the rounding errors of float32 visible
+    torch.set_default_dtype(torch.float64)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of noise, brighter in one class than in the other: two batches, and twelve to test on."""
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(1)
+    for part, count in (("train", 20), ("val", 6)):
+        for name, level in (("dark", 0), ("light", 100)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(level, level + 150, (40, 36, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
+    return folder
+
+
+def numbers_of(folder: Path, metrics: list[str]) -> list[float]:
+    """The losses of two epochs, and these metrics."""
+    (path,) = (folder / "runs").glob("*.csv")
+    own = [one["value"] for one in records.read_metrics(path) if one["metric"] in metrics] if metrics else []
+    losses = [row[name] for row in rows_of(folder) for name in ("train_loss", "test_loss")]
+    assert (len(losses), len(own)) == (4, 2 * len(metrics))
+    return losses + own
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_stops_and_ranks_change_nothing(name: str, images: Path, script: Script, tmp_path: Path) -> None:
+    own, metrics = WORKED[name]
+    around = tmp_path / "around.py"
+    around.write_text(AROUND)
+    command = (around, BEYOND / f"{name}.py", *SMALL, *own)
+    command += ("--images", images) if name == "resnet" else ()
+    for ranks in (1, 2):
+        succeeded(script(*command, "--results-dir", tmp_path / str(ranks), ranks=ranks))
+    for env, sentence in (({"STOP": "1"}, "stopped after step 1 of epoch 1"), ({}, "resumed from")):
+        done = succeeded(script(*command, *places(tmp_path / "stopped"), ranks=2, env=env))
+        assert sentence in done.stdout
+    one, two, stopped = (numbers_of(tmp_path / which, metrics) for which in ("1", "2", "stopped"))
+    assert two == pytest.approx(one, rel=1e-5, nan_ok=True)
+    np.testing.assert_array_equal(stopped, two)
+
+
+def test_a_folder_without_images_is_one_sentence(images: Path, script: Script) -> None:
+    (images / "val" / "light").rename(images / "val" / "white")
+    for folder, sentence in ((images / "none", "is not to be used"), (images, "need folders of the same")):
+        assert sentence in one_error(script(BEYOND / "resnet.py", "--images", folder))
