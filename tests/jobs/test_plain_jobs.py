@@ -68,7 +68,7 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster: Checkout) -> None:
     """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
-    (loop,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "YOUR_TRAINING.md").read_text(), re.DOTALL)
+    loop, *_ = re.findall(r"```python\n(.*?)```", (REPOSITORY / "YOUR_TRAINING.md").read_text(), re.DOTALL)
     script = write(on_cluster, MNIST.replace("# the page", loop.replace("...  # train", TRAIN)))
     theirs = ("--batch-size", 63, "--gpus", 3, "--epochs", 20, "--resume", "ck.pt")
     sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")

@@ -137,6 +137,23 @@ def test_a_regression_has_no_accuracy(script: Script, tmp_path: Path) -> None:
     assert rows[-1]["test_loss"] < 1  # guessing the mean gives 2
 
 
+@pytest.mark.parametrize("line", [1, 2], ids=["sum", "mean"])
+def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Script, tmp_path: Path) -> None:
+    """With either of the lines of the page."""
+    page = (REPOSITORY / "YOUR_TRAINING.md").read_text().replace("inputs)", "images)")
+    *_, code = re.findall(r"```python\n(.*?)```", page.replace("targets,", "labels,"), re.DOTALL)
+    text = own_training(REGRESS).replace("nn.BatchNorm1d(64), ", "")
+    one = "            loss = F.mse_loss(model(images), labels)\n"
+    lines = [f"            {code.splitlines()[number]}\n" for number in (0, line)]
+    assert one in text and 'reduction="sum"' in lines[0]
+    (own := tmp_path / "sum.py").write_text(text.replace(one, "".join(lines)))
+    for ranks in (1, 2):
+        options = (*SMALL, "--recipe", "sgd", "--lr", 1e-4, "--results-dir", tmp_path / str(ranks))
+        succeeded(script(own, *options, ranks=ranks))
+    two, alone = ([row["test_loss"] for row in rows_of(tmp_path / str(ranks))] for ranks in (2, 1))
+    assert two == pytest.approx(alone, rel=1e-5)
+
+
 RESIDENT = "--loader resident keeps tensors on the device, and these samples are read one by one"
 NO_TEST = "--stop-at and --patience go by a test, and this training has none: leave them out"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
