@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from conftest import REPOSITORY, STAGES, Script, one_error, places, rows_of, suc
 
 from trainkit.compare import comparison
 from trainkit.rank import batches, options
+from trainkit.rank.run import Run
 from trainkit.schema import records
 
 # What the user writes in place of the stage's lines.
@@ -224,6 +226,13 @@ def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.Mo
         (batch,) = batches.training(Noise(), opts, torch.device("cpu"))
         drawn.append(batch.flatten().tolist())
     assert drawn[1] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
+
+
+def test_noise_is_new_in_every_step() -> None:
+    opts, here = options.parse("", ["--batch-size", "4"]), SimpleNamespace(rank=0, size=1, device="cpu")
+    run = {"options": opts, "here": here, "_before": 0}
+    drawn = [Run.noise(SimpleNamespace(**run, _added=step), 2) for step in (0, 1, 1)]
+    assert drawn[0].shape == (4, 2) and drawn[1].equal(drawn[2]) and not drawn[0].eq(drawn[1]).any()
 
 
 def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
