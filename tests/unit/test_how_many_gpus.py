@@ -156,12 +156,19 @@ def falling(devices: int, batch: int) -> float:
     return 1 / batch if devices == 1 else batch * 1e-6
 
 
+def slower(devices: int, batch: int) -> float:
+    return 2 * step_seconds(devices, batch)
+
+
 def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     """A sentence each, and the exit code says it."""
     law = runs(tmp_path / "law")
     mixed = runs(tmp_path / "mixed" / "a").parents[1]
     runs(tmp_path / "mixed" / "b", device_name="NVIDIA A100")
+    mended = runs(tmp_path / "mended" / "a").parents[1]
+    runs(tmp_path / "mended" / "b", slower)
     cases = {
+        (mended,): "images on each, differ by a factor of 2.0, as before and after a repair",
         (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "runs on one device tell nothing of several",
         (runs(tmp_path / "fast", too_fast),): "all efficiencies are above 100 %",
         (runs(tmp_path / "falling", falling),): "no model explains these runs",

@@ -17,6 +17,7 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
 MOST_SETS = 20  # that are listed
+MOST_APART = 1.5  # times, of the medians of equal runs: beyond, something has changed between them
 MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
 # Of an option, as a program reads them: equally likely values of each.
 INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
@@ -43,7 +44,16 @@ def checked(answer: Answer) -> Answer:
     ]
     model = _model(answer)
     error = model.errors[model.model]
-    if speedups and min(speedups) > trust.MOST_EFFICIENCY:
+    apart = {shape: [np.median(run) for run in runs] for shape, runs in model.measured.items()}
+    apart = {shape: max(medians) / min(medians) for shape, medians in apart.items()}
+    furthest = max(apart, key=apart.get)
+    if apart[furthest] > MOST_APART:
+        why = (
+            f"equal runs on {furthest.devices} device(s), {furthest.batch} images on each, differ by a "
+            f"factor of {apart[furthest]:.1f}, as before and after a repair (name only the files that still "
+            "hold)"
+        )
+    elif speedups and min(speedups) > trust.MOST_EFFICIENCY:
         why = "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
     elif error > MOST_ERROR:
         why = (
