@@ -17,7 +17,7 @@ from trainkit.rank.run import rows_of_ranks
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import STOP_SIGNALS, UserError
+from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
 from trainkit.schema.columns import OWN_LOOP
 
 
@@ -102,7 +102,12 @@ class Recorder:
         """
         known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
         given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
-        of_ranks = process_group.gather({name: float(value) for name, value in given.items()})
+        try:
+            own = {name: float(value) for name, value in given.items()}
+        except (TypeError, ValueError) as error:
+            told = f"epoch {self._epoch} has a value that is no number ({first_line(error)})"
+            raise UserError(f"{told}: give one for each name.") from None
+        of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
             raise UserError(
                 f"the ranks give epoch {self._epoch} metrics of other names: give the same on all."
