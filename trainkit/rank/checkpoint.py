@@ -171,7 +171,7 @@ class Checkpoints:
             ) from None
         except (OSError, NotImplementedError):  # a file system without locks
             lock = None
-        for leftover in self._folder.glob("epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
+        for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         for shards in self._folder.glob("epoch-*-step-*.shards"):
             if not shards.with_suffix(".pt").exists():

@@ -16,13 +16,13 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     """A file to write to, which takes the place of `path` at once when the block ends well.
 
     A reader, a kill or a full disk never meets half a file: it is written beside `path` as a new
-    `<name>.<random>.tmp`, synced, and renamed. A link at `path` is replaced, not followed. If the block
+    `.<name>.<random>.tmp`, synced, and renamed. A link at `path` is replaced, not followed. If the block
     fails, what `path` held before stays.
 
     Raises:
         OSError: if it cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # A name that is not UTF-8 does not end a run.
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
     try:

@@ -104,8 +104,11 @@ class RunFiles:
         Raises:
             UserError: if a number makes no sense, or they cannot be written; those of the epochs before stay.
         """
+        metrics = [*metrics]
         try:
-            _row({name: _to_text(value) for name, value in (self._facts | row).items()}, "its row", OF_A_RUN)
+            told = [(self._facts | row, "its row", OF_A_RUN)]
+            for cells, where, columns in [*told, *((one, "its metrics", METRIC_COLUMNS) for one in metrics)]:
+                _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
         except ValueError as error:
             raise UserError(
                 f"epoch {row['epoch']} cannot be recorded ({error}): correct what the training tells of it. "
