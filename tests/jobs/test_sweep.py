@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -36,8 +37,9 @@ class SweepCheckout(Checkout):
 
     def kill_sweep(self) -> None:
         for process in psutil.Process().children(recursive=True):
-            if {str(self.folder / "slurm/sweep.py"), str(self.sweep)} <= set(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # others may just have ended
+                if {str(self.folder / "slurm/sweep.py"), str(self.sweep)} <= set(process.cmdline()):
+                    process.send_signal(signal.SIGKILL)
 
     def job(self, run: str) -> str | None:
         """The number of the latest job of a run."""
