@@ -5,6 +5,7 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 
 import argparse
 import math
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -41,16 +42,23 @@ The last words of a sweep are how many GPUs to ask for (results/how_many_gpus.py
 runs only those that this answer needs, the cheapest first, one at a time."""
 
 
+# What a sweep of plain scripts may be told.
+SHARED = {
+    "plain", "gpus", "repeats", "max_jobs", "gpus_per_node", "cpus_per_gpu", "partition", "time", "local",
+    "dry_run", "out",
+}  # fmt: skip
+
+
 def main() -> int:
     own, arguments = _parse()
     site = read_site()
     loaders = _loaders(own)
     _check_until_known(own, len(loaders))
     stages = tuple(STAGES[name] for name in own.stages)
-    if own.script:
-        stages = (STAGES["ddp"].with_script(own.script),)
+    if script := own.script or own.plain:
+        stages = (STAGES["ddp"].with_script(script, plain=bool(own.plain)),)
     opts = submission.read_options(stages[0], arguments, site)
-    if not own.script:
+    if not script:
         staging.check(opts.dataset, opts.data_dir)  # without it no run makes sense, and that has one reason
     why_here = submission.why_local(own.local)
     here = bool(why_here)
@@ -65,6 +73,7 @@ def main() -> int:
         local.gpus_here() if here and not opts.no_cuda else 0,
         own.cpus_per_gpu,
         own.partition,
+        bool(own.plain),
     )
     runs, left_out = asked.planned(
         sweep.Grid(
@@ -98,10 +107,10 @@ def main() -> int:
         min_efficiency=own.min_efficiency / 100,
         gpus_per_node=own.gpus_per_node or max(own.gpus),
     )
-    with asked.claim(stages[0].script if own.script else None):
+    with asked.claim(stages[0].script if script else None):
         if own.until_known:
             return until_known.run(asked, runs, constraints, own.spend or math.inf)
-        return sweep.run(asked, runs, own.max_jobs, constraints=constraints)
+        return sweep.run(asked, runs, own.max_jobs, constraints=None if own.plain else constraints)
 
 
 def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
@@ -145,6 +154,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     trainings.add_argument(
         "--script", metavar="FILE.py", help="your own training in their place, one process per GPU as in ddp"
     )
+    trainings.add_argument(
+        "--plain", metavar="FILE.py",
+        help="a script that knows nothing of the kit, on each of --gpus; behind it stand its own arguments "
+        "(YOUR_TRAINING.md)",
+    )  # fmt: skip
     matrix.add_argument(
         "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
     )
@@ -243,8 +257,17 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help=f"of every run (default: {sweep.EPOCHS}, the first to warm up)",
     )
-    own, arguments = parser.parse_known_args()
-    return own, ["--epochs", own.epochs, *arguments]
+    mine, theirs = submission.split(sys.argv[1:])
+    own, unknown = parser.parse_known_args(mine)
+    if not own.plain:
+        return own, ["--epochs", own.epochs, *unknown, *theirs]
+    of_ours = vars(own).keys() - SHARED
+    if wrong := unknown + [
+        name for name in sorted(of_ours) if getattr(own, name) != parser.get_default(name)
+    ]:
+        option = "--" + wrong[0].removeprefix("--").replace("_", "-")
+        parser.error(f"{option} is for no plain script: arguments of {own.plain} stand behind its name")
+    return own, theirs
 
 
 if __name__ == "__main__":

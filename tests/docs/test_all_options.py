@@ -64,8 +64,8 @@ OTHERS = {
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
-        --local --max-jobs --min-efficiency --num-workers --out --partition --repeats --scaling --script
-        --spend --stages --target --time --train-size --until-known""",
+        --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats --scaling
+        --script --spend --stages --target --time --train-size --until-known""",
     "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--out --smoke",

@@ -12,6 +12,7 @@ from traces import FROM_LOADERS, STARVED, Written
 
 from trainkit.jobs import housekeeping
 from trainkit.monitor import waste
+from trainkit.schema import records
 
 # With the interface of pytorch/examples' mnist, under torchrun. Its loop is that of the page.
 MNIST = """
@@ -120,6 +121,37 @@ def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout
     done = succeeded(checkout.submit_py("single", *arguments, cwd=script.parent))
     assert done.stdout.startswith("--local: running as 1 local process(es)\n")
     assert (script.parent / "results" / "sample_3_1").exists()
+
+
+# On one rank it writes a record; on two it fails until there is a file `well`.
+SWEPT = """
+from pathlib import Path
+import os, sys, torch
+from trainkit import Recorder
+if os.environ["WORLD_SIZE"] == "2":
+    sys.exit(0 if Path("well").exists() else 3)
+model = torch.nn.Linear(2, 1)
+told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
+recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)
+recorder.epoch(samples=8, seconds=1, loss=1)
+"""
+
+
+def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
+    """What has ended well stays, what has failed runs again, and the records are compared."""
+    script, out = write(checkout, SWEPT), checkout.folder / "a sweep"
+    arguments = ("slurm/sweep.py", "--local", "--gpus", "1,2", "--out", out)
+    plain = ("--plain", script, "--gpus", 7)
+    done = checkout.python(*arguments, *plain, cwd=script.parent)
+    assert done.returncode == 1 and "[1/2] train-1gpu-r1 finished\n" in done.stdout, done.stdout
+    assert "train-2gpu-r1 failed: rank" in done.stdout and "exit code 3" in done.stdout
+    (record,) = out.glob("train-1gpu-r1/runs/*.csv")
+    assert records.read(record)[0]["dataset"] == "--gpus 7" and (out / "comparison.md").exists()
+    (script.parent / "well").touch()
+    done = succeeded(checkout.python(*arguments, *plain, cwd=script.parent))
+    assert "2 runs, 1 of them finished" in done.stdout and "[2/2] train-2gpu-r1 finished" in done.stdout
+    done = checkout.python(*arguments, "--batch-size", 64, *plain)
+    assert f"--batch-size is for no plain script: arguments of {script} stand behind" in done.stderr
 
 
 @pytest.mark.parametrize("given", ["", "nowhere.py", "README.md"])

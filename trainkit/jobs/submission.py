@@ -138,7 +138,7 @@ def preview(request: Request, site: Site) -> str:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         would = f"would run as {request.resources.tasks} local process(es) of {command}"
         return f"{why_local(request.here)}: {would}"
-    executor = _executor(request, site.jobs_dir / "submitit" / "preview")._executor
+    executor = _executor(request, site.jobs_dir / "submitit" / "preview", site.results_dir)._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -220,7 +220,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
     """Call sbatch; raises a UserError if it refuses."""
     from submitit.core.utils import FailedJobError
 
-    executor = _executor(request, folder)
+    executor = _executor(request, folder, site.results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
@@ -233,7 +233,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
         raise UserError(f"Slurm did not take the job ({told}): {fix}.") from None
 
 
-def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
+def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
     """submitit's executor, told what the stage's job script tells sbatch and srun."""
     import submitit
 
@@ -257,6 +257,8 @@ def _executor(request: Request, folder: Path) -> "submitit.AutoExecutor":
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
+            # To others an option tells it.
+            *([f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir))}"] if request.stage.plain else []),
         ],
         slurm_srun_args=[
             f"--cpus-per-task={shape.cpus_per_task}",
@@ -317,7 +319,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add("--local", action="store_true", help="run it on this machine, also where there is a Slurm")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
     add("--wait", action="store_true", help="show how the job is doing until it has ended")
-    mine, theirs = _split(sys.argv[1:])
+    mine, theirs = split(sys.argv[1:])
     own, unknown = parser.parse_known_args(mine)
     if own.plain and (unknown or own.script):
         wrong = unknown[0] if unknown else "--script"
@@ -330,8 +332,8 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     return Request(stage, shape, for_the_stage, own.time, own.partition, own.local), own
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What this program may know, and what goes to the training in any case: after -- or a plain script."""
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split off what goes to the training in any case: what stands behind -- or a plain script."""
     for place, word in enumerate(arguments):
         if word == "--":
             return arguments[:place], arguments[place + 1 :]

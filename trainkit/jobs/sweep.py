@@ -33,6 +33,7 @@ from trainkit.schema import records
 from trainkit.schema.columns import DP
 
 EPOCHS = 3  # one to warm up, two to measure
+FINISHED = "finished"  # in the folder of a run whose plain script has ended well
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
 
 
@@ -57,7 +58,8 @@ class PlannedRun:
         parts = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
             parts.append(f"{self.shape.nodes}nodes")
-        parts.append(f"batch{self.batch_size}")
+        if not self.stage.plain:
+            parts.append(f"batch{self.batch_size}")
         if self.num_workers is not None:
             parts.append(f"workers{self.num_workers}")
         if self.train_size is not None:
@@ -102,7 +104,7 @@ class Sweep:
 
     `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
     machine, also where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
-    of a run.
+    of a run. The script of a `plain` sweep knows nothing of the kit: its runs differ in their GPUs only.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -117,6 +119,7 @@ class Sweep:
     gpus_here: int = 0
     cpus_per_gpu: int = 2
     partition: str | None = None
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
@@ -166,7 +169,8 @@ class Sweep:
         if run.stage.name == DP and gpus > 1 and self.on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
         sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
-        submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
+        if not self.plain:
+            submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
 
     def claim(self, script: Path | None = None) -> FileLock:
         """Make the folder this sweep's, for as long as the lock is held; `script` is a user's own.
@@ -206,17 +210,19 @@ class Sweep:
             UserError: if it was refused.
         """
         place = self.folder / run.name
-        arguments = [*self.arguments, *run.arguments(), "--precision", precision]
-        arguments += ["--seed", str(self.opts.seed + run.repeat - 1), "--results-dir", str(place)]
+        arguments, site = [*self.arguments], self.site._replace(results_dir=place)
+        if not self.plain:
+            arguments += [*run.arguments(), "--precision", precision]
+            arguments += ["--seed", str(self.opts.seed + run.repeat - 1), "--results-dir", str(place)]
         threads = 1 if self.here else None  # or runs with fewer workers would have more threads each
         request = Request(
             run.stage, run.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
-        folder = submission.new_folder(request, self.site)
+        folder = submission.new_folder(request, site)
         check_writable(place, "the run", "free the space.")
         (place / "job").unlink(missing_ok=True)
         (place / "job").symlink_to(folder)  # before the job is there, which `attach` then finds in any case
-        return submission.submit(request, self.site, folder)
+        return submission.submit(request, site, folder)
 
     def attach(self, run: PlannedRun) -> Handle | None:
         """Return the latest job of `run`, of an earlier call too, or None if there is none."""
@@ -228,21 +234,33 @@ class Sweep:
         return submission.find(folder, run.shape.tasks, place / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
-        """Return the CSVs of runs that went to their end, of the run called `name` or of all runs."""
-        last = ((csv, rows[-1]) for csv, rows in self._csvs(name))
+        """Return the CSVs of runs that went to their end, of the run called `name` or of all runs.
+
+        Of plain scripts, which may write none, it is a file without content.
+        """
+        if self.plain:
+            return sorted(self.folder.glob(f"{name}/{FINISHED}"))
+        last = ((csv, rows[-1]) for csv, rows in self.csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
+
+    def note_finished(self, run: PlannedRun) -> None:
+        """Note that the plain script of a run has ended well."""
+        (self.folder / run.name / FINISHED).touch()
 
     def device_hours(self) -> float:
         """Sum up what all runs have taken, also those that failed after an epoch."""
-        last = (rows[-1] for _, rows in self._csvs("*"))
+        last = (rows[-1] for _, rows in self.csvs("*"))
         return sum(row["devices"] * row["elapsed_s"] for row in last) / 3600
 
     def precision(self) -> str:
         """Return the one precision of all runs: the one asked for, or "auto" until a run has chosen."""
-        chosen = (rows[0]["precision"] for _, rows in self._csvs("*"))
+        if self.plain:
+            return ""
+        chosen = (rows[0]["precision"] for _, rows in self.csvs("*"))
         return next(chosen, "auto") if self.opts.precision == "auto" else self.opts.precision
 
-    def _csvs(self, name: str) -> Iterator[tuple[Path, list[dict]]]:
+    def csvs(self, name: str) -> Iterator[tuple[Path, list[dict]]]:
+        """Yield the CSVs of the run called `name`, `*` for all, each with its rows."""
         for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
             with suppress(records.RecordError):
                 yield csv, records.read(csv)
@@ -287,8 +305,8 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
 
 def command_to_go_on(folder: Path) -> str:
     """Return the command line of this program, with --out."""
-    command = [sys.executable, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
-    return shlex.join(command if "--out" in command else [*command, "--out", str(folder)])
+    out = [] if "--out" in sys.argv else ["--out", str(folder)]
+    return shlex.join([sys.executable, str(Path(sys.argv[0]).absolute()), *out, *sys.argv[1:]])
 
 
 def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
@@ -356,6 +374,8 @@ def _answer(paths: list[Path], constraints: Constraints) -> dict:
 def _measured(sweep: Sweep) -> list[Path]:
     """Return the CSVs of the finished runs, if any, and the folder of what the doctor has measured."""
     csvs, all_reduce = sweep.finished(), sweep.site.results_dir / "all_reduce"
+    if sweep.plain:
+        csvs = [csv for csv, _ in sweep.csvs("*")]
     return [*csvs, all_reduce] if csvs and all_reduce.is_dir() else csvs
 
 
@@ -373,10 +393,13 @@ class _Queue:
             if sweep.finished(run.name):
                 continue
             handle = sweep.attach(run)
-            if handle and handle.state().name not in ("done", "failed"):
-                self.active[run] = handle
-            else:
+            state = handle.state().name if handle else "failed"
+            if sweep.plain and state == "done":  # while nobody watched
+                sweep.note_finished(run)
+            elif state in ("done", "failed"):
                 self.waiting.append(run)
+            else:
+                self.active[run] = handle
 
     def work(self) -> None:
         """Have every run finished or failed, and print what changes.
@@ -420,6 +443,10 @@ class _Queue:
 
     def _tell_end(self, run: PlannedRun, handle: Handle, state: State) -> None:
         ended = f"[{self._number - len(self.waiting) - len(self.active)}/{self._number}] {run.name}"
+        if self._sweep.plain and state.name == "done":
+            self._sweep.note_finished(run)
+            print(f"{ended} finished", flush=True)
+            return
         until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
         while not (csvs := self._sweep.finished(run.name)) and time.monotonic() < until:
             time.sleep(1)
