@@ -9,7 +9,6 @@ from pathlib import Path
 
 from trainkit import data, errors, process_group
 from trainkit import Net, UserError
-from trainkit.compare.text import no_formula
 from trainkit.rank.batches import TEST_BATCH
 from trainkit.rank.checkpoint import load_verified
 from trainkit.rank.precision import set_precision
@@ -43,7 +42,7 @@ def main() -> None:
 
     if args.images:
         pixels, labels = torch.stack([read_image(path, args.invert) for path in args.images]), None
-        names = {"file": [no_formula(str(path)) for path in args.images]}
+        names = {"file": [records.no_formula(str(path)) for path in args.images]}
         if bright := (pixels.float().mean((1, 2, 3)) > BRIGHT).sum().item():
             how = (
                 "leave out --invert"

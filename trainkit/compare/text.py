@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.runtime.files import replacing
+from trainkit.schema.records import no_formula
 
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one
@@ -43,11 +44,6 @@ def markdown(shown: pd.DataFrame) -> str:
 def escaped(text: str) -> str:
     """Escape the text for Markdown: no name may open a tag, a link, a code span or a cell."""
     return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
-
-
-def no_formula(cell: object) -> object:
-    """Quote a text that begins like a formula: a spreadsheet would compute it."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:

@@ -43,11 +43,9 @@ def choose_precision(model: nn.Module, options: Options, train_set: Data) -> Non
     wanted = options.precision
     if wanted == "auto":
         names = process_group.broadcast(_worth_a_trial(model))
-        wanted = (
-            names[0]
-            if len(names) == 1 or not isinstance(train_set, Split)
-            else _worth_its_loss(names, model, options, train_set)
-        )
+        wanted = names[0]
+        if len(names) > 1 and isinstance(train_set, Split):  # of others no batch is at hand to try on
+            wanted = _worth_its_loss(names, model, options, train_set)
     set_precision(model, wanted)
     startup.mark("precision")
 

@@ -300,6 +300,11 @@ def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, objec
     return row
 
 
+def no_formula(cell: object) -> object:
+    """Quote a text that begins like a formula: a spreadsheet would compute it."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
+
+
 def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
     """Write the rows to `path`, which is there whole or not at all; raises an OSError if it cannot be."""
     with replacing(path) as file:
