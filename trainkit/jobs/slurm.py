@@ -3,7 +3,6 @@
 Only the standard library is needed: the doctor asks Slurm before any environment exists.
 """
 
-import functools
 import re
 import shutil
 import subprocess
@@ -49,7 +48,6 @@ REFUSALS = {
 }
 
 
-@functools.cache  # a submission asks this several times, and a sweep for every job
 def why_not_here() -> str:
     """Return why jobs cannot be submitted from this machine; "" if they can, or a controller is only down."""
     if not shutil.which("sbatch"):
