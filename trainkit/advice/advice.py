@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +28,7 @@ INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its
 AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
 SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
 NEXT_EPOCHS = 3  # of a run that is to tell a speed: one to warm up, two to measure
-EPOCHS_SCATTER = (
-    0.3  # per doubling of the batch, in logarithms, of the epochs needed at one that was not tried
-)
+EPOCHS_SCATTER = 0.3  # in logarithms, of the epochs needed: per doubling from a batch that was tried
 UNLIKELY = 0.05  # share of the draws from which on a thing is possible
 ENOUGH_RUNS = 3  # that are equal: another would tell little
 BINS = 5  # of what a run may show, for what is expected to be known after it
@@ -131,12 +131,8 @@ def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllRedu
         if first["device_name"] == rows.device_name.iloc[0]:
             shape = first["ranks"], first["nodes"]
             newest[shape] = max(newest.get(shape, measured), measured, key=lambda m: m[0]["started_at"])
-    found = [
-        AllReduce(row["ranks"], row["nodes"], row["bytes"], row["seconds"])
-        for measured in newest.values()
-        for row in measured
-    ]
-    return found, skipped
+    every = chain.from_iterable(newest.values())
+    return [AllReduce(row["ranks"], row["nodes"], row["bytes"], row["seconds"]) for row in every], skipped
 
 
 def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[AllReduce] = ()) -> Answer:
@@ -148,7 +144,7 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     runs = RunSet(rows, constraints)
     gradient_bytes = 4 * int(rows.parameters.max())
     models = {stage: scaling.fit(runs.measured(stage), all_reduces, gradient_bytes) for stage in runs.stages}
-    options, unknown, missing = _predict_options(runs, models)
+    options, unknown, missing = runs.options(models)
     if all_reduces and not gradient_bytes:
         why = "these runs do not tell how many weights the network has"
         unknown.append(f"from the doctor's all-reduce: {why}")
@@ -166,28 +162,8 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     elif not choice.best and not only_one_device and _is_any_efficiency_known(options):
         next_runs = _runs_that_may_keep_the_rules(choice)
     if choice.sure < SURE:
-        next_runs = sorted(next_runs or missing.values(), key=_hours)
+        next_runs = sorted(next_runs or missing.values(), key=attrgetter("hours"))
     return Answer(runs.goal, options, choice.best, choice.why, choice.sure, next_runs, unknown, models)
-
-
-def _predict_options(
-    runs: "RunSet", models: dict[str, Scaling]
-) -> tuple[list[Option], list[str], dict[str, NextRun]]:
-    """Return the options, a clause for what is not predicted, and by the reason the cheapest run for it."""
-    options: dict[tuple[str, Shape], Option] = {}
-    unknown: dict[str, list[Shape]] = {}
-    missing: dict[str, NextRun] = {}
-    for stage, model in models.items():
-        for shape in runs.shapes(model):
-            name = runs.stage_on(shape.devices, stage)
-            if why := model.unknown(shape):
-                hint = " (--gpus-per-node N if a node has more than were used)" * runs.assumes_node(shape)
-                unknown.setdefault(f"{comparison.stage_name(stage)}: {why}{hint}", []).append(shape)
-                if run := runs.missing_run(name, shape, model, why):
-                    missing[why] = min(missing.get(why, run), run, key=_hours)
-            elif (name, shape) not in options:
-                options[name, shape] = runs.option(name, shape, model)
-    return list(options.values()), [f"{why}: {_in_words(shapes)}" for why, shapes in unknown.items()], missing
 
 
 class RunSet:
@@ -257,13 +233,25 @@ class RunSet:
             measured.setdefault(Shape(devices, nodes, batch), []).append(list(run.step_seconds))
         return measured
 
-    def stage_on(self, devices: int, stage: str) -> str:
-        """Return the stage that trains there: on one device single, where there are runs of it."""
-        return SINGLE if devices == 1 and self._has_single else stage
-
-    def assumes_node(self, shape: Shape) -> bool:
-        """Tell whether `shape` is on several nodes only because no larger node was seen."""
-        return shape.nodes > 1 and not self._constraints.gpus_per_node
+    def options(self, models: dict[str, Scaling]) -> tuple[list[Option], list[str], dict[str, NextRun]]:
+        """Return the options, a clause for what is not predicted, and by reason the cheapest run for it."""
+        options: dict[tuple[str, Shape], Option] = {}
+        unknown: dict[str, list[str]] = {}
+        missing: dict[str, NextRun] = {}
+        for stage, model in models.items():
+            for shape in self.shapes(model):
+                name = SINGLE if shape.devices == 1 and self._has_single else stage
+                if why := model.unknown(shape):
+                    # It is on several nodes only because no larger node was seen.
+                    guessed = shape.nodes > 1 and not self._constraints.gpus_per_node
+                    hint = " (--gpus-per-node N if a node has more than were used)" * guessed
+                    what = f"x{shape.devices} with batch {shape.devices * shape.batch}"
+                    unknown.setdefault(f"{comparison.stage_name(stage)}: {why}{hint}", []).append(what)
+                    if run := self._missing_run(name, shape, model, why):
+                        missing[why] = min(missing.get(why, run), run, key=attrgetter("hours"))
+                elif (name, shape) not in options:
+                    options[name, shape] = self.option(name, shape, model)
+        return list(options.values()), [f"{why}: {', '.join(of)}" for why, of in unknown.items()], missing
 
     def shapes(self, model: Scaling) -> list[Shape]:
         """Return what there is to choose from."""
@@ -292,7 +280,7 @@ class RunSet:
         unknown = np.full(DRAWS, math.nan)
         alone, part_alone = (
             unknown if model.unknown(one) else model.step_seconds(one)
-            for one in (_on_one_device(shape), Shape(1, 1, shape.batch))
+            for one in (shape.on_one_device(), Shape(1, 1, shape.batch))
         )
         efficiency, equal = alone / step / shape.devices, "global batch"
         if np.isnan(alone).all():  # of weak scaling, which is what was measured
@@ -318,9 +306,9 @@ class RunSet:
             np.where(even < 1, 0, even),
         )
 
-    def missing_run(self, stage: str, shape: Shape, model: Scaling, why: str) -> NextRun | None:
+    def _missing_run(self, stage: str, shape: Shape, model: Scaling, why: str) -> NextRun | None:
         """Return the run that tells what is not predicted; None if nothing is known of what it costs."""
-        one = _on_one_device(shape)
+        one = shape.on_one_device()
         if shape != one and model.unknown(one) or not np.isfinite(self._epochs_needed(one.batch)).any():
             return None
         hours = self._next_run_hours(shape, one, model)
@@ -458,22 +446,9 @@ def interval(values: np.ndarray) -> tuple[float, float, float]:
     return tuple(np.percentile(values, INTERVAL, method="nearest").tolist())
 
 
-def _hours(run: NextRun) -> float:
-    return run.hours
-
-
-def _on_one_device(shape: Shape) -> Shape:
-    """Return the shape on one device with the same global batch."""
-    return Shape(1, 1, shape.devices * shape.batch)
-
-
 def _minutes(seconds: float) -> str:
     """Return minutes with as many digits as are of use."""
     return f"{seconds / 60:,.0f}" if seconds >= 600 else f"{seconds / 60:.2g}"
-
-
-def _in_words(shapes: list[Shape]) -> str:
-    return ", ".join(f"x{shape.devices} with batch {shape.devices * shape.batch}" for shape in shapes)
 
 
 def _accuracy_curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:

@@ -37,35 +37,36 @@ LEGEND = (
 
 def checked(answer: Answer) -> Answer:
     """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
-    speedups = [
-        np.median(option.efficiency)
-        for option in answer.options
-        if option.shape.devices > 1 and option.runs and np.isfinite(option.efficiency).all()
-    ]
+    why = _what_cannot_be_right(answer)
+    if not why:
+        return answer
+    reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
+    cheapest = sorted(reached, key=lambda option: option.next_hours)[:1]
+    next_runs = [option.next_run("whether the machine was quiet") for option in cheapest]
+    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, next_runs=next_runs)
+
+
+def _what_cannot_be_right(answer: Answer) -> str:
     model = _model(answer)
-    error = model.errors[model.model]
-    apart = {shape: [np.median(run) for run in runs] for shape, runs in model.measured.items()}
-    apart = {shape: max(medians) / min(medians) for shape, medians in apart.items()}
-    furthest = max(apart, key=apart.get)
-    if apart[furthest] > MOST_APART:
-        why = (
-            f"equal runs on {furthest.devices} device(s), {furthest.batch} images on each, differ by a "
-            f"factor of {apart[furthest]:.1f}, as before and after a repair (name only the files that still "
-            "hold)"
+    medians = {shape: [np.median(run) for run in runs] for shape, runs in model.measured.items()}
+    apart, shape = max((max(of_runs) / min(of_runs), shape) for shape, of_runs in medians.items())
+    if apart > MOST_APART:
+        return (
+            f"equal runs on {shape.devices} device(s), {shape.batch} images on each, differ by a factor of "
+            f"{apart:.1f}, as before and after a repair (name only the files that still hold)"
         )
-    elif speedups and min(speedups) > trust.MOST_EFFICIENCY:
-        why = "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
-    elif error > MOST_ERROR:
-        why = (
+    measured = [option for option in answer.options if option.shape.devices > 1 and option.runs]
+    efficiencies = [np.median(option.efficiency) for option in measured]
+    known = [efficiency for efficiency in efficiencies if np.isfinite(efficiency)]
+    if known and min(known) > trust.MOST_EFFICIENCY:
+        return "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
+    error = model.errors[model.model]
+    if error > MOST_ERROR:
+        return (
             f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on those "
             "that it was not shown"
         )
-    else:
-        return answer
-    reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
-    again = min(reached, key=lambda option: option.next_hours, default=None)
-    next_runs = [again.next_run("whether the machine was quiet")] if again else []
-    return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, next_runs=next_runs)
+    return ""
 
 
 class AnswerText:

@@ -44,6 +44,10 @@ class Shape(NamedTuple):
     nodes: int
     batch: int
 
+    def on_one_device(self) -> "Shape":
+        """Return the shape on one device with the same global batch."""
+        return Shape(1, 1, self.devices * self.batch)
+
 
 class AllReduce(NamedTuple):
     """An all-reduce of the doctor: the seconds to sum up `bytes` over all devices."""
@@ -86,16 +90,12 @@ class Scaling:
         if shape in self.measured:
             return "measured"
         most = max(found.devices for found in [*self.measured, *self.all_reduces])
-        missing = [
-            clause
-            for clause, holds in {
-                f"beyond the {most} devices measured, where a bus or a loader may be full": shape.devices
-                > most,
-                "no batch of that size per device": shape.batch not in {run.batch for run in self.measured},
-                "no run between nodes": shape.nodes > 1 and not any(run.nodes > 1 for run in self.measured),
-            }.items()
-            if holds
-        ]
+        beyond = f"beyond the {most} devices measured, where a bus or a loader may be full"
+        missing = [beyond] if shape.devices > most else []
+        if shape.batch not in {run.batch for run in self.measured}:
+            missing.append("no batch of that size per device")
+        if shape.nodes > 1 and not any(run.nodes > 1 for run in self.measured):
+            missing.append("no run between nodes")
         return ": ".join(filter(None, ["predicted", "; ".join(missing)]))
 
     def unknown(self, shape: Shape) -> str:
@@ -248,12 +248,8 @@ def _overlap(exchange_of: Callable, parameters: int) -> _Model:
             exchanges.append(exchange)
             misfits.append(((step / seconds - 1) ** 2)[:, several].sum(axis=1))
         best = np.argmin(misfits, axis=0)
-        if not several.any():  # nothing tells: all overlaps are equally likely
-            best = (
-                np.arange(len(seconds)) % len(OVERLAPS)
-                if len(seconds) > 1
-                else np.array([len(OVERLAPS) // 2])
-            )
+        if not several.any():  # all overlaps are equally likely
+            best = np.arange(len(seconds)) % len(OVERLAPS)
 
         def predict(wanted: np.ndarray) -> Seconds:
             computation = costs @ _computation(wanted).T
@@ -282,14 +278,11 @@ def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float)
     if not all_reduces:
         return None
     # Small messages take the time of their rounds, which varies, and tell little of large ones.
-    sizes = sorted(
-        {found.bytes for found in all_reduces}, key=lambda size: abs(np.log(size / gradient_bytes))
-    )
-    all_reduces = [found for found in all_reduces if found.bytes in sizes[:SIZES]]
-    shapes = np.array([(found.devices, found.nodes, 0) for found in all_reduces], float)
-    bytes, seconds = (
-        np.array([getattr(found, name) for found in all_reduces]) for name in ("bytes", "seconds")
-    )
+    sizes = {found.bytes for found in all_reduces}
+    nearest = sorted(sizes, key=lambda size: abs(np.log(size / gradient_bytes)))[:SIZES]
+    table = np.array([found for found in all_reduces if found.bytes in nearest])
+    devices, nodes, bytes, seconds = table.T
+    shapes = np.column_stack([devices, nodes, 0 * nodes])
     (rings,) = _fit_non_negative(_exchange(shapes, bytes), seconds[None])
     return lambda wanted: _exchange(wanted, gradient_bytes) @ rings
 
