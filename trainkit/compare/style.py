@@ -35,14 +35,9 @@ PHASES = {
     "waiting": ("#F7D9A0", "\\\\"),
     "optimizer": ("#7F7F7F", ""),
 }
-# Of a timeline.
-TRAINING: Look = {"facecolor": SKY}
-POWER: Look = {"facecolor": BLUE}
-MEMORY: Look = {"facecolor": ORANGE}
-CORES: Look = {"facecolor": GREEN}
-LOADERS: Look = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////", "linewidth": 0}
-EVALUATION: Look = {"facecolor": "#D0D0D0", "linewidth": 0, "zorder": 0.1}
-UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
+# Of a timeline, by what is drawn.
+TIMELINE = {"training": SKY, "power_w": BLUE, "memory_mb": ORANGE, "cores": GREEN, "loader_cores": "#A6DCC8"}
+UNUSED = "#ECECEC"
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
