@@ -1,4 +1,4 @@
-"""The ways to start stage 03 that its README lists: those without Slurm, as they stand there."""
+"""The ways to start stage 03 that STARTING.md lists: those without Slurm, as they stand there."""
 
 import re
 import signal
@@ -11,13 +11,13 @@ from conftest import ENVIRONMENT, STAGES, rows_of, succeeded
 from forking import free_port
 
 pytestmark = pytest.mark.full
-README = STAGES["ddp"].with_name("README.md")
+PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
 
 
 def commands(beginning: str) -> str:
-    """The block of the README that begins so."""
-    (block,) = re.findall(rf"^```\n({beginning}.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    """The block of the page that begins so."""
+    (block,) = re.findall(rf"^```\n({beginning}.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return block
 
 
@@ -27,7 +27,7 @@ def start(text: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
     return subprocess.run(
         ["bash", "-c", text],
-        cwd=README.parent,
+        cwd=PAGE.parent,
         env=ENVIRONMENT | {"PATH": path},
         capture_output=True,
         text=True,
