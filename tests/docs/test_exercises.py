@@ -15,6 +15,7 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY, STAGES
 from forking import Forking
 
+from trainkit.workshop import exercises
 from trainkit.workshop.exercises import Exercise
 from trainkit.workshop.work import Workspace, Wrong
 
@@ -235,6 +236,14 @@ def test_a_mistake_on_the_command_line_gets_a_sentence(
         ("clock.py", "def images_per_second(:", "SyntaxError"),
         ("clock.py", "import device\n\n1 / 0", "clock.py ends in line 3 with ZeroDivisionError: division"),
         ("clock.py", "raise ValueError('\\x1b[2J')", r"in line 1 with ValueError: \x1b[2J."),
+        ("clock.py", "raise GeneratorExit", "in line 1 with GeneratorExit."),
+        (
+            "clock.py",
+            "class E(Exception):\n    __str__ = None\nraise E",
+            "with clock.py.E: <exception",
+        ),
+        ("clock.py", "import os\nos._exit(0)", "ended the check before its end: is there an `exit`"),
+        ("clock.py", "#" * 10**7, "it has 10,000,000 bytes"),
         ("clock.py", "", "has no `images_per_second` any more"),
         ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program gives it"),
     ],
@@ -247,11 +256,28 @@ def test_what_cannot_be_read_gets_a_sentence(name: str, text: str, words: str, c
     assert words in said, said
 
 
+def test_a_program_that_never_ends_is_killed(clock: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "PATIENCE", 1)
+    clock.do()
+    ever = "import time\nwhile True:\n    try: time.sleep(1)\n    except BaseException: pass\n"
+    (clock.mine / "clock.py").write_text(ever)
+    (clock.mine / "answers.txt").write_text("prediction = high")
+    with pytest.raises(Wrong, match="takes longer than"):
+        Exercise(clock.folder).check()
+
+
+def test_a_thread_that_never_ends_holds_nothing_up(clock: Learner) -> None:
+    clock.solve()
+    with (clock.mine / "clock.py").open("a") as program:
+        program.write("\nimport threading, time\nthreading.Thread(target=time.sleep, args=(999,)).start()\n")
+    assert clock.check()[0] == 0
+
+
 def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> None:
     clock.solve()
     (clock.mine / "clock.py").unlink()
-    assert "mine/clock.py is not there: `reset` lays it out again" in clock.check()[1]
-    for damaged in ("{", '{"done": null}'):
+    assert "mine/clock.py cannot be read (there is no such file): `reset` lays" in clock.check()[1]
+    for damaged in ("{", '{"done": null}', '{"done": [], "hints": {"clock": []}}', "[" * 10**5):
         (clock.exercises / "progress.json").write_text(damaged)
         done = clock.do()
         assert done.returncode == 1

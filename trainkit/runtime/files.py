@@ -43,6 +43,19 @@ def check_regular(path: Path) -> None:
         raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
 
 
+def read_text(path: Path, most: int = 10**6) -> str:
+    """Read a small file that anybody may have put there; what is not UTF-8 becomes a question mark.
+
+    Raises:
+        ValueError: if there is no such file, if it has no end, or more than `most` bytes.
+        OSError: if it cannot be read.
+    """
+    check_regular(path)
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"it has {size:,} bytes, where {most:,} are the most")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Make `folder` if it is not there, and see that a file in it can be written.
 

@@ -20,6 +20,7 @@ import ast
 import difflib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -30,17 +31,21 @@ import textwrap
 from argparse import Namespace
 from contextlib import suppress
 from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
 
 from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import replacing
+from trainkit.runtime.files import read_text, replacing
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
 PATIENCE = 120  # seconds for a check, on a machine that has nothing else to do
+TOO_LONG = (
+    f"The check takes longer than {PATIENCE} seconds, and a busy machine was given more: does a loop in your "
+    "program ever end? If it does, check again when the machine is quiet."
+)
 
 
 class Exercise:
@@ -74,23 +79,47 @@ class Exercise:
         return found
 
     def check(self) -> str:
-        """Check the learner's work, and return what there was to see.
+        """Check the learner's work in a process of its own, and return what there was to see.
+
+        Whatever the learner's program does to that process, it ends: with a thread or a loop that never does,
+        by `os._exit`, or out of memory.
 
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
-        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
-        signal.signal(signal.SIGALRM, _too_long)
         busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-        signal.alarm(round(PATIENCE * busy))
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=self._answer, args=(theirs,))
+        process.start()
+        theirs.close()
         try:
-            return self.program["check"](self.mine)
-        except (Wrong, UserError):
-            raise
-        except (Exception, SystemExit) as error:
-            raise explain(error, self.mine) from None
+            if not ours.poll(PATIENCE * busy):
+                raise Wrong(TOO_LONG)
+            seen = ours.recv()
+        except EOFError:
+            raise Wrong("Your program ended the check before its end: is there an `exit` in it?") from None
         finally:
-            signal.alarm(0)
+            for kill in (os.killpg, os.kill):  # with the ranks it has started
+                with suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
+            process.join()
+        if isinstance(seen, Exception):
+            raise seen
+        return seen
+
+    def _answer(self, answer: Connection) -> None:
+        """Send what the check returns or raises."""
+        os.setsid()
+        signal.alarm(10 * PATIENCE)  # where the process that waits for the answer was killed
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
+        try:
+            seen = self.program["check"](self.mine)
+        except (Wrong, UserError) as error:
+            seen = error
+        except BaseException as error:
+            seen = explain(error, self.mine)
+        sys.stdout.flush()
+        answer.send(seen)
 
     def begin(self) -> None:
         """Lay out the starter, and the open answers, if they are not yet."""
@@ -140,9 +169,10 @@ class Workbook:
         """
         path = self.folder / PROGRESS
         try:
-            progress = json.loads(path.read_text()) if path.exists() else {"done": [], "hints": {}}
-            self.done, self.hints = list(progress["done"]), dict(progress["hints"])
-        except (ValueError, TypeError, KeyError):
+            progress = json.loads(read_text(path)) if path.exists() else {"done": [], "hints": {}}
+            self.done = list(progress["done"])
+            self.hints = {name: int(number) for name, number in dict(progress["hints"]).items()}
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
     def find(self, name: str) -> Exercise:
@@ -294,13 +324,6 @@ def _unused(path: Path) -> Path:
     """`path` with the first number that no file beside it has."""
     places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(place for place in places if not place.exists())
-
-
-def _too_long(*_: object) -> NoReturn:
-    raise Wrong(
-        f"The check takes longer than {PATIENCE} seconds, and a busy machine was given more: does a loop in "
-        "your program ever end? If it does, check again when the machine is quiet."
-    )
 
 
 def wrapped(text: str) -> str:

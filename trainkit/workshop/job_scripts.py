@@ -15,7 +15,7 @@ def requested(text: str) -> dict[str, str]:
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for short, long in {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}.items():
             line = re.sub(rf"(^|\s)-{short}\s*(?=\w)", rf"\1--{long}=", line)
-        found |= dict(re.findall(r"--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
+        found |= dict(re.findall(r"(?<!\S)--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
     return found
 
 

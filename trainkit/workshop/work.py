@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainkit.runtime.errors import printable
+from trainkit.runtime.files import read_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,12 +33,12 @@ class Workspace:
         """Read a file.
 
         Raises:
-            Wrong: if it is not there.
+            Wrong: if it is not there, or no file of text.
         """
         try:
-            return (self.folder / name).read_text(errors="replace")
-        except FileNotFoundError:
-            raise Wrong(f"mine/{name} is not there: `reset` lays it out again.") from None
+            return read_text(self.folder / name)
+        except ValueError as error:
+            raise Wrong(f"mine/{name} cannot be read ({error}): `reset` lays it out again.") from None
 
     def answers(self) -> "Answers":
         """Read the lines `name = value` of answers.txt, all of them given.
@@ -174,7 +175,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
-    what = printable(f"{type(error).__name__}: {getattr(error, 'msg', error)}")
+    what = printable(traceback.format_exception_only(error)[-1].strip())
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
     if isinstance(error, OSError):
