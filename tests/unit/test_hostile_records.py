@@ -156,8 +156,8 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
     note = "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: it counts in neither."
     assert note in done.stdout.replace("\n    ", " ")
-    expected = (SAMPLE.parent / "comparison.md").read_text()
-    written = (tmp_path / "out" / "comparison.md").read_text()
+    report([SAMPLE], tmp_path / "alone")
+    expected, written = ((tmp_path / out / "comparison.md").read_text() for out in ("alone", "out"))
     assert written.replace(f"- {note}\n", "") == expected
 
 
