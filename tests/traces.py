@@ -12,6 +12,7 @@ and by what is written of such jobs. Of these only the ones that a page or an ex
 import random
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -22,6 +23,7 @@ from conftest import REPOSITORY
 from trainkit.schema import records, samples
 
 TRACES = REPOSITORY / "results" / "sample" / "traces"
+PACKED = TRACES / "cpu.zip"
 H100 = REPOSITORY / "results" / "sample" / "h100" / "traces"
 BEGAN, START, EVALUATE = 1_790_000_000.0, 6.0, 1.5  # of the written ones: s, since 1970 and of their phases
 IDLE_W, LIMIT_W, MEMORY_MB, CLOCK_MHZ, HOST_MB = 55, 400, 40_000, 1_400, 64_000
@@ -98,13 +100,23 @@ PLACE = tempfile.TemporaryDirectory(prefix="traces-")  # of the others; it goes 
 
 
 def folder_of(name: str) -> Path:
-    """Where the trace is. A written one that is not committed is written first."""
-    if name not in WRITTEN or name in COMMITTED:
+    """Where the trace is. One that is packed or not committed is unpacked or written first."""
+    if (TRACES / name).exists():
         return TRACES / name
     folder = Path(PLACE.name, name)
-    if not folder.exists():
+    if name in WRITTEN and not folder.exists():
         write(folder, WRITTEN[name])
+    elif not folder.exists():
+        with zipfile.ZipFile(PACKED) as packed:
+            packed.extractall(PLACE.name)
     return folder
+
+
+def recorded() -> list[Path]:
+    """The traces of CPUs, which are measured."""
+    with zipfile.ZipFile(PACKED) as packed:
+        names = sorted({Path(file).parts[0] for file in packed.namelist()})
+    return [*TRACES.glob("cpu_*/"), *map(folder_of, names)]
 
 
 def write(folder: Path, written: Written) -> None:

@@ -15,7 +15,7 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
 
 HEALTHY = traces.H100 / "healthy_4096_bf16_short"
-EVERY = [*map(traces.folder_of, traces.WRITTEN), *traces.TRACES.glob("cpu_*"), *traces.H100.iterdir()]
+EVERY = [*map(traces.folder_of, traces.WRITTEN), *traces.recorded(), *traces.H100.iterdir()]
 BEGAN = 1_795_000_000.0
 
 
