@@ -54,13 +54,15 @@ def main() -> None:
     tables = {"nodes": of_nodes(SAMPLES / "slow_network"), "runs": of_runs(SAMPLES / "scaling")}
     if args.laws:
         tables["laws"], tables["choices"] = of_laws(args.laws, seed=0)
+    page = []
     for name, table in tables.items():
         table.round(4).to_csv(args.out / f"{name}.csv", index=False)
         shown = in_short(table) if name == "runs" else table
         if "law" in shown:  # the CSV has each kind
             shown = shown[shown.law == "all"].drop(columns="law")
-        (args.out / f"{name}.md").write_text(markdown(as_texts(shown)) + "\n")
+        page.append(f"## {name}\n\n{markdown(as_texts(shown))}\n")
         print(f"\n{name}\n{as_texts(shown).to_string(index=False)}", flush=True)
+    (args.out / "predictions.md").write_text("\n".join(page))
 
 
 def as_texts(table: pd.DataFrame) -> pd.DataFrame:
