@@ -88,6 +88,8 @@ def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatc
     seen = tmp_path / "seen"
 
     class Cell(io.StringIO):
+        encoding = "ascii"
+
         def write(self, text: str) -> int:
             if "begun" in text:
                 seen.touch()
@@ -105,7 +107,7 @@ def test_what_a_rank_prints_appears_while_it_runs(monkeypatch: pytest.MonkeyPatc
     for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     assert trainkit.launch(train, workers=1) == str(len(os.sched_getaffinity(0)))
-    assert sys.stdout.getvalue() == "begun, grün\n"
+    assert sys.stdout.getvalue() == "begun, gr?n\n"
 
 
 def test_the_traceback_is_that_of_the_rank_that_failed() -> None:
@@ -168,10 +170,13 @@ def test_a_rank_that_ends_too_early_ends_the_others(end: Callable, sentence: str
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_no_rank_outlives_its_caller(how: signal.Signals, tmp_path: Path) -> None:
-    """Neither one that does not obey SIGTERM, nor a process that a rank has started."""
-    command = [sys.executable, "-c", SLEEPS, tmp_path]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as caller:
+def test_no_rank_outlives_its_caller(
+    how: signal.Signals, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Neither one that does not obey SIGTERM, nor a process that a rank has started, nor a file of theirs."""
+    command, files = [sys.executable, "-c", SLEEPS, tmp_path], tmp_path_factory.mktemp("files")
+    env = ENVIRONMENT | {"TMPDIR": str(files)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
         try:
             wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
             caller.send_signal(how)
@@ -180,6 +185,7 @@ def test_no_rank_outlives_its_caller(how: signal.Signals, tmp_path: Path) -> Non
             caller.kill()
     assert said == ("interrupted\n" if how == signal.SIGINT else "")
     wait_until(lambda: not any(alive(process.name) for process in tmp_path.iterdir()))
+    assert not list(files.glob("trainkit-*"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,8 +117,10 @@ def _send(train: Callable, arguments: tuple, folder: Path) -> None:
 def _show(output: int) -> None:
     """Print what the ranks print until the last of them has ended."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     while written := os.read(output, 1 << 16):
-        print(decoder.decode(written), end="", flush=True)
+        text = decoder.decode(written).encode(encoding, "replace").decode(encoding)
+        print(text, end="", flush=True)
     os.close(output)
 
 
@@ -145,7 +148,7 @@ def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
 
 def _rank(folder: Path) -> None:
     """Call train in this process, which is one of the ranks."""
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=[folder], daemon=True).start()
     # Whole lines, as those of all ranks go into one pipe: PYTHONUNBUFFERED would send their ends apart.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
@@ -166,11 +169,12 @@ def _rank(folder: Path) -> None:
             raise UserError(NO_RESULT.format(first_line(error))) from None
 
 
-def _end_with_the_caller() -> None:
-    """Wait until nobody can read what this rank prints, then end it and the processes that it started."""
+def _end_with_the_caller(folder: Path) -> None:
+    """Wait until nobody can read what this rank prints, then end it, its processes and `folder`."""
     watch = select.poll()
     watch.register(1, 0)  # of a pipe whose reader is gone it tells without being asked, see poll(2)
     watch.poll()
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

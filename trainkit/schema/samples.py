@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
+from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
 FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
@@ -105,6 +106,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     rows = []
     for path in sorted(folder.glob("*.csv")):
         try:
+            check_regular(path)
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 first = file.readline()
                 if first != HEADER and HEADER.startswith(first):
@@ -144,8 +146,8 @@ def runs(folder: Path) -> list[Path]:
     Of a recording that was put together by hand they are in its folder `training`.
     """
     try:
-        lines = (folder / RUNS).read_text(errors="replace").splitlines()
-    except OSError:
+        lines = read_text(folder / RUNS).splitlines()
+    except (OSError, ValueError):
         return sorted((folder / "training").glob("*.csv"))
     return [folder / line for line in dict.fromkeys(filter(None, lines))]
 
