@@ -37,12 +37,12 @@ class SampledJob:
     """The samples in a folder, and the records of the trainings that ran there.
 
     `rows` has all samples in the order of time, `judged` those of the epochs past the warm-up of each
-    training, without a record those from when all ranks are there; both by what they are of, then by its
-    place. Their column `seconds` is the time since the sample before, NaN where some are missing in between.
-    `judged` has none where there are too few; `moments` tells their number. `notes` tell what the sampler
-    could not see, and which records cannot be read. `shares` has the parts of the training time, 0 to 1 or
-    NaN, that each rank worked itself (`own`), and in that waited for batches (`data`). The script of a
-    `plain` job knows nothing of the kit.
+    training, without a record those from when all ranks are there: none where `moments`, their number, is
+    too small. Both are by what they are of, then by its place; `seconds` is the time since the sample
+    before, NaN where some are missing in between. `notes` tell what the sampler could not see, and which
+    records cannot be read. `shares` has the parts of the training time, 0 to 1 or NaN, that each rank worked
+    itself (`own`), and in that waited for batches (`data`). The script of a `plain` job knows nothing of the
+    kit.
 
     Raises:
         UserError: if there are no samples.
@@ -97,15 +97,13 @@ class SampledJob:
     @cached_property
     def gpus_of_rank(self) -> dict[Place, list[Place]]:
         """The GPUs of each rank that is seen on one."""
-        seen = [rows[["node", "number", "ranks"]] for rows in (self.judged[GPU] or self.rows[GPU]).values()]
-        if not seen:
-            return {}
-        table = pd.concat(seen).drop_duplicates().astype({"ranks": object})
-        table = table.assign(rank=table.ranks.str.split("+")).explode("rank")
-        found: dict[Place, set[Place]] = {}
-        for row in table[table["rank"].str.fullmatch(NUMBER)].itertuples():
-            found.setdefault((row.node, int(row.rank)), set()).add((row.node, row.number))
-        return {rank: sorted(gpus) for rank, gpus in found.items()}
+        table = pd.concat([self.table[:0], *(self.judged[GPU] or self.rows[GPU]).values()])
+        table = table.assign(rank=table.ranks.astype(object).str.split("+")).explode("rank")
+        table = table[table["rank"].str.fullmatch(NUMBER)].astype({"rank": int})
+        return {
+            rank: sorted({(rank[0], gpu) for gpu in rows.number})
+            for rank, rows in table.groupby(["node", "rank"])
+        }
 
     def judged_or_all(self, what: str, place: Place) -> pd.DataFrame:
         """Return the samples of a place to judge, or all where there are none."""
@@ -127,15 +125,11 @@ class SampledJob:
                 return max(places, key=lambda place: series[place].time.iloc[-1])
         return "?", rank
 
-    def most_at_once(self, what: str) -> list[Place]:
-        """Return the most of a moment, on the nodes there in the end: before a requeue it had others."""
-        last = self.table[self.table.what == NODE].groupby("node").time.max()
-        there = self.table.node.isin(last.index[last > last.max() - GAP]) & (self.table.what == what)
-        rows = self.table[there]
-        count = rows.groupby(["node", "time"]).number.transform("size")
-        most = rows[count == count.groupby(rows.node).transform("max")]
-        most = most[most.time == most.groupby("node").time.transform("first")]
-        return sorted(zip(most.node, most.number, strict=True))
+    def places_at_the_end(self, what: str) -> list[Place]:
+        """Return the GPUs, ranks or nodes of the nodes there in the end: before a requeue it had others."""
+        last = {node: rows.time.iloc[-1] for (node, _), rows in self.rows[NODE].items()}
+        there = {node for node in last if last[node] > max(last.values()) - GAP}
+        return sorted(place for place in self.rows[what] if place[0] in there)
 
     def load(self, gpu: Place) -> float:
         """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if it is not known.

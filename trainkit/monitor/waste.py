@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from trainkit.schema.columns import DP
 from trainkit.schema.samples import GPU, NODE, RANK
 
 SCHEMA_VERSION = 1
-FILE, MOST_LINES = "verdict.json", 5
+FILE = "verdict.json"
 WORTH = 0.1  # a lesser share of the time is not worth a line
 # Of the training time. Enough loader workers are ahead of the training, which then waits for 0 to 5 %. Nobody
 # waits for a resident loader, but to index and normalise is up to a third of a step that is all launches.
@@ -44,12 +45,13 @@ NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why t
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
 # Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
-GPU_FULL, HOST_FULL, BRIM = 0.95, 0.9, 0.98
+GPU_FULL, HOST_FULL = 0.95, 0.9
 HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GPU down
 # At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
 CAPPED_CLOCK, CAPPED = 0.6, 0.2
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
+SLOWER = {"waiting_for_loader", "shared_cores", "throttled"}  # a rank, and this tells why
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
 # By the state of its process: what is told of a rank that does nothing.
 PAUSED = {
@@ -67,21 +69,18 @@ SLOWED = {
         "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
     ),
 }
-# Memory that is nearly full, by what has it: the kind, the least part of all, and what is told.
-FULL = {
-    GPU: (
-        "memory_full",
-        GPU_FULL,
-        "the memory",
-        "a little more ends it with out of memory: a smaller batch per GPU, or bf16",
-    ),
-    NODE: (
+# Memory that is nearly full: whose, the kind, the least part of all, and what is told.
+FULL = (
+    (GPU, "memory_full", GPU_FULL, "the memory", "a smaller batch per GPU, or bf16"),
+    (
+        NODE,
         "host_memory",
         HOST_FULL,
         "the job's memory",
-        "at 100 % it is killed: ask for more (--mem), or take fewer loader workers",
+        "more --mem, or fewer loader workers",
     ),
-}
+)
+Found = AbstractSet[str]  # the kinds that the rules before have found
 OPTIONS = re.compile(r" \(--(?:loader|num-workers|batch-size)[^)]*\)")  # that only our scripts have
 LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 
@@ -91,7 +90,7 @@ class Issue:
     """An issue of a job. Its `grade`: a waste, a danger, which is no loss yet, or what could be faster.
 
     `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
-    to 1; of a danger 0. What is `urgent` is told, however many are worse.
+    to 1; of a danger 0.
     """
 
     kind: str
@@ -100,7 +99,6 @@ class Issue:
     sentence: str
     share: float
     grade: str = WASTE
-    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,14 +122,9 @@ class Verdict:
     notes: list[str]
 
     def lines(self, name: str) -> list[str]:
-        """Tell it in five lines at most; the last one tells what was watched of the job called `name`."""
-        most = MOST_LINES - 1
-        kept = sorted(self.findings, key=lambda issue: not issue.urgent)[:most]
-        told = [issue.sentence for issue in self.findings if issue in kept]
-        if left_out := len(self.findings) - len(told):
-            told[-1] += f" ({left_out} more in {FILE}.)"
-        told = told or [self.unknown or "no waste found"]
-        if self.notes and len(told) < most:
+        """Tell it, a finding on each line; the last one tells what was watched of the job called `name`."""
+        told = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
+        if self.notes:
             more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
             told.append(f"not seen: {self.notes[0]}{more}")
         watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
@@ -162,13 +155,14 @@ def judge(folder: Path) -> Verdict:
 
 def judge_job(job: SampledJob) -> Verdict:
     """Judge a job whose samples were read already."""
-    found = [issue for rule in RULES for issue in rule(job)]
-    found += _find_low_power(job, {issue.kind for issue in found})
-    one_each: dict[str, Issue] = {}
-    for issue in found:
-        if job.plain:
-            issue = replace(issue, sentence=OPTIONS.sub("", issue.sentence).replace("--debug", "py-spy dump"))
-        one_each.setdefault(issue.kind, issue)
+    found: dict[str, Issue] = {}
+    for rule in RULES:  # the first tells more where two find the same kind
+        for issue in rule(job, found.keys()):
+            found.setdefault(issue.kind, issue)
+    findings = sorted(found.values(), key=lambda issue: (issue.grade == FASTER, -issue.share))
+    if job.plain:
+        sentences = [OPTIONS.sub("", one.sentence).replace("--debug", "py-spy dump") for one in findings]
+        findings = [replace(one, sentence=text) for one, text in zip(findings, sentences, strict=True)]
     unknown = ""
     if not job.rows[GPU] and not job.rows[RANK]:
         unknown = "nothing to judge: no process that has loaded PyTorch was seen"
@@ -176,7 +170,7 @@ def judge_job(job: SampledJob) -> Verdict:
         told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         unknown = f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
     return Verdict(
-        findings=sorted(one_each.values(), key=lambda issue: (issue.grade == FASTER, -issue.share)),
+        findings=findings,
         unknown=unknown,
         seconds=job.seconds,
         devices=_devices(job),
@@ -203,19 +197,19 @@ def keep(folder: Path, verdict: Verdict) -> None:
             json.dump(content, file, indent=1)
 
 
-def _find_unused_gpus(job: SampledJob) -> Iterator[Issue]:
+def _find_unused_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
     gpus = job.judged[GPU]
     unused = [gpu for gpu in gpus if job.is_unused(gpu)]
     if not unused:
         return
-    where, left = _name_places("GPU", unused), len(gpus) - len(unused)
+    where, left = _name_places(GPU, unused), len(gpus) - len(unused)
     remedy = "see why its log names the CPU as its device, or ask for none"
     if left:
         remedy = f"ask for {_count(left, 'GPU')}, or start a rank for each (only DataParallel uses several)"
     yield Issue("no_rank", where, len(unused), f"no rank uses {where}: {remedy}.", len(unused) / len(gpus))
 
 
-def _find_paused_ranks(job: SampledJob) -> Iterator[Issue]:
+def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
     paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
     seconds = {rank: rows.seconds[1:].sum() for rank, rows in paused.items()}
@@ -230,7 +224,7 @@ def _find_paused_ranks(job: SampledJob) -> Iterator[Issue]:
     yield Issue("stalled_rank", where, longest, sentence, longest / max(job.seconds, longest))
 
 
-def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
+def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
     if waits := _timed_waits(job):
         yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
@@ -246,23 +240,15 @@ def _find_waiting_for_batches(job: SampledJob) -> Iterator[Issue]:
         yield _waiting_for_batches(job, list(starved), 1 - min(starved.values()))
 
 
-def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
+def _find_slow_rank(job: SampledJob, found: Found) -> Iterator[Issue]:
     """Find the rank that the others wait for, by what each has timed itself."""
     own = _timed_work(job)
-    if own.empty:
+    if own.empty or found & SLOWER:
         return
     slowest = own.idxmax()
-    times = own[slowest] / own.drop(slowest).median()
-    lost = own[slowest] - own.mean()
-    place = job.place_of_rank(slowest)
-    # Fewer cores than the others, or a hot GPU: another rule tells that.
-    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != place), default=0)
-    crowded = job.waits_for_core(place) >= max(CROWDED, WORTH + others)
-    gpus = [job.judged[GPU][gpu] for gpu in job.gpus_of_rank.get(place, []) if gpu in job.judged[GPU]]
-    hot = any(rows.throttled.str.contains("heat").mean() > HOT for rows in gpus)
-    explained = slowest in _timed_waits(job) or crowded or hot
-    if times >= records.SLOW and lost >= WORTH and not explained:
-        where = _name_places("rank", [place])
+    times, lost = own[slowest] / own.drop(slowest).median(), own[slowest] - own.mean()
+    if times >= records.SLOW and lost >= WORTH:
+        where = _name_places("rank", [job.place_of_rank(slowest)])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
@@ -270,12 +256,12 @@ def _find_slow_rank(job: SampledJob) -> Iterator[Issue]:
         yield Issue("stalled_rank", where, times, sentence, lost)
 
 
-def _find_slow_exchange(job: SampledJob) -> Iterator[Issue]:
+def _find_slow_exchange(job: SampledJob, _: Found) -> Iterator[Issue]:
     share = 1 - _timed_work(job).max()
     if not share >= EXCHANGE or not job.steady.train_seconds.mean() >= LONG_EPOCH:
         return
     remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
-    nodes = job.most_at_once(NODE)
+    nodes = job.places_at_the_end(NODE)
     network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
         remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
@@ -283,7 +269,7 @@ def _find_slow_exchange(job: SampledJob) -> Iterator[Issue]:
     yield Issue("network_bound", _name_places("node", nodes), 100 * share, sentence, share)
 
 
-def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
+def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
     waiting = {rank: job.waits_for_core(rank) for rank in job.judged[RANK]}
     crowded = [
@@ -294,24 +280,24 @@ def _find_shared_cores(job: SampledJob) -> Iterator[Issue]:
     if not crowded:
         return
     worst = max(crowded, key=waiting.get)
-    node = worst[0], 0
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
     cores = parse_cores(rows.core_list.iloc[-1] for rows in here)
     loaders = sum(round(rows.loaders.mean()) for rows in here if rows.loaders.mean() > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
-    if job.mean(NODE, [node], "cores") < CORES_FULL * len(cores):
+    if job.mean(NODE, [(worst[0], 0)], "cores") < CORES_FULL * len(cores):
         told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
-    elif len(cores) < len(parse_cores(job.rows[NODE][node].core_list)):
-        told = f"{crowd} share {room} of the job's: --cpus-per-task, and srun --cpu-bind=cores"
     else:
-        told = f"{crowd} share {room}: more --cpus-per-task, or fewer threads (OMP_NUM_THREADS) and workers"
+        told = (
+            f"{crowd} share {room}: more --cpus-per-task, with srun --cpu-bind=cores, or fewer threads "
+            "(OMP_NUM_THREADS) and workers"
+        )
     where = _name_places("rank", crowded)
     sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {told}."
     yield Issue("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
 
 
-def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
+def _find_throttled_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
     for why, (least, words) in SLOWED.items():
         slowed = {gpu: rows[rows.throttled.str.contains(why)] for gpu, rows in job.judged[GPU].items()}
@@ -319,50 +305,41 @@ def _find_throttled_gpus(job: SampledJob) -> Iterator[Issue]:
             slowed[gpu] = rows[rows.clock_mhz < CAPPED_CLOCK * rows.clock_limit_mhz]
         parts = {gpu: len(rows) / len(job.judged[GPU][gpu]) for gpu, rows in slowed.items()}
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
-            where, worst = _name_places("GPU", gpus), max(gpus, key=parts.get)
-            clock, most, power, heat = slowed[worst][
-                ["clock_mhz", "clock_limit_mhz", "power_limit_w", "temperature_c"]
-            ].mean()
-            how = f"slows down {where} in {_percent(parts[worst])} of the time"
-            if clock <= most:
-                how += f", to {clock:,.0f} of {most:,.0f} MHz"
-            lost = parts[worst] * (1 - clock / most) if clock <= most else 0.0
-            sentence = words.format(how=how, heat=heat, power=power)
-            yield Issue("throttled", where, 100 * parts[worst], sentence, lost, urgent=why == "heat")
+            where, worst = _name_places(GPU, gpus), max(gpus, key=parts.get)
+            mean = slowed[worst].mean(numeric_only=True)
+            how, lost = f"slows down {where} in {_percent(parts[worst])} of the time", 0.0
+            if mean.clock_mhz <= mean.clock_limit_mhz:
+                how += f", to {mean.clock_mhz:,.0f} of {mean.clock_limit_mhz:,.0f} MHz"
+                lost = parts[worst] * (1 - mean.clock_mhz / mean.clock_limit_mhz)
+            sentence = words.format(how=how, heat=mean.temperature_c, power=mean.power_limit_w)
+            yield Issue("throttled", where, 100 * parts[worst], sentence, lost)
             return
 
 
-def _find_full_memory(job: SampledJob) -> Iterator[Issue]:
+def _find_full_memory(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find GPUs, and nodes, whose memory was nearly full at any moment."""
-    for what, (kind, most, of, remedy) in FULL.items():
-        used = {place: memory_in_use(rows) for place, rows in job.rows[what].items()}
-        parts = {place: part.max() for place, part in used.items()}
-        if full := [place for place in parts if parts[place] >= most]:
-            worst, where = max(full, key=parts.get), _name_places("GPU" if what == GPU else what, full)
-            peak = job.rows[what][worst].loc[used[worst].idxmax()]
-            in_use = f"{peak.memory_mb:,.0f} of {peak.memory_limit_mb:,.0f} MB"
-            sentence = f"{_percent(parts[worst])} of {of} on {where} was in use ({in_use}); {remedy}."
-            yield Issue(kind, where, 100 * parts[worst], sentence, 0.0, DANGER, bool(parts[worst] >= BRIM))
+    for what, kind, least, memory, remedy in FULL:
+        rows_of = job.rows[what].items()
+        parts = {place: (rows.memory_mb / rows.memory_limit_mb).max() for place, rows in rows_of}
+        if full := [place for place in parts if least <= parts[place] < math.inf]:
+            most, where = 100 * max(parts[place] for place in full), _name_places(what, full)
+            sentence = f"{most:.0f} % of {memory} on {where} was in use; more ends the job: {remedy}."
+            yield Issue(kind, where, most, sentence, 0.0, DANGER)
 
 
-def memory_in_use(rows: pd.DataFrame) -> pd.Series:
-    """Return the part of all memory in each sample, NaN if it is not known."""
-    return rows.memory_mb / rows.memory_limit_mb.where(rows.memory_limit_mb > 0)
-
-
-def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
-    """Find GPUs without work, and those that wait for their next kernel; `found`: kinds of before."""
-    parts = {gpu: job.load(gpu) for gpu in job.judged[GPU] if not job.is_unused(gpu)}
-    busy = {gpu: part for gpu, part in parts.items() if not math.isnan(part)}
+def _find_low_power(job: SampledJob, found: Found) -> Iterator[Issue]:
+    """Find GPUs without work, and those that wait for their next kernel."""
+    gpus = job.judged[GPU]
+    busy = {gpu: job.load(gpu) for gpu in gpus if not job.is_unused(gpu) and job.load(gpu) > -math.inf}
     idle = [gpu for gpu in busy if busy[gpu] < IDLE and job.mean(GPU, [gpu], "utilisation") < NO_KERNELS]
     explained = bool(found & WAITING)
     if idle and (not explained or max(busy.values()) >= LOW):
-        where, others = _name_places("GPU", idle), ", while others work" if len(idle) < len(busy) else ""
+        where, others = _name_places(GPU, idle), ", while others work" if len(idle) < len(busy) else ""
         sentence = (
             f"no work reaches {where}{others} ({_power(job, idle)}): see in the log which device its rank "
             "computes on."
         )
-        yield Issue("idle_gpu", where, len(idle), sentence, len(idle) / len(job.judged[GPU]))
+        yield Issue("idle_gpu", where, len(idle), sentence, len(idle) / len(gpus))
     low = [gpu for gpu in busy if busy[gpu] < LOW and gpu not in idle]
     with_gaps = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
     if (low or with_gaps) and not explained:
@@ -370,7 +347,7 @@ def _find_low_power(job: SampledJob, found: set[str]) -> Iterator[Issue]:
 
 
 def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
-    where, few = _name_places("GPU", gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
+    where, few = _name_places(GPU, gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
     busy = sum(map(job.load, gpus)) / len(gpus)
     number, lost = busy, 1 - busy
     told = f"{'gaps between' if few else 'short'} kernels leave {where}"
@@ -416,15 +393,15 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
         node = ranks[0][0], 0
-        rows = job.judged[NODE].get(node, job.table[:0])
-        if job.mean(NODE, [node], "cores") >= CORES_FULL * (len(parse_cores(rows.core_list)) or math.inf):
+        room = len(parse_cores(job.judged_or_all(NODE, node).core_list)) or math.inf
+        if job.mean(NODE, [node], "cores") >= CORES_FULL * room:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
             remedy = "these wait, too: for files (stage them on the node) or for cores"
-    if set(job.steady.loader) == {"resident"}:
-        remedy += ", or prepare less for each batch"
-    else:
-        remedy += ", or keep the data in memory (--loader resident)"
+    resident = set(job.steady.loader) == {"resident"}
+    remedy += (
+        ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"
+    )
     where = _name_places("rank", ranks)
     sentence = (
         f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
@@ -450,7 +427,7 @@ def _power(job: SampledJob, gpus: list[Place]) -> str:
 
 
 def _devices(job: SampledJob) -> str:
-    gpus, ranks, nodes = (job.most_at_once(what) for what in (GPU, RANK, NODE))
+    gpus, ranks, nodes = (job.places_at_the_end(what) for what in (GPU, RANK, NODE))
     devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
     names = {job.rows[GPU][gpu]["name"].iloc[-1] for gpu in gpus}
     if len(names) == 1 and names != {""}:
@@ -460,6 +437,7 @@ def _devices(job: SampledJob) -> str:
 
 def _name_places(what: str, places: list[Place]) -> str:
     """Name places in words, such as "GPUs 0, 1 on n1"; of many only how many."""
+    what = what.replace(GPU, "GPU")
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 2 or len(places) > 8:
         return _count(len(places), what) + ("" if what == NODE else f" on {_count(len(nodes), 'node')}")
@@ -484,6 +462,5 @@ def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# The first tells more where two find the same kind.
-RULES = (_find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches, _find_slow_rank)
-RULES += (_find_slow_exchange, _find_shared_cores, _find_throttled_gpus, _find_full_memory)
+RULES = (_find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches, _find_slow_exchange)
+RULES += (_find_shared_cores, _find_throttled_gpus, _find_slow_rank, _find_full_memory, _find_low_power)
