@@ -64,6 +64,13 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
     assert done.stdout
 
 
+def test_submitit_by_itself(checkout: Checkout) -> None:
+    """As in the Python of slurm/README.md."""
+    (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "slurm" / "README.md").read_text(), re.DOTALL)
+    done = checkout.run("python", "-c", code)
+    assert done.stdout.count("rank 1 of 2 trains with") == 2, done.stdout + done.stderr
+
+
 def test_every_command_left_to_other_tests_is_in_a_document() -> None:
     written = {line for _, block in lessons.commands(on_a_cluster=True) for line in block.splitlines()}
     assert written >= RUN_ELSEWHERE
