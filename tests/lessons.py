@@ -1,8 +1,9 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
-of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, or
+`lines FILE.py "FIRST" "LAST"` (from the line that contains FIRST to the next that contains LAST), `table
+FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column of that
+comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, or
 `bench TOOL FILE.csv`, the table that a tool in tools/bench makes of what it has written. Paths are relative
 to the README. Run this file (`make lessons`) to bring all up to date.
 """
@@ -14,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -63,6 +65,7 @@ def up_to_date(readme: Path) -> str:
         kind, *words = shlex.split(match[2])
         kinds = {
             "diff": _diff,
+            "lines": _lines,
             "table": _table,
             "comparison": _comparison,
             "pivot": _pivot,
@@ -86,6 +89,13 @@ def _diff(folder: Path, *names: str) -> str:
         lineterm="",
     )
     return "\n".join(["```diff", *lines, "```"])
+
+
+def _lines(folder: Path, name: str, first: str, last: str) -> str:
+    lines = (folder / name).read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if first in line)
+    end = next(number for number, line in enumerate(lines) if number >= start and last in line)
+    return "\n".join(["```python", textwrap.dedent("\n".join(lines[start : end + 1])), "```"])
 
 
 def _table(folder: Path, name: str, columns: str = "") -> str:

@@ -30,12 +30,9 @@ from forking import Forking
 from trainkit.schema import records
 
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
-# Those whose difference to the stage is the lesson: a page quotes it. The others are trainings of their own.
-VARIANTS = sorted(
-    name
-    for page in BEYOND.glob("*.md")
-    for name in re.findall(r"quote: diff \.\./mnist_ddp\.py (\S+)", page.read_text())
-)
+# Those whose difference to the stage is the lesson. The others are trainings of their own.
+VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")
+VARIANTS += ("unused.py",)
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--no-cuda", "--epochs", 2)
 SMALL += ("--width", 4)
 WIDE = ("--width", 32)
