@@ -29,6 +29,7 @@ Script = Callable[..., subprocess.CompletedProcess]  # what the fixture `script`
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
+STOPS = REPOSITORY / "tests" / "stops.py"
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,6 +17,7 @@ from conftest import (
     BEYOND,
     ENVIRONMENT,
     REPOSITORY,
+    STOPS,
     Script,
     assert_same_end,
     one_error,
@@ -46,12 +47,6 @@ TRAININGS = [
     ("shard", 2, ()),
     ("shard", 2, RECOMPUTE),
 ]
-# What a copy of the script has more: where to find what is beside it, and a signal in its first step.
-BESIDE_IT = f"import sys; sys.path.append({str(SCRIPT.parent)!r})\n"
-STOP = """\
-            if here.rank == 1 and schedule.last_epoch == 0:
-                __import__("os").kill(__import__("os").getpid(), 12)
-"""
 Train = Callable[..., str]
 # Adam makes a step of full length of any gradient, however small.
 ROUNDING = {"loss": 1e-4, "weight": 1e-3}
@@ -78,9 +73,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(script: Script, texts: Path) -> Train:
     """Trains, which has to go well; returns what all ranks have told."""
 
-    def run(folder: Path, *arguments: object, ranks: int, path: Path = SCRIPT) -> str:
+    def run(folder: Path, *arguments: object, ranks: int, path: tuple = (SCRIPT,)) -> str:
         given = (*SMALL, "--data-dir", texts, "--results-dir", folder, *arguments)
-        done = succeeded(script(path, *given, ranks=ranks))
+        done = succeeded(script(*path, *given, ranks=ranks))
         return done.stdout + done.stderr
 
     return run
@@ -109,12 +104,9 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
     how: str, whole: Path, train: Train, tmp_path: Path
 ) -> None:
     """After its first step; the weights that were best are those of the end here."""
-    stopping, step = tmp_path / "stopping.py", "            loss.backward()\n"
-    text = SCRIPT.read_text().replace("import gpt_data\n", f"{BESIDE_IT}import gpt_data\n")
-    stopping.write_text(text.replace(step, f"{STOP}{step}"))
     checkpoints = tmp_path / "checkpoints"
     goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
-    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=stopping)
+    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=(STOPS, 1, SCRIPT))
     assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
     assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)

@@ -9,26 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, WITHOUT_DROPOUT, rows_of, succeeded, weights_of
+from conftest import (
+    BEYOND,
+    ENVIRONMENT,
+    REPOSITORY,
+    STAGES,
+    STOPS,
+    WITHOUT_DROPOUT,
+    rows_of,
+    succeeded,
+    weights_of,
+)
 from forking import forking
 
 FOLDER = BEYOND / "lightning"
 SCRIPT = FOLDER / "mnist_lightning.py"
 SMALL = ("--batch-size", 50, "--train-size", 500, "--test-size", 301, "--width", 4, "--precision", "fp32")
 SMALL = (*SMALL, "--epochs", 2, "--no-cuda", "--timeout", 60)
-# A second rank gets USR2 in the third step; `sys.argv` has the script's words.
-STOPS = """\
-import os, runpy, signal, sys
-import torch.nn.functional as F
-steps, nll_loss = [], F.nll_loss
-def stopping(*args, **how):
-    steps.append(0)
-    if len(steps) == 3 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGUSR2)
-    return nll_loss(*args, **how)
-F.nll_loss = stopping
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")"""
 Runs = Callable[..., str]
 
 
@@ -67,10 +64,9 @@ def test_lightning_trains_as_stage_03(ranks: int, runs: Runs, tmp_path: Path) ->
 
 def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path: Path) -> None:
     """With dropout: the random numbers go on, too."""
-    (tmp_path / "stops.py").write_text(STOPS)
     job, whole, to_end = tmp_path / "job", tmp_path / "whole", (*SMALL, "--save-model")
     places = ("--results-dir", job, "--checkpoint-dir", tmp_path / "checkpoints")
-    told = runs(tmp_path / "stops.py", SCRIPT, *to_end, *places, ranks=2)
+    told = runs(STOPS, 3, SCRIPT, *to_end, *places, ranks=2)
     assert re.search(r"^stopped after (step \d of )?epoch 1 by a signal", told, re.MULTILINE)
     told = runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
     assert f"resumed from {tmp_path / 'checkpoints'}" in told

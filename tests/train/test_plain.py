@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, rows_of, succeeded
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STOPS, rows_of, succeeded
 from forking import Forking
 
 from trainkit.advice.answer import AnswerText
@@ -21,18 +21,6 @@ from trainkit.schema import records
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
 TESTED = 501  # so that two ranks have unequal shares
-# Rank 1 gets USR2 in step 14; `sys.argv` has the script's words.
-STOPS = """\
-import os, runpy, signal, sys, torch
-steps, step = [], torch.optim.Adadelta.step
-def stopping(*given):
-    steps.append(0)
-    if len(steps) == 14 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGUSR2)
-    return step(*given)
-torch.optim.Adadelta.step = stopping
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")"""
 # What rank 0 and rank 1 have of an epoch, and a number that a test chooses.
 UNEQUAL = """\
 import os, sys, torch, torch.distributed as dist
@@ -100,7 +88,6 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
 def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "stops.py").write_text(STOPS)
     env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(tmp_path)}
     script = (BEYOND / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
     for ranks in (1, 2):
@@ -108,7 +95,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
         job.mkdir()
         here = env | {"TRAINKIT_JOB_DIR": str(job), "RANK": "0"}
         if ranks == 2:
-            done = succeeded(forking.run(tmp_path / "stops.py", *script, ranks=2, env=here))
+            done = succeeded(forking.run(STOPS, 14, *script, ranks=2, env=here))
             assert "epoch 1/3" in done.stdout and "epoch 2/3" not in done.stdout
             assert (job / "stopped").read_text().strip() == str(job / "checkpoints" / "recorded.pt")
         done = succeeded(forking.run(*script, ranks=ranks, env=here))

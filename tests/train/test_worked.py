@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BEYOND, Script, one_error, places, rows_of, succeeded
+from conftest import BEYOND, STOPS, Script, one_error, places, rows_of, succeeded
 from PIL import Image
 
 from trainkit.schema import records
@@ -16,22 +16,12 @@ WORKED = {
     "gan": (("--train-size", 40, "--dataset", "synthetic"), ["critic_loss"]),
 }
 SMALL = ("--batch-size", 20, "--test-size", 12, "--width", 4, "--epochs", 2, "--timeout", 60)
-# Starts a script, and with STOP asks it to stop at its first step.
-AROUND = """
-import os, runpy, signal, sys
-import torch
-from trainkit import Run
-add = Run.add
-def add_and_stop(run, *losses, **metrics):
-    add(run, *losses, **metrics)
-    if run.here.rank == 1 and "STOP" in os.environ:
-        os.kill(os.getpid(), signal.SIGUSR2)
-Run.add = add_and_stop
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-if "resnet" in sys.argv[0]:  # so many layers of BatchNorm make the rounding errors of float32 visible
-    torch.set_default_dtype(torch.float64)
-runpy.run_path(sys.argv[0], run_name="__main__")
+# So many layers of BatchNorm make the rounding errors of float32 visible.
+PRECISE = f"""
+import runpy, sys, torch
+torch.set_default_dtype(torch.float64)
+sys.path[0] = "{BEYOND}"
+runpy.run_path("{BEYOND / "resnet.py"}", run_name="__main__")
 """
 
 
@@ -60,14 +50,14 @@ def numbers_of(folder: Path, metrics: list[str]) -> list[float]:
 @pytest.mark.parametrize("name", WORKED)
 def test_stops_and_ranks_change_nothing(name: str, images: Path, script: Script, tmp_path: Path) -> None:
     own, metrics = WORKED[name]
-    around = tmp_path / "around.py"
-    around.write_text(AROUND)
-    command = (around, BEYOND / f"{name}.py", *SMALL, *own)
-    command += ("--images", images) if name == "resnet" else ()
+    command = (BEYOND / f"{name}.py", *SMALL, *own)
+    if name == "resnet":
+        (tmp_path / "precise.py").write_text(PRECISE)
+        command = (tmp_path / "precise.py", *SMALL, *own, "--images", images)
     for ranks in (1, 2):
         succeeded(script(*command, "--results-dir", tmp_path / str(ranks), ranks=ranks))
-    for env, sentence in (({"STOP": "1"}, "stopped after step 1 of epoch 1"), ({}, "resumed from")):
-        done = succeeded(script(*command, *places(tmp_path / "stopped"), ranks=2, env=env))
+    for before, sentence in (((STOPS, 1), "stopped after step 1 of epoch 1"), ((), "resumed from")):
+        done = succeeded(script(*before, *command, *places(tmp_path / "stopped"), ranks=2))
         assert sentence in done.stdout
     one, two, stopped = (numbers_of(tmp_path / which, metrics) for which in ("1", "2", "stopped"))
     assert two == pytest.approx(one, rel=1e-5, nan_ok=True)
