@@ -175,6 +175,19 @@ def test_bench_names_its_parts() -> None:
     )
 
 
+def test_the_minutes_of_a_lesson_are_those_of_its_words() -> None:
+    """At 130 words a minute, without code."""
+    said = {
+        page: re.search(r"^- \*\*Minutes:\*\* (\d+) to read", page.read_text(), re.M)
+        for page in lessons.files("0*.md")
+    }
+    assert {page.parent.name for page in said if said[page]} >= {path.parent.name for path in STAGES.values()}
+    for page, minutes in said.items():
+        if minutes:
+            words = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).split()
+            assert abs(int(minutes[1]) - len(words) / 130) <= 1, page
+
+
 def test_the_timetables_add_up_and_name_every_exercise() -> None:
     text = (REPOSITORY / "INSTRUCTORS.md").read_text()
     table = text.partition("| section |")[2].partition("\n\n")[0]
