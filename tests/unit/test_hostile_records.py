@@ -2,7 +2,6 @@
 
 import csv
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from matplotlib.figure import Figure
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
@@ -168,33 +166,6 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
     for name in ("a\nb", "x" * 201):
         with pytest.raises(UserError, match=f"the {column} cannot be recorded"):
             RunFiles(tmp_path, facts | {column: name})
-
-
-@pytest.mark.full
-def test_a_damaged_file_never_raises_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two hundred random damages to a good file of several runs; a good one is still compared in the end."""
-    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: path.touch())
-    good, chance = SAMPLE.read_bytes(), random.Random(8)
-    junk = (b"", b",", b"\n", b'"', b"\0", b"-", b"e99", b"nan", b"\xff", b"=1", b"\x1b[2J", b"0" * 5000)
-    for i in range(200):
-        content = bytearray(good)
-        for _ in range(chance.randint(1, 3)):
-            start = chance.randrange(len(content))
-            end = start + chance.choice((0, 0, 1, 5, len(content)))
-            content[start:end] = chance.choice(junk)
-        (tmp_path / f"{i}.csv").write_bytes(content)
-        try:
-            report([tmp_path / f"{i}.csv"], tmp_path / "out")
-        except UserError as error:
-            assert len(str(error).splitlines()) == 1
-    made(tmp_path, "good")
-    rows, skipped = comparison.load([tmp_path])
-    assert 100 < len(skipped) < 200
-    assert "good" in set(rows.run_id)
-    report([tmp_path], tmp_path / "out")
-    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
 def test_a_verdict_that_is_no_file(tmp_path: Path) -> None:

@@ -188,6 +188,8 @@ class Checkpoints:
         try:
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
+            if type(state["epoch"]) is not int or state["epoch"] < 1:
+                raise ValueError(f"its epoch is {state['epoch']}")
             # Those of earlier programs do not name the model, which was Net, and what was not an option.
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
@@ -205,10 +207,8 @@ class Checkpoints:
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
-            self._first_epoch = int(state["epoch"])
+            self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
-            if self._part and len(self._part.losses) != self._part.steps:
-                raise ValueError("its losses do not fit its steps")
             here = str(self._folder.resolve())
             copied = state.get("folder", here) != here
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))

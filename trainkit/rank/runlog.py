@@ -145,6 +145,8 @@ class RunLog:
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is no name of a file")
+        if not 0 <= state["elapsed_s"] < math.inf:
+            raise ValueError(f"its run has taken {state['elapsed_s']} s")
         facts, rows = state["facts"], state["rows"]
         if not self._recorder.may_continue(facts, rows, copied):
             tell(
@@ -154,7 +156,7 @@ class RunLog:
             own = {"run_id": self.run_id}
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts
-        self.run_id, self._before_s = self._facts["run_id"], float(state["elapsed_s"])
+        self.run_id, self._before_s = self._facts["run_id"], state["elapsed_s"]
         if rows:  # the limits may be others now
             rows[-1]["ended"] = why_ended(rows, self._options)
         self._recorder.go_on(facts, rows)

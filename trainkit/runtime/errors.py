@@ -22,7 +22,11 @@ DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreEr
 
 
 class UserError(Exception):
-    """A mistake the user can mend; its text says what is wrong and what to do."""
+    """A mistake that the user can correct; its text says what is wrong and what to do."""
+
+    def __str__(self) -> str:
+        """Return the text without what a terminal would obey: it may quote a file, or another program."""
+        return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class PeerError(UserError):

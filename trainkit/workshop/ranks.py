@@ -15,7 +15,6 @@ import torch
 import torch._dynamo  # DDP imports it: better once here than in every rank
 import torch.distributed as dist
 
-from trainkit.runtime.errors import printable
 from trainkit.workshop.work import Wrong
 
 TIMEOUT = 15  # seconds that the ranks wait for each other
@@ -95,4 +94,4 @@ def _told(rank: int, error: Exception) -> str:
     where = f"in line {(own or frames)[-1].lineno}" + (f" of {Path(own[-1].filename).name}" if own else "")
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
         return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
-    return f"rank {rank} ends with {type(error).__name__} {where}: {printable(str(error))}"
+    return f"rank {rank} ends with {type(error).__name__} {where}: {error}"

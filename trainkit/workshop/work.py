@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
-from trainkit.runtime.errors import printable
+from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import read_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ ANSWERS = "answers.txt"
 OPEN = "?"  # an answer that is not given yet
 
 
-class Wrong(Exception):  # noqa: N818  not an error of the program: what the learner is told
+class Wrong(UserError):  # noqa: N818  not an error of the program: what the learner is told
     """What is not right yet; its text says what, and gives a hint."""
 
 
@@ -175,7 +175,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
-    what = printable(traceback.format_exception_only(error)[-1].strip())
+    what = traceback.format_exception_only(error)[-1].strip()
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
     if isinstance(error, OSError):

@@ -1,0 +1,159 @@
+"""Files of ours that hold anything: each reader takes them, or says in one sentence why not."""
+
+import copy
+import json
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainkit.compare import comparison
+from trainkit.rank import options
+from trainkit.rank.checkpoint import Checkpoints
+from trainkit.rank.epoch import PartialEpoch
+from trainkit.runtime.errors import STOP_SIGNALS, UserError
+from trainkit.schema import samples
+from trainkit.workshop.exercises import PROGRESS, Workbook
+from trainkit.workshop.work import Workspace
+
+RECORD = (REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv").read_bytes()[:8000]
+SAMPLES = b"\n".join([samples.HEADER.strip().encode(), *[b"7,node" + b"," * (len(samples.COLUMNS) - 2)] * 3])
+PIECES = [
+    b"",
+    b",",
+    b"\n",
+    b'"',
+    b"\0",
+    b"-",
+    b"e99",
+    b"nan",
+    b"\xff",
+    b"=1",
+    b"\x1b[2J",
+    b"9" * 5000,
+    b"[" * 9999,
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+many = settings(
+    max_examples=120,
+    derandomize=True,  # a test that fails once, fails again
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@st.composite
+def damaged(draw: Callable, good: bytes) -> bytes:
+    """Replace up to three pieces of a good file by junk, or take other bytes altogether."""
+    content = bytearray(good)
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(content)))
+        end = start + draw(st.sampled_from([0, 1, 5, len(good)]))
+        content[start:end] = draw(st.sampled_from(PIECES) | st.binary(max_size=9))
+    return bytes(content)
+
+
+def in_one_line(read: Callable[[], object]) -> None:
+    """Read; what cannot be read has one sentence, without what a terminal would obey."""
+    try:
+        read()
+    except UserError as error:
+        assert str(error).isprintable(), str(error)
+
+
+@many
+@given(damaged(RECORD))
+def test_a_record(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_bytes(content)
+    rows, skipped = comparison.load([path])
+    assert len(rows) or skipped
+    assert all(sentence.isprintable() for sentence in skipped)
+
+
+@many
+@given(damaged(SAMPLES))
+def test_samples(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "n1.csv").write_bytes(content)
+    in_one_line(lambda: samples.read(tmp_path))
+
+
+@many
+@given(damaged(b'{"done": ["clock"], "hints": {"loader": 1}}') | ANYTHING.map(json.dumps).map(str.encode))
+def test_the_progress_of_a_learner(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / PROGRESS).write_bytes(content)
+    in_one_line(lambda: Workbook(tmp_path))
+
+
+@many
+@given(damaged(b"prediction = high  # a word\nseconds = 1.5\n"))
+def test_answers(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "answers.txt").write_bytes(content)
+    answers = Workspace(tmp_path)
+    in_one_line(lambda: answers.answers().word("prediction", "high", "low"))
+    in_one_line(lambda: answers.answers().number("seconds"))
+
+
+class Log:
+    """What a checkpoint needs of a run's log."""
+
+    def state(self) -> dict:
+        return {"facts": {"run_id": "one"}, "elapsed_s": 1.0, "rows": []}
+
+    def go_on(self, state: dict, copied: bool) -> None:
+        pass
+
+
+def resume(folder: Path, state: dict | None = None) -> Checkpoints:
+    """Go on with a small training from this state, if any; each in its own folder, which it then holds."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    if state:
+        torch.save(state, folder / "epoch-2-step-3.pt")
+    opts = options.parse("", ["--checkpoint-dir", str(folder), "--resume", "auto", "--precision", "fp32"])
+    model = torch.nn.Linear(2, 2)
+    return Checkpoints(opts, "mnist", model, {"optimizer": torch.optim.Adam(model.parameters())}, Log())
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[dict]:
+    """What a checkpoint in the middle of an epoch holds."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    resume(tmp_path).save(2, PartialEpoch(3, 1.0, 0.1, torch.zeros(3)))
+    (path,) = tmp_path.glob("*/*.pt")
+    state = torch.load(path, weights_only=True)
+    assert resume(tmp_path, state).epochs().start == 2
+    yield state
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@many
+@given(st.data())
+def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
+    forged = inner = copy.deepcopy(state)
+    name = data.draw(st.sampled_from(sorted(inner)))
+    while isinstance(inner[name], dict) and inner[name] and data.draw(st.booleans()):
+        inner = inner[name]
+        name = data.draw(st.sampled_from(sorted(inner, key=str)))
+    inner[name] = data.draw(ANYTHING)
+    in_one_line(lambda: resume(tmp_path, forged))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})]
+)
+def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: object) -> None:
+    forged = state | {name: state[name] | value if isinstance(value, dict) else value}
+    with pytest.raises(UserError, match="does not fit this training"):
+        resume(tmp_path, forged)
