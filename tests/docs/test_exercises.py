@@ -127,16 +127,23 @@ def test_a_typical_wrong_answer_gets_its_hint(
 def test_an_exercise_has_all_its_parts(folder: Path) -> None:
     lines = (folder / "README.md").read_text().splitlines()
     assert lines[0].startswith("# ")
-    minutes, rest = lines[2].split(" minutes. ")
-    assert 3 <= int(minutes) <= 45
-    assert rest
     exercise = Exercise(folder)
+    assert 3 <= exercise.minutes <= 45
+    assert exercise.kind == "extra" or "\n**Explain** in one sentence: " in (folder / "README.md").read_text()
     assert len(exercise.hints) == 3 and all(exercise.hints)
     assert len(CHECKS[folder]["WRONG"]) >= 2
     shipped = {path.name for path in folder.glob("starter/*")}
     assert {*exercise.solution} <= shipped | {"answers.txt"}
     for path in [*folder.glob("*.*"), *folder.glob("s*/*.*")]:  # not mine/
         path.read_text(encoding="ascii")
+
+
+def test_the_core_path_goes_from_one_to_nine() -> None:
+    steps = {exercise.step: exercise.name for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
+    text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path in three hours")[2]
+    table = text.partition("\n## ")[0]
+    assert [steps[step] for step in range(1, 10)] == re.findall(r"exercise `(\w+)`", table)
+    assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
 
 
 def test_every_stage_has_its_exercises() -> None:
@@ -153,9 +160,9 @@ def clock(learner: Callable[[Path], Learner]) -> Learner:
 
 def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
     assert clock.do().stdout.splitlines() == [
-        "[ ]  1  clock   10 min  What does the clock measure?",
+        "[ ]  1  clock   10 min  core   What does the clock measure?",
         "",
-        f"[.] 0 of 1 done. Next: clock, 10 minutes: read {clock.folder / 'README.md'}",
+        f"[.] 0 of 1 done. Next: clock (core), 10 minutes: read {clock.folder / 'README.md'}",
     ]
     clock.solve()
     clock.check()

@@ -33,7 +33,7 @@ def test_first_steps(tmp_path: Path) -> None:
     assert sum(line.startswith("Slurm   ") for line in told) == 1
     names = {stage: exercises(project, stage) for stage in STAGES}
     assert sum(line.startswith("[ ] ") for line in told) == sum(map(len, names.values()))
-    bar = f"[{'.' * len(names[STAGES[0]])}] 0 of {len(names[STAGES[0]])} done. Next: clock, "
+    bar = f"[{'.' * len(names[STAGES[0]])}] 0 of {len(names[STAGES[0]])} done. Next: clock (core), "
     assert any(line.startswith(bar) for line in told)
     assert told[-4:] == [
         "The lesson around it: 01_singlegpu/README.md. Go on with:",

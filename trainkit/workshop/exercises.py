@@ -2,7 +2,8 @@
 
 Every exercise is a folder beside its stage's check.py, such as `01_clock`, and is called `clock`:
 
-    README.md   `# Title`, then a line `10 minutes. What you learn.`, then the question and the commands
+    README.md   `# Title`, then `**Core, 1 of 9.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`), then
+                the question and the commands
     check.py    `check(mine)` returns what there was to see, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
     solution/   the files of starter/ that change, done
@@ -41,6 +42,8 @@ from trainkit.runtime.files import read_text, replacing
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
+HEADER = re.compile(r"\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ")
+EXTRA = 99  # its step on the core path: behind all others
 PATIENCE = 120  # seconds for a check, on a machine that has nothing else to do
 TOO_LONG = (
     f"The check takes longer than {PATIENCE} seconds, and a busy machine was given more: does a loop in your "
@@ -55,8 +58,10 @@ class Exercise:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
         self.mine = Workspace(folder / "mine")
-        title, _, minutes, *_ = (folder / "README.md").read_text().splitlines()
-        self.title, self.minutes = title.removeprefix("# "), int(minutes.split(" ")[0])
+        title, _, header, *_ = (folder / "README.md").read_text().splitlines()
+        step, minutes = HEADER.match(header).groups()
+        self.title, self.minutes, self.step = title.removeprefix("# "), int(minutes), int(step or EXTRA)
+        self.kind = "core" if step else "extra"
 
     @cached_property
     def hints(self) -> list[str]:
@@ -192,12 +197,17 @@ class Workbook:
         """What is not done yet."""
         return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
+    @property
+    def next(self) -> Exercise | None:
+        """The next exercise of the core path, or else the first extra that is not done."""
+        return min(self.open, key=lambda exercise: exercise.step, default=None)
+
     def listed(self) -> str:
         """List the exercises, with a cross where one is done."""
         width = max(len(exercise.name) for exercise in self.exercises)
         return "\n".join(
             f"[{' ' if exercise in self.open else 'x'}] {number:2}  {exercise.name:{width}}"
-            f"  {exercise.minutes:3} min  {exercise.title}"
+            f"  {exercise.minutes:3} min  {exercise.kind:5}  {exercise.title}"
             for number, exercise in enumerate(self.exercises, start=1)
         )
 
@@ -205,13 +215,13 @@ class Workbook:
         """Say how much is done, and which exercise comes next."""
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
-        if not self.open:
-            stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
-            following = stages[stages.index(self.folder.parent) + 1 :]
-            return f"{bar} Next: {relative(following[0] / 'README.md')}" if following else bar
-        following = self.open[0]
-        readme = relative(following.folder / "README.md")
-        return f"{bar} Next: {following.name}, {following.minutes} minutes: read {readme}"
+        stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
+        ways = [relative(stage / "README.md") for stage in stages[stages.index(self.folder.parent) + 1 :][:1]]
+        if following := self.next:
+            readme = relative(following.folder / "README.md")
+            way = f"{following.name} ({following.kind}), {following.minutes} minutes: read {readme}"
+            ways = [way] if following.kind == "core" else [*ways, way]
+        return f"{bar} Next: {' or '.join(ways)}" if ways else bar
 
 
 def main(folder: Path, description: str) -> int:

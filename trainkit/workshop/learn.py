@@ -39,10 +39,11 @@ def main() -> None:
         tell(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
     unfinished = [workbook for workbook in workbooks if workbook.open]
     if not unfinished:
-        tell("\nAll done. Next: a model of your own, 03_multigpu_ddp/README.md")
+        tell("\nAll done. Next: a training of your own, YOUR_TRAINING.md")
         return
-    stage = unfinished[0].folder.parent
-    tell(f"\n{unfinished[0].bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
+    workbook = min(unfinished, key=lambda workbook: workbook.next.step)
+    stage = workbook.folder.parent
+    tell(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
     if activate.exists():  # a room may share another
         first.append(f"source {relative(activate)}")

@@ -81,9 +81,9 @@ def check(mine: Workspace) -> str:
     best = best_rule(runs, "sgd", 1024)
     came = "as you predicted" if prediction == best else f"you had predicted {prediction}"
     return (
-        "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, which is "
-        f"too much for this network: the loss becomes no number. Best there is {best}, {came}. At 4,096 "
-        "five epochs are 20 steps, and no rule mends that. So a rule is a first guess: compare the "
+        "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, and after a "
+        f"warm-up of only 9 steps the loss becomes no number. Best there is {best}, {came}. At 4,096 "
+        "five epochs are 20 steps, and no rule helps. So a rule is a first guess: compare the "
         "accuracies of your runs. (These are of one seed each, so a few tenths of a percent say nothing.)"
     )
 
