@@ -217,21 +217,6 @@ def mnist_dir() -> Path:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, script: Script) -> Callable[..., list[dict[str, object]]]:
-    """Runs a stage that has to go well, by torchrun if `processes` are given; returns the rows of its CSV."""
-
-    def run(
-        stage: str, *arguments: object, processes: int | None = None, ranks: int | None = None
-    ) -> list[dict[str, object]]:
-        given = (stage, *arguments, "--results-dir", tmp_path)
-        done = run_stage(*given, processes=processes) if processes else script(*given, ranks=ranks)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return rows_of(tmp_path)
-
-    return run
-
-
-@pytest.fixture
 def checkout(tmp_path: Path) -> "Checkout":
     """A copy of the checkout, on a machine without Slurm."""
     from checkout import Checkout

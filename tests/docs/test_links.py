@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+TEST = re.compile(r"\[(test_\w+)\]\(([^)#]+)\)")
 CODE = re.compile(r"`[^`\n]*`")
 
 
@@ -25,6 +26,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), name
         if anchor:
             assert anchor in anchors(target), f"{name}#{anchor}"
+    for test, file in TEST.findall(page.read_text()):
+        assert f"\ndef {test}(" in (page.parent / file).read_text(), test
 
 
 def test_the_glossary_is_in_order() -> None:

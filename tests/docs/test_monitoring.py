@@ -16,7 +16,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pynvml
 import pytest
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS
@@ -107,19 +106,6 @@ def test_the_fields_of_a_query_are_explained() -> None:
     asked = re.search(r"--query-gpu=(\S+)", QUERY)[1].replace("clocks.sm", "clocks.current.sm")
     assert printed == asked.split(",")
     assert explained("### nvidia-smi --query-gpu") == {*printed}
-
-
-def test_the_reasons_of_a_low_clock_are_those_of_nvml() -> None:
-    bits = {
-        "0x1": pynvml.nvmlClocksThrottleReasonGpuIdle,
-        "0x4": pynvml.nvmlClocksThrottleReasonSwPowerCap,
-        "0x8": pynvml.nvmlClocksThrottleReasonHwSlowdown,
-        "0x20": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-        "0x40": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
-        "0x80": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-    }
-    assert {int(text, 16): text for text in bits} == {value: text for text, value in bits.items()}
-    assert {*re.findall(r"`(0x\d+)`", PAGE)} == {*bits}
 
 
 def test_the_words_of_topo_are_explained() -> None:

@@ -10,10 +10,11 @@ from textwrap import indent
 
 import psutil
 import pytest
-from conftest import STAGES, Script, failed, one_error, start_stage
+import torch
+from conftest import BEYOND, STAGES, Script, failed, one_error, start_stage
 from forking import free_port
 
-from trainkit.rank import staging
+from trainkit.rank import sharded, staging
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
@@ -37,6 +38,38 @@ ALONE = [
 def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script: Script) -> None:
     assert sentence in one_error(script("single", "--results-dir", tmp_path, *arguments))
     assert not list(tmp_path.rglob("*"))
+
+
+OF_OTHERS = [
+    ("accumulate --accumulate 7 --batch-size 60", "--batch-size 60 does not divide among 7 micro-batches (1"),
+    ("accumulate --accumulate 0", "argument --accumulate: 0 is too small"),
+    ("mixed_precision --precision bf16", "argument --precision: invalid choice: 'bf16'"),
+    ("by_hand --flatten", "unrecognized arguments: --flatten"),
+    ("captured --how captured", "a CUDA graph needs a GPU"),
+    ("captured --how graphed", "a CUDA graph needs a GPU"),
+    ("tabular --weights much", "argument --weights: invalid choice: 'much'"),
+    ("tabular --precision bf16", "TableNet computes in fp32 only: leave out --precision bf16"),
+    ("tabular --test-size 6000", "--test-size 6000 is more than the 5000 test images"),
+    ("gpt --width 16 --heads 3", "--width 16 is not a multiple of --heads 3"),
+    ("gpt --data-dir . --shards 1 --test-size 2", "2 windows for validation are not within 3"),
+    ("gpt --vocabulary 10", "argument --vocabulary: 10 is too small"),
+    ("pipeline --micro-batches 7 --batch-size 60", "--batch-size 60 does not divide among 7 micro-batches"),
+    ("pipeline --micro-batches 0", "argument --micro-batches: 0 is too small"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "sentence"), OF_OTHERS)
+def test_one_sentence_beyond_the_stages(
+    command: str, sentence: str, tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *arguments = command.split()
+    if name in ("gpt", "pipeline") and torch.__version__ < sharded.NEEDED:
+        pytest.skip(f"needs PyTorch {sharded.NEEDED} or newer")
+    told = one_error(script(BEYOND / f"{name}.py", *arguments, "--results-dir", tmp_path, ranks=1))
+    assert told.startswith("error") and sentence in told
+    assert not list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.parametrize(
@@ -188,6 +221,8 @@ def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) ->
         (("--batch-size", 65), "--batch-size 65 does not divide among 2 processes: the nearest is 64 or 66."),
     ):
         assert told in failed(script("ddp", *mistake, ranks=2))
+    told = failed(script(BEYOND / "pipeline.py", ranks=3))
+    assert "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8" in told
 
 
 def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script) -> None:

@@ -20,7 +20,6 @@ from conftest import (
     Script,
     failed,
     furthest,
-    one_error,
     rows_of,
     succeeded,
     weights_of,
@@ -229,28 +228,6 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
     phases = [line for line in by_hand.told if line.startswith("seconds: ")]
     names = ["replicate", "scatter", "forward", "gather", "backward", "sum"]
     assert [re.findall(r"(\w+) [\d.]+", line) for line in phases] == [names, names]
-
-
-@pytest.mark.parametrize(
-    ("variant", "arguments", "sentence"),
-    [
-        (
-            "accumulate.py",
-            ("--accumulate", 7),
-            "--batch-size 60 does not divide among 7 micro-batches (1 processes x --accumulate 7): "
-            "the nearest is 56 or 63",
-        ),
-        ("accumulate.py", ("--accumulate", 0), "argument --accumulate: 0 is too small"),
-        ("mixed_precision.py", ("--precision", "bf16"), "argument --precision: invalid choice: 'bf16'"),
-        ("by_hand.py", ("--flatten",), "unrecognized arguments: --flatten"),
-        ("tabular.py", ("--weights", "much"), "argument --weights: invalid choice: 'much'"),
-        ("tabular.py", ("--precision", "bf16"), "TableNet computes in fp32 only: leave out --precision bf16"),
-        ("tabular.py", ("--test-size", 6000), "--test-size 6000 is more than the 5000 test images"),
-    ],
-)
-def test_a_mistake_is_one_sentence(variant: str, arguments: tuple, sentence: str, script: Script) -> None:
-    done = script(BEYOND / variant, *SMALL, *arguments)
-    assert one_error(done).startswith(f"error: {sentence}")
 
 
 def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:

