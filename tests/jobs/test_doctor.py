@@ -17,7 +17,7 @@ from cluster import RunningCluster
 from conftest import REPOSITORY
 
 from trainkit.doctor import checkup, checkup_torch, cli, login_node
-from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, findings_in, read_messages
+from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.jobs import site, slurm
 from trainkit.monitor import processes
 from trainkit.runtime import device, process_group

@@ -8,7 +8,7 @@ from checkout import Checkout
 from cluster import RunningCluster
 
 from trainkit.doctor import login_node
-from trainkit.doctor.finding import FAULT
+from trainkit.doctor.checkup import FAULT
 from trainkit.jobs import site
 
 FAILS = "slurm/site.sh fails, correct it: "

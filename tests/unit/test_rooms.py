@@ -23,7 +23,7 @@ MAY_IMPORT = {
 }
 # What the doctor and the login node need before an environment exists.
 BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")
-BARE += tuple(f"doctor.{name}" for name in ("finding", "checkup", "cli", "login_node"))
+BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
 FRONT_DOORS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}

@@ -10,20 +10,24 @@ imported before it is needed, and nothing waits without a limit.
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from trainkit.doctor.finding import FAULT, MARK, NOTE, OK, WARNING, Finding, fault_from, has_fault
 from trainkit.runtime import errors, files, job_folder
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line
 
+OK, WARNING, FAULT = "ok", "warning", "fault"
+MARK = "checkup "  # begins every line for the doctor
+NOTE = ".doctor-{job}-{node}"  # a file that shows whether a folder is shared
 # Seconds of a step. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode),
 # and the ranks then come to the group as far apart.
 LIMIT = 180
@@ -36,9 +40,43 @@ FIXES = {
     "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
 NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
-
 SHM_GB = 1.0
 GB = 1e9
+
+
+class Finding(NamedTuple):
+    """What one check found: `level` is `OK`, `WARNING` or `FAULT`; `fix` says what to do, if anything."""
+
+    check: str
+    level: str
+    message: str
+    fix: str = ""
+    node: str | None = None
+    rank: int | None = None
+
+
+def has_fault(findings: Iterable[Finding]) -> bool:
+    return any(finding.level == FAULT for finding in findings)
+
+
+def fault_from(check: str, error: str, fix: str = "") -> Finding:
+    """Make a fault of an error's text; `fix` is for one that does not say itself what to do.
+
+    A `UserError` mostly does: "what is wrong (why): what to do".
+    """
+    what, _, own_fix = error.removeprefix("error: ").partition("): ")
+    return Finding(check, FAULT, f"{what})" if own_fix else what, own_fix or fix)
+
+
+def read_messages(log: str) -> Iterator[dict]:
+    """Yield the messages in a job's log; other lines, and those that are cut short, are passed over."""
+    for text in re.findall(MARK + r'(\{"rank": .*)', log):
+        with suppress(ValueError):
+            yield json.loads(text)
+
+
+def findings_in(messages: Iterable[dict]) -> list[Finding]:
+    return [Finding(**one["finding"]) for one in messages if "finding" in one]
 
 
 def main() -> None:

@@ -15,8 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.doctor.checkup import FIXES, GB, LIMIT, in_words, node, send
-from trainkit.doctor.finding import FAULT, OK, WARNING, Finding
+from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, node, send
 from trainkit.monitor import processes
 from trainkit.rank import data, run  # noqa: F401  what a rank imports
 from trainkit.runtime import clock, device, machine, place, process_group

@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.doctor import checkup, login_node
-from trainkit.doctor.finding import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
+from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.site import Site

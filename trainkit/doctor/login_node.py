@@ -8,7 +8,7 @@ import shlex
 import stat
 from pathlib import Path
 
-from trainkit.doctor.finding import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
+from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
 from trainkit.jobs import slurm
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES

@@ -229,9 +229,9 @@ def _attach(job: int) -> None:
 
 def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
     """Tell the verdict for the log of a job; `job` is its number or folder."""
-    *findings, watched = verdict.lines(name)
-    picture = f"its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
-    return [f"watch   {line}" for line in (*findings, f"{watched}; {picture}")]
+    lines = verdict.lines(name)
+    lines[-1] += f"; its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
+    return [f"watch   {line}" for line in lines]
 
 
 def _keep_and_tell(folder: Path, name: str, job: object) -> None:
