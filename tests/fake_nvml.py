@@ -57,11 +57,14 @@ class Nvml(ModuleType):
         self._calls: Counter = Counter()
         self.nvmlInit = lambda: self._raise(init) if init else None
         self.nvmlDeviceGetCount = lambda: len(self._cards)
-        self.nvmlDeviceGetHandleByIndex = self._cards.__getitem__
-        self.nvmlDeviceGetHandleByUUID = [gpu["uuid"] for gpu in self._gpus].index
-        self.nvmlDeviceGetUUID = lambda place: self._gpus[place]["uuid"]
+        self.nvmlDeviceGetHandleByIndex = lambda index: self._find(index, self._cards)
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: self._find(uuid, [gpu["uuid"] for gpu in self._gpus])
+        self.nvmlDeviceGetIndex = self._cards.index
         for function, (name, units) in NUMBERS.items():
             setattr(self, function, self._number(name, units))
+
+    def _find(self, name: object, names: list[object]) -> int:
+        return names.index(name) if name in names else self._raise("NOT_FOUND")
 
     def _raise(self, error: str) -> None:
         raise self.NVMLError(getattr(self, f"NVML_ERROR_{error}"))

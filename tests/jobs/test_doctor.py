@@ -258,20 +258,29 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def give_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """GPUs that PyTorch tells of, and that compute."""
+def node(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A node with so much, and GPUs (of so much `free` memory) that compute."""
 
-    def give(count: int, free: int = 140) -> None:
+    def make(
+        gpus: int = 0, free: int = 140, cores: int = 8, gb: float = 99, shm: float = 9, **env: int
+    ) -> None:
+        in_a_job(**{name: str(value) for name, value in env.items()})
         place = {"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 0}
         gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, **place)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        space = SimpleNamespace(total=shm * 1e9, free=shm * 1e9)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 140 * 2**30))
         monkeypatch.setattr(device, "try_gpu", lambda device: None)
+        monkeypatch.setattr(device, "driver", lambda: "driver 535.104.05")
+        monkeypatch.setattr(device, "build", lambda: "CUDA 12.1")
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
+        monkeypatch.setattr(checkup.os, "sched_getaffinity", lambda _: set(range(cores)))
+        monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: space)
+        monkeypatch.setattr(processes, "memory_limit", lambda: gb * 1e9)
 
-    return give
+    return make
 
 
 def told_by(check: Callable, *arguments: object) -> str:
@@ -279,85 +288,58 @@ def told_by(check: Callable, *arguments: object) -> str:
     return "\n".join(f"{one.level}: {one.message} -> {one.fix}" for one in check(*arguments))
 
 
-@pytest.mark.parametrize(
-    ("asked", "own", "words"),
-    [
-        (8, 8, "ok: 8 per rank"),
-        (8, 1, "fault: asked for 8 cores and may run on 1 -> give --cpus-per-task to srun, too"),
-        (16, 8, "warning: asked for 16 cores and may run on 8"),
-        (1, 1, "fault: 1 CPU(s) per task for the training and 4 loader workers -> sbatch --cpus-per-task=5"),
-        (2, 4, "warning: 2 CPU(s) per task for the training and 4 loader workers"),
-    ],
-)
-def test_the_cores_of_a_rank(
-    asked: int, own: int, words: str, in_a_job: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_a_job(SLURM_CPUS_PER_TASK=str(asked))
-    monkeypatch.setattr(checkup.os, "sched_getaffinity", lambda _: set(range(own)))
-    assert words in told_by(checkup._cores, 4)
+def given(gpus: int, seen: int) -> dict[str, object]:
+    return {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CLUSTER_NAME": "practice", "gpus": seen}
 
 
-def test_the_name_of_the_master(in_a_job: Callable) -> None:
-    in_a_job(MASTER_ADDR="localhost")
-    assert told_by(checkup._names).startswith("ok: resolves the master, localhost")
-    in_a_job(MASTER_ADDR="nowhere.invalid")
-    why = "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has "
-    assert told_by(checkup._names).startswith(why)
+CORES, SHARED = (checkup._cores, 4), (checkup._shared_memory, 4)
+GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2, 4)  # of two tasks
 
 
 @pytest.mark.parametrize(
-    ("given", "seen", "words"),
+    ("found_there", "check", "words"),
     [
-        (2, 2, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
-        (4, 4, "fault: 2 task(s) for 4 GPU(s): it has to be one task per GPU -> sbatch"),
-        (0, 0, "warning: the job has no GPU: it will train on the CPU"),
-        (2, 0, "ok: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
-        (2, 1, "warning: a task sees 1 of 2 GPUs, which stops them from copying to each other"),
+        ({}, CORES, "ok: 8 per rank"),
+        (
+            {"cores": 1},
+            CORES,
+            "fault: asked for 8 cores and may run on 1 -> give --cpus-per-task to srun",
+        ),
+        ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores and may run on 8"),
+        ({"SLURM_CPUS_PER_TASK": 1}, CORES, "fault: 1 CPU(s) per task for the training and 4 loader workers"),
+        ({"SLURM_CPUS_PER_TASK": 2}, CORES, "warning: 2 CPU(s) per task for the training and 4 loader worke"),
+        ({"SLURM_CPUS_PER_TASK": 2}, CORES, "-> sbatch --cpus-per-task=5"),
+        ({"MASTER_ADDR": "localhost"}, (checkup._names,), "ok: resolves the master, localhost"),
+        (
+            {"MASTER_ADDR": "nowhere.invalid"},
+            (checkup._names,),
+            "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has ",
+        ),
+        (given(2, 2), GPUS, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
+        (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): it has to be one task per GPU -> sbatch"),
+        (given(0, 0), GPUS, "warning: the job has no GPU: it will train on the CPU"),
+        (given(2, 0), GPUS, "ok: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
+        (given(2, 1), GPUS, "warning: a task sees 1 of 2 GPUs, which stops them from copying to each other"),
+        (
+            {"gpus": 2, "free": 35},
+            (checkup_torch.gpus, None),
+            "warning: 75% of its GPU's memory is taken before the training starts -> something else "
+            "computes there; without the node: sbatch --exclude=n2",
+        ),
+        ({"gb": 3}, MEMORY, "warning: 3.0 GB for 2 rank(s), which take about 4.0 GB with 4 loader workers e"),
+        ({"gb": 3, "gpus": 2}, MEMORY, "fault: 3.0 GB for 2 rank(s), which take about 10.0 GB"),
+        ({"gb": 9, "gpus": 2}, MEMORY, "warning: 9.0 GB for 2 rank(s)"),
+        ({"gb": 0.5}, MEMORY, "-> sbatch --mem=5G"),
+        ({"shm": 0.06}, SHARED, "warning: 0.06 of 0.06 GB free in /dev/shm"),
+        ({"shm": 0.06}, (checkup._shared_memory, 0), "ok: "),
     ],
 )
-def test_the_gpus_of_a_node(
-    given: int, seen: int, words: str,
-    in_a_job: Callable, give_gpus: Callable, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """`seen` of the `given` GPUs are shown to each of two tasks."""
-    in_a_job(SLURM_GPUS_ON_NODE=str(given), SLURM_CLUSTER_NAME="practice")
-    give_gpus(seen)
-    monkeypatch.setattr(device, "driver", lambda: "driver 535.104.05")
-    monkeypatch.setattr(device, "build", lambda: "CUDA 12.1")
-    lines = told_by(checkup_torch.gpus, 2)
-    assert words in lines
-    assert words.startswith("ok") == all(line.startswith("ok") for line in lines.splitlines())
-
-
-def test_a_gpu_that_others_use(in_a_job: Callable, give_gpus: Callable) -> None:
-    give_gpus(2, free=35)
-    told = told_by(checkup_torch.gpus, None)
-    assert told.startswith("warning: 75% of its GPU's memory is taken before the training starts -> ")
-    assert told.endswith("sbatch --exclude=n2")
-
-
-@pytest.mark.parametrize(
-    ("gb", "gpus", "words"),
-    [
-        (3.0, 0, "warning: 3.0 GB for 2 rank(s), which take about 4.0 GB with 4 loader workers each"),
-        (3.0, 2, "fault: 3.0 GB for 2 rank(s), which take about 10.0 GB"),
-        (9.0, 2, "warning: 9.0 GB for 2 rank(s)"),
-        (0.5, 0, "-> sbatch --mem=5G"),
-    ],
-)
-def test_the_memory_of_a_node(
-    gb: float, gpus: int, words: str, give_gpus: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_gpus(gpus)
-    monkeypatch.setattr(processes, "memory_limit", lambda: gb * 1e9)
-    assert words in told_by(checkup_torch.memory, 2, 4)
-
-
-def test_the_shared_memory_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = SimpleNamespace(total=64e6, free=60e6)
-    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: space)
-    assert "warning: 0.06 of 0.06 GB free in /dev/shm" in told_by(checkup._shared_memory, 4)
-    assert told_by(checkup._shared_memory, 0).startswith("ok: ")
+def test_what_a_node_has(found_there: dict, check: tuple, words: str, node: Callable) -> None:
+    node(**found_there)
+    told = told_by(*check)
+    assert words in told
+    if words.startswith("ok"):
+        assert all(line.startswith("ok") for line in told.splitlines())
 
 
 def test_a_folder_that_is_not_shared(

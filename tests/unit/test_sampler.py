@@ -5,7 +5,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,6 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema import samples
 
 Row = dict[str, object]
-StartRank = Callable[..., subprocess.Popen]
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
 NODE = "node-1"
 # It samples until its input ends, or so many times.
@@ -42,21 +40,6 @@ collector.sample(Path(folder), dict(word.split("=", 1) for word in mine), stop, 
 print({"torch", "numpy", "pandas", "matplotlib"} & sys.modules.keys() or "light")
 print(*[line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")])
 """
-# Looks like a rank to who reads /proc. It starts others of its kind, and does what its input says.
-RANK = """
-import mmap, os, subprocess, sys, time
-with open(os.environ["LIBTORCH"], "r+b") as file:
-    library = mmap.mmap(file.fileno(), 0)
-data = bytearray(b"1" * int(os.environ.pop("LARGE", "0")))
-for variables in filter(None, sys.argv[1].split(",")):
-    new = dict(word.split("=") for word in variables.split())
-    subprocess.Popen([sys.executable, "-c", os.environ["PROGRAM"], ""], env=os.environ | new)
-os.write(1, b"ready\\n")
-for line in sys.stdin:
-    exec(line)
-    os.write(1, b"ready\\n")
-"""
-FORK = "os.fork() or time.sleep(600)"
 
 
 def start_sampler(
@@ -115,34 +98,6 @@ def wait_until(condition: Callable[[], object], running: subprocess.Popen) -> No
     raise AssertionError("it has not come")
 
 
-@pytest.fixture
-def start_rank(tmp_path: Path) -> Iterator[StartRank]:
-    """Starts what looks like a rank, and its children, each with variables of its own."""
-    library, started = tmp_path / "libtorch_cpu.so", []
-    library.write_bytes(bytes(4096))
-
-    def start(*children: str, **variables: str) -> subprocess.Popen:
-        environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)} | variables
-        environment |= {"LIBTORCH": str(library), "PROGRAM": RANK}
-        command = [sys.executable, "-c", RANK, ",".join(children)]
-        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-        started.append(subprocess.Popen(command, env=environment, **how))
-        for _ in ("itself", *children):
-            assert started[-1].stdout.readline() == "ready\n"
-        return started[-1]
-
-    yield start
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def do(rank: subprocess.Popen, line: str) -> None:
-    rank.stdin.write(f"{line}\n")
-    rank.stdin.flush()
-    assert rank.stdout.readline() == "ready\n"
-
-
 def ranks(rows: list[Row]) -> dict[int, int]:
     """Rank -> its loader workers."""
     rows = [row for row in rows if row["what"] == samples.RANK]
@@ -150,48 +105,32 @@ def ranks(rows: list[Row]) -> dict[int, int]:
     return {row["number"]: row["loaders"] for row in rows}
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> processes.Processes:
-    """The processes of the job whose folder is tmp_path."""
-    return processes.Processes({"TRAINKIT_JOB_DIR": str(tmp_path)})
-
-
 # --- processes --------------------------------------------------------------------------------------
 
 
 def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
-    """Under torchrun, which is no rank itself. One rank is stopped for a while."""
+    """Of a real training under torchrun, which is no rank itself."""
     options = ("--no-cuda", "--epochs", 100, "--loader", "workers", "--num-workers", 1)
     command = stage_command("ddp", *options, "--results-dir", tmp_path, processes=2)
     environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
     job = psutil.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    both: dict[str, Row] = {}
 
-    def until(condition: Callable[[Row], object], numbers: str = "01") -> list[Row]:
-        """The last rows of these ranks for which it holds; also from before."""
-        found = {}
-
-        def look() -> bool:
-            found.update({row["number"]: row for row in seen(tmp_path, samples.RANK) if condition(row)})
-            return found.keys() >= {*numbers}
-
-        wait_until(look, job)
-        return [found[number] for number in numbers]
+    def at_work() -> bool:
+        rows = seen(tmp_path, samples.RANK)
+        both.update({row["number"]: row for row in rows if row["cores"] > 0 and row["loader_cores"] > 0})
+        return both.keys() == {"0", "1"}
 
     try:
         with sampled(tmp_path, period=0.25):
-            until(lambda row: row["loaders"] > 0 and row["loader_cores"] > 0)
-            both = until(lambda row: row["cores"] > 0)
+            wait_until(at_work, job)
             node = seen(tmp_path, samples.NODE)[-1]
-            rank_1 = next(child for child in job.children() if child.environ().get("RANK") == "1")
-            rank_1.suspend()
-            (stopped,) = until(lambda row: row["name"] == "T", "1")
-            rank_1.resume()
-            until(lambda row: row["name"] != "T" and row["time"] > stopped["time"], "1")
     finally:
         for process in [*job.children(recursive=True), job]:
             process.kill()
         job.communicate()
-    for row in both:
+    for row in both.values():
+        assert row["loaders"] > 0
         assert 50 < row["memory_mb"] < node["memory_mb"] < node["memory_limit_mb"]
         assert row["name"] in ("R", "S", "D")
         assert row["core_list"][0].isdecimal()
@@ -199,66 +138,6 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     assert node["cores"] > 0
     assert node["network_mb_s"] >= 0
     assert notes(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("variables", "children", "expected"),
-    [
-        ({}, (), {0: 0}),
-        ({"SLURM_PROCID": "3"}, (), {3: 0}),
-        ({"SLURM_PROCID": "0", "SUBMITIT_LOCAL_GLOBALID": "2"}, (), {2: 0}),
-        ({"SLURM_PROCID": "0", "RANK": "1"}, (), {1: 0}),
-        ({"SUBMITIT_LOCAL_GLOBALID": "1"}, ("RANK=1",), {1: 1}),  # as a rank tells its loader workers
-        ({"RANK": "0"}, ("RANK=1",), {0: 0, 1: 0}),
-    ],
-)
-def test_whose_rank(
-    variables: dict[str, str],
-    children: tuple[str, ...],
-    expected: dict[int, int],
-    start_rank: StartRank,
-    job: processes.Processes,
-    tmp_path: Path,
-) -> None:
-    """Rank -> its loader workers. Not that of another job, which has the same name to begin with."""
-    start_rank(*children, **variables)
-    start_rank(**variables, TRAINKIT_JOB_DIR=f"{tmp_path}-2")
-    assert ranks(job.sample()) == expected
-
-
-def test_torchrun_is_no_rank(start_rank: StartRank, job: processes.Processes) -> None:
-    """Nor are those that it has started its loader workers; and it is none when they have ended."""
-    torchrun = start_rank(*(f"RANK={rank} TORCHELASTIC_RUN_ID=none" for rank in "01"), SLURM_PROCID="0")
-    assert ranks(job.sample()) == {0: 0, 1: 0}
-    for rank in psutil.Process(torchrun.pid).children():
-        rank.kill()
-    wait_until(lambda: ranks(job.sample()) == {}, torchrun)
-
-
-def test_memory_that_is_shared_counts_once(
-    start_rank: StartRank, job: processes.Processes, tmp_path: Path
-) -> None:
-    """In the sample after a fork as in one that has walked through the pages."""
-    rank = start_rank(LARGE="100000000")
-    job.sample()
-    do(rank, FORK)
-    for looks in (job, processes.Processes({"TRAINKIT_JOB_DIR": str(tmp_path)})):
-        node, row = looks.sample()
-        assert row["loaders"] == 1
-        assert 100 < row["memory_mb"] <= node["memory_mb"] < 150
-
-
-@pytest.mark.parametrize("before", ["", "of-another-job"])
-def test_a_process_that_becomes_another_program(
-    before: str, start_rank: StartRank, job: processes.Processes, tmp_path: Path
-) -> None:
-    """As a task of Slurm does, which is a process of Slurm first."""
-    rank = start_rank(TRAINKIT_JOB_DIR=str(tmp_path / before))
-    assert ranks(job.sample()) == ({} if before else {0: 0})
-    new = {"RANK": "5", "TRAINKIT_JOB_DIR": str(tmp_path)}
-    program = "[sys.executable, '-c', os.environ['PROGRAM'], '']"
-    do(rank, f"os.execve(sys.executable, {program}, os.environ | {new})")
-    assert {5: 0} in [ranks(job.sample()) for _ in range(4)]
 
 
 class Machine:
@@ -278,20 +157,92 @@ class Machine:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text)
 
-    def process(self, cpu_ticks: int, **threads: str) -> None:
-        """Number 7, which has loaded PyTorch; `threads`: their schedstat."""
-        cells = ["R", "1", *["0"] * 9, str(cpu_ticks), *["0"] * 7, "500", *["0"] * 30]
-        files = {"environ": "JOB=1\0", "stat": f"7 (a) b) {' '.join(cells)}"}
+    def process(
+        self,
+        pid: int = 7,
+        ticks: int = 0,
+        env: str = "JOB=1",
+        parent: int = 1,
+        pss: int = 10**6,
+        **threads: str,
+    ) -> None:
+        """One that has loaded PyTorch and has 1 GB resident, `pss` kB its share; `threads`: their schedstat.
+
+        A larger number has started later.
+        """
+        cells = ["R", str(parent), *["0"] * 9, str(ticks), *["0"] * 7, str(500 + pid), *["0"] * 30]
+        files = {"environ": env.replace(" ", "\0"), "stat": f"{pid} (a) b) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
         counters = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
-        files |= {"io": "".join(f"{name}: {1_000_000 * cpu_ticks}\n" for name in counters)}
-        files |= {"smaps_rollup": "Rss: 1000000 kB\nPss: 1000000 kB\n"}
+        files |= {"io": "".join(f"{name}: {1_000_000 * ticks}\n" for name in counters)}
+        files |= {"smaps_rollup": f"Rss: 1000000 kB\nPss: {pss} kB\n"}
         files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
-        self.write({f"proc/7/{name}": text for name, text in files.items()})
+        self.write({f"proc/{pid}/{name}": text for name, text in files.items()})
+
+    def end(self, pid: int) -> None:
+        shutil.rmtree(self.folder / "proc" / str(pid))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("variables", "children", "expected"),
+    [
+        ("", (), {0: 0}),
+        ("SLURM_PROCID=3", (), {3: 0}),
+        ("SLURM_PROCID=0 SUBMITIT_LOCAL_GLOBALID=2", (), {2: 0}),
+        ("SLURM_PROCID=0 RANK=1", (), {1: 0}),
+        ("SUBMITIT_LOCAL_GLOBALID=1", ("RANK=1",), {1: 1}),  # as a rank tells its loader workers
+        ("RANK=0", ("RANK=1",), {0: 0, 1: 0}),
+    ],
+)
+def test_whose_rank(variables: str, children: tuple[str, ...], expected: dict, machine: Machine) -> None:
+    """Rank -> its loader workers. Not that of another job, which has the same name to begin with."""
+    machine.process(7, env=f"JOB=1 {variables}")
+    machine.process(8, env=f"JOB=12 {variables}")
+    for number, child in enumerate(children):
+        machine.process(9 + number, env=f"JOB=1 {variables} {child}", parent=7)
+    assert ranks(processes.Processes({"JOB": "1"}).sample()) == expected
+
+
+def test_torchrun_is_no_rank(machine: Machine) -> None:
+    """And it is none when those that it has started have ended."""
+    machine.process(7, env="JOB=1 SLURM_PROCID=0")
+    for rank in (0, 1):
+        machine.process(8 + rank, env=f"JOB=1 SLURM_PROCID=0 RANK={rank} TORCHELASTIC_RUN_ID=none", parent=7)
+    job = processes.Processes({"JOB": "1"})
+    assert ranks(job.sample()) == {0: 0, 1: 0}
+    machine.end(8)
+    machine.end(9)
+    machine.wait(1)
+    assert ranks(job.sample()) == {}
+
+
+def test_memory_that_is_shared_counts_once(machine: Machine) -> None:
+    """In the sample after a fork as in one that begins with it."""
+    machine.process(7)
+    job = processes.Processes({"JOB": "1"})
+    assert job.sample()[1]["memory_mb"] == 1024
+    for pid in (7, 8):
+        machine.process(pid, pss=500_000)
+    machine.wait(1)
+    for looks in (job, processes.Processes({"JOB": "1"})):
+        node, row = looks.sample()
+        assert row["loaders"] == 1
+        assert row["memory_mb"] == node["memory_mb"] == 1024
+
+
+@pytest.mark.parametrize("before", ["JOB=1", "JOB=2"])
+def test_a_process_that_becomes_another_program(before: str, machine: Machine) -> None:
+    """As a task of Slurm does, which is a process of Slurm first."""
+    machine.process(7, env=before)
+    job = processes.Processes({"JOB": "1"})
+    assert ranks(job.sample()) == ({} if before == "JOB=2" else {0: 0})
+    machine.process(7, env="JOB=1 RANK=5")
+    machine.wait(1)
+    assert ranks(job.sample()) == {5: 0}
 
 
 @pytest.fixture
@@ -305,7 +256,7 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     second = os.sysconf("SC_CLK_TCK")
     other.sample()
     machine.wait(10)
-    machine.process(50 * second, one="7000 7000 1")
+    machine.process(7, 50 * second, one="7000 7000 1")
     assert other.sample()[1]["cores"] == 5  # of one that has started between two samples all
     node, rank = job.sample()
     assert all(map(math.isnan, (rank["cores"], node["cores"], node["network_mb_s"])))
@@ -313,7 +264,7 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     assert rank["memory_mb"] == node["memory_mb"] == 1024
     assert (rank["name"], rank["core_list"], node["core_list"]) == ("R", "0-1", "0-1")
     machine.wait(2)
-    machine.process(53 * second, one="1007000 1007000 2", two="2000000 0 1")
+    machine.process(7, 53 * second, one="1007000 1007000 2", two="2000000 0 1")
     node, rank = job.sample()
     assert node["cores"] == rank["cores"] == 1.5
     assert node["disk_mb_s"] == 2 * 3 * second / 2
@@ -519,7 +470,7 @@ def test_a_reading_that_fails_is_an_empty_cell(
         ("1,7,2", "1"),
         ("-1", ""),
         ("", ""),
-        ("GPU-00000003-0000-0000-0000-000000000000,GPU-00000001", "31"),
+        ("GPU-00000003-0000-0000-0000-000000000000,1", "31"),
         (None, "0123"),
     ],
 )

@@ -107,11 +107,7 @@ def _label(row: tuple) -> str:
 
 
 def _settings(row: pd.Series) -> str:
-    words = [row.device_name, comparison.with_model(row.dataset, row.model), f"width {row.width}"]
-    words += [row.precision, row.recipe, f"{row.loader} loader"]
-    if row.loader == "workers":
-        words.append(f"{row.workers_per_loader} loader workers")
-    words.append(f"threads {row.threads_per_worker}")
-    words += ["with --debug"] * (row.debug != "0")
+    words = [row.device_name, comparison.with_model(row.dataset, row.model)]
+    words += [f"{name.replace('_', ' ')} {row[name]}" for name in SETTINGS[3:]]
     words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
     return ", ".join(words)

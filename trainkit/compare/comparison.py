@@ -297,11 +297,10 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
         known = {run_id: joules for run_id, joules in found.items() if joules is not None}
         if not all(0 <= joules <= columns.MOST for joules in known.values()):
             raise ValueError("its energy is no number")
+        return known
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise records.RecordError(
-            f"{file}: not read, {getattr(error, 'strerror', None) or 'it is damaged'}."
-        ) from None
-    return known
+        why = getattr(error, "strerror", None) or "it is damaged"
+        raise records.RecordError(f"{file}: not read, {why}.") from None
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:

@@ -36,29 +36,12 @@ SHOWN = {
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-LEAST_NEEDED = (
-    "eval s",
-    "train s to it",
-    "mem. MB",
-    "epochs",
-    "runs",
-    "TFLOP/s",
-    "J/1000 img",
-    "MFU %",
-    "wall s",
-    "min..max",
-    "eff. %",
-)
+# What a terminal that is too narrow goes without, in this order.
+LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "J/1000 img", "MFU %")
+LEAST_NEEDED += ("wall s", "min..max", "eff. %")
 # What the page tells of the runs behind a row: header, and the column of `comparison.load`.
-OF_A_RUN = {
-    "run": "run_id",
-    "file": "file",
-    "epochs": "epoch",
-    "seed": "seed",
-    "host": "node_list",
-    "PyTorch": "torch_version",
-    "job": "job_id",
-}
+OF_A_RUN = {"run": "run_id", "file": "file", "epochs": "epoch", "seed": "seed", "host": "node_list"}
+OF_A_RUN |= {"PyTorch": "torch_version", "job": "job_id"}
 TERMINAL = 120  # characters of a line
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
@@ -99,11 +82,11 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         narrow = shown.drop(columns=needless[:count])
         if max(map(len, text.plain(narrow).splitlines())) <= TERMINAL:
             break
-    blocks: list[page.Block] = []
     # A row for every run, with the index of its row in the table.
     number = table[comparison.CONFIGURATION].assign(number=table.index)
     last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
     runs = last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
+    blocks: list[page.Block] = []
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, from_size_on = comparison.common(section), sizes.sentences(section)

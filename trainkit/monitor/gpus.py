@@ -75,28 +75,23 @@ class Gpus:
 
 
 def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first word that names none ends it; half a uuid will do.
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first word that names none ends it.
 
     Slices of a card (MIG), whose words begin with MIG-, are numbered by their place.
     """
-    seen: dict[int, Any] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):  # a card that is lost, or that this user may not see
-            seen[index] = nvml.nvmlDeviceGetHandleByIndex(index)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return seen
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = map(str, range(nvml.nvmlDeviceGetCount())) if chosen is None else chosen.split(",")
     found: dict[int, Any] = {}
-    for place, word in enumerate(visible.split(",")):
-        if word.startswith("MIG-"):
-            with suppress(nvml.NVMLError):
-                found[place] = nvml.nvmlDeviceGetHandleByUUID(word)
-            continue
-        uuids = {index: nvml.nvmlDeviceGetUUID(gpu) for index, gpu in seen.items()}
-        named = [index for index, uuid in uuids.items() if word in (str(index), uuid[: len(word)])]
-        if not word or not named:
-            break
-        found[named[0]] = seen[named[0]]
+    for place, word in enumerate(words):
+        try:
+            if word.isdecimal():
+                found[int(word)] = nvml.nvmlDeviceGetHandleByIndex(int(word))
+            else:
+                gpu = nvml.nvmlDeviceGetHandleByUUID(word)
+                found[place if word.startswith("MIG-") else nvml.nvmlDeviceGetIndex(gpu)] = gpu
+        except nvml.NVMLError:
+            if chosen is not None:
+                break  # else a card that is lost, or that this user may not see
     return found
 
 
