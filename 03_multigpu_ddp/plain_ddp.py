@@ -70,7 +70,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses += loss.detach() * len(images)
-        dist.all_reduce(losses)  # 4. Tell of all ranks, at the pace of the slowest.
+        dist.all_reduce(losses)  # 4. Report for all ranks, at the pace of the slowest.
         trained = len(train_batches) * options.batch_size
         mean = losses.item() / trained  # item waits for the GPU, and so the clock does
         speed = trained / (time.perf_counter() - started)

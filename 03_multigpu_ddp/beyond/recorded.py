@@ -94,7 +94,7 @@ def main() -> None:
                 right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
                 right[1] += len(labels)
         right, tested = right.tolist()
-        # 4. Tell what this rank has; the recorder sums up over all, at the pace of the slowest.
+        # 4. Report what this rank has; the recorder sums up over all, at the pace of the slowest.
         recorder.epoch(trained, seconds, mean, test_samples=tested, accuracy=100 * right / tested)
         record = recorder.state_dict()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "record": record}

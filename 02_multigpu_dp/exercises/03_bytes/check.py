@@ -18,6 +18,9 @@ nearly_equal = 2   # With how many GPUs do both send nearly the same?
 bounded = ddp        # Which of them does not exceed 10 MB, however many GPUs there are? dp, ddp or both
 # MB that each of the other 3 GPUs of DataParallel takes in: weights, images, gradients of outputs
 each_takes_in = 5.0
+# With NCCL the weights go from GPU to GPU. MB that the first of 4 GPUs sends then: weights once, its
+# slices of images and of the outputs' gradients as before
+nccl_sends = 5.4
 """
 HINTS = """\
 ## 1
@@ -56,6 +59,7 @@ WRONG = [
     ("answers.txt", "bounded = ddp", "bounded = both", "for every GPU more"),
     ("answers.txt", "dp_sends = 15.0", "dp_sends = 14.4", "What else"),
     ("answers.txt", "each_takes_in = 5.0", "each_takes_in = 4.8", "its slice"),
+    ("answers.txt", "nccl_sends = 5.4", "nccl_sends = 15.0", "only once"),
 ]  # fmt: skip
 
 
@@ -119,6 +123,8 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         raise Wrong(
             "each_takes_in: a third of what the first GPU sends. Besides the weights, its slice comes."
         )
+    if not is_close(answers.number("nccl_sends"), 5.4, 0.01):
+        raise Wrong("nccl_sends: 4.8 MB of weights only once, and the same images and outputs as above.")
     if answers.number("nearly_equal") != 2:
         raise Wrong("nearly_equal: compare `sends` with the last column, from the first line down.")
     if answers.word("bounded", "dp", "ddp", "both") != "ddp":
@@ -130,6 +136,7 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         "With four GPUs the first GPU of DataParallel sends 2.1 times as much as each GPU of DDP (you "
         f"predicted {prediction:g}), with eight 4.1 times: N / 2, and a little for the images. DDP stays "
         "below twice the weights however many there are, and sends while backward still computes. The "
-        "network's size decides and not the batch: so a larger batch makes both cheaper per image. (All of "
-        "DataParallel's copies counted as sent by the first GPU: with NCCL they are handed on.)"
+        "network's size decides and not the batch: so a larger batch makes both cheaper per image. With "
+        "NCCL, the usual build, DataParallel's first GPU sends less than a GPU of DDP, 5.4 against 7.2 MB. But "
+        "it sends before the forward pass and sums after the backward pass, when no GPU computes."
     )
