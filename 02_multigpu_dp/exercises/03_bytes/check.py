@@ -137,6 +137,6 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         f"predicted {prediction:g}), with eight 4.1 times: N / 2, and a little for the images. DDP stays "
         "below twice the weights however many there are, and sends while backward still computes. The "
         "network's size decides and not the batch: so a larger batch makes both cheaper per image. With "
-        "NCCL, the usual build, DataParallel's first GPU sends less than a GPU of DDP, 5.4 against 7.2 MB. But "
-        "it sends before the forward pass and sums after the backward pass, when no GPU computes."
+        "NCCL, the usual build, DataParallel's first GPU sends less than a GPU of DDP, 5.4 against 7.2 MB. "
+        "But it sends before the forward pass and sums after the backward pass, when no GPU computes."
     )
