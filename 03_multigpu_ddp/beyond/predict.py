@@ -5,6 +5,7 @@ Try: python predict.py ../../results/models/RUN_ID.pt
 
 import argparse
 import csv
+import os
 from pathlib import Path
 
 from trainkit import data, errors, process_group
@@ -28,7 +29,7 @@ BRIGHT = 127  # the mean of an image's bytes; MNIST's have 33
 
 def main() -> None:
     args = parse()
-    if args.out.resolve() in {path.resolve() for path in (args.model, *args.images)}:
+    if os.path.realpath(args.out) in map(os.path.realpath, (args.model, *args.images)):
         raise UserError(f"--out {args.out} would overwrite what is read: give another --out.")
     network, run = network_of(args.model), run_of(args.model)
     device = process_group.alone(not args.no_cuda).device

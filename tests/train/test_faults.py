@@ -220,6 +220,7 @@ NO_NETWORK = NCCL.format("system", "ncclSystemError: System call (e.g. socket, m
 PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due to a network error.")
 NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
 FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
+SHM = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
 FULL = "the memory of this process's GPU is full: lower --batch-size"
 
 
@@ -238,6 +239,11 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
             "torch.distributed.DistBackendError",
             PEER_LEFT + FRAMES,
             "lost the other ranks (ncclRemoteError: A call failed possibly due to a network error). If one",
+        ),
+        (
+            "RuntimeError",
+            SHM,
+            f"loader processes hand over batches through /dev/shm and open files ({SHM[:-4]}",
         ),
     ],
 )

@@ -116,9 +116,9 @@ def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllRedu
     It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
     they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
     """
-    parents = [[*path.resolve().parents] for path in paths]
+    parents = [[*path.absolute().parents] for path in paths]
     above = [one for first, *more in parents for one in [first, *(p for p in more if p.name == "results")]]
-    files = {file.resolve() for path in paths for file in path.rglob("all_reduce/*.tsv")}
+    files = {file.absolute() for path in paths for file in path.rglob("all_reduce/*.tsv")}
     files |= {file for folder in above for file in folder.glob("all_reduce/*.tsv")}
     newest, skipped = {}, []
     for file in sorted(files):

@@ -208,12 +208,23 @@ class WorkerBatches(Batches):
             order.first_step = 0
 
     def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A new pass of the loader; the first one starts its processes."""
+        """A new pass of the loader; the first one starts its processes.
+
+        Raises:
+            UserError: if they cannot be started.
+        """
         # Slurm signals every process of a job, and the one that trains decides when to stop. The workers
         # inherit that these signals wait, for ever.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        samples = iter(self.loader)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            samples = iter(self.loader)
+        except OSError as error:
+            raise UserError(
+                f"the processes of --loader workers cannot be started ({first_line(error)}): lower "
+                "--num-workers, or ask your admin for more processes, open files or room in /dev/shm."
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # PyTorch would raise a worker's death wherever the training stands just then, not in the loop below.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return samples

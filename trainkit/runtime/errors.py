@@ -145,12 +145,17 @@ def _which_rank() -> str:
 
 
 def _told_by_pytorch(error: Exception) -> str | None:
-    """What a full GPU, or a network of which a step left out a part, means; None for other errors."""
+    """What a full GPU or /dev/shm, or a network that was used in part, means; None for other errors."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "out of memory" in text or "ALLOC_FAILED" in text:
         return (
             "the memory of this process's GPU is full: lower --batch-size, and see with nvidia-smi whether "
             "anybody else uses that GPU."
+        )
+    if full := re.search(r"Too many open files|unable to .*shared memory\(shm\).*", text):
+        return (
+            f"loader processes hand over batches through /dev/shm and open files ({full[0].strip()}): "
+            "lower --num-workers, raise `ulimit -n`, or give a container more (docker run --shm-size=1g)."
         )
     if unused := re.search(r"Parameter.* which did not receive grad for rank \d+: .*", text):
         return (

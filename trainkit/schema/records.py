@@ -297,6 +297,8 @@ def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, objec
             row[name] = read_cell(str(cells[name]))
         except ValueError as error:
             raise ValueError(f"{where}, column {name}: {error}") from None
+    if row.get("nodes", 1) > row.get("devices", row.get("ranks", math.inf)):
+        raise ValueError(f"{where} has more nodes than devices")
     return row
 
 

@@ -20,6 +20,7 @@ from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
 FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
+LATEST = 2**33  # s since 1970: no sample is of the 23rd century
 # What a row is of.
 NODE, GPU, RANK = "node", "gpu", "rank"
 # Column -> the kinds of rows that have it. An empty cell: it cannot be read here.
@@ -121,7 +122,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                         if every > 1 and float(cells[time]) % every >= 1:
                             continue
                         row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
-                        if row["time"] >= 0:  # as NaN has no place in an order
+                        if 0 <= row["time"] < LATEST:  # as NaN has no place in an order
                             rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
             told = getattr(error, "strerror", None) or error
