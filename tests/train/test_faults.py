@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,35 +77,6 @@ def test_files_beside_the_checkpoints_stay(resume: Script, tmp_path: Path) -> No
     assert all(path.read_bytes() == b"mine" for path in mine)
     assert good["epoch"] == 3
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2, 3]
-
-
-def _newer(state: dict) -> None:
-    state["version"] = 99
-    del state["run"]
-
-
-def _other_shapes(state: dict) -> None:
-    state["model"]["fc1.weight"] = torch.zeros(3, 3)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (_newer, "does not fit this training (it has version 99, and this program reads 2)"),
-        (_other_shapes, "does not fit this training"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_gone_on_from(
-    change: Callable[[dict], None], sentence: str, resume: Script, tmp_path: Path
-) -> None:
-    newest = tmp_path / "checkpoints" / "epoch-3-step-0.pt"
-    state = torch.load(newest, weights_only=True)
-    change(state)
-    torch.save(state, newest)
-    before = {path.name: path.stat().st_mtime_ns for path in newest.parent.glob("*.pt")}
-    assert sentence in one_error(resume())
-    assert {path.name: path.stat().st_mtime_ns for path in newest.parent.glob("*.pt*")} == before
-    assert not list(tmp_path.rglob("*.csv"))
 
 
 # --- a loss that is no number -----------------------------------------------------------------------

@@ -151,7 +151,8 @@ def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})]
+    ("name", "value"),
+    [("version", 99), ("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})],
 )
 def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: object) -> None:
     forged = state | {name: state[name] | value if isinstance(value, dict) else value}
