@@ -30,7 +30,9 @@ NEEDS_SLURM = re.compile(
     r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b|<job>"
 )
 # Their commands start in the top folder, those of the others in their own.
-FROM_THE_TOP = ("slurm/README.md", "slurm/MONITORING.md", "slurm/practice_cluster/README.md")
+FROM_THE_TOP = tuple(
+    f"slurm/{page}.md" for page in ("README", "DATA", "MONITORING", "practice_cluster/README")
+)
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
