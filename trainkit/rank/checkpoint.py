@@ -300,7 +300,10 @@ def _shard_folder(path: Path) -> Path:
 
 def _checksums(path: Path) -> dict[str, int]:
     """Return the checksums of the files of the ranks, by their names."""
-    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in _shard_folder(path).iterdir()}
+    files = list(_shard_folder(path).iterdir())
+    for file in files:
+        check_regular(file)  # a pipe would be waited for
+    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in files}
 
 
 def _remove(path: Path) -> None:
