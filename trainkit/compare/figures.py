@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from trainkit.compare import comparison, sizes, style
+from trainkit.compare import comparison, style, summary
 
 Looks = dict[str, style.Look]  # the lines of a figure by their texts
 
@@ -33,7 +33,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     figures = {
         "throughput.png": _figure(measured, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows)),
         "speedup.png": _figure(table, _speedup_and_efficiency, _scaling, panels=2),
-        "size.png": _figure(table, _epoch_and_run, sizes.lines, panels=2),
+        "size.png": _figure(table, _epoch_and_run, summary.lines_of_sizes, panels=2),
         "accuracy.png": _figure(tested, _accuracy_curves),
     }
     return style.save(figures, out)
@@ -104,7 +104,7 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
         for text, rows in lines:
             look = _line_look(text, looks)
             axes.plot(rows.train_images, rows[column], **look)
-            size = sizes.break_even(rows, saved)
+            size = summary.break_even(rows, saved)
             if 0 < size < math.inf:
                 of_the_height = axes.get_xaxis_transform()
                 axes.vlines(size, 0, 1, colors=look["color"], linestyles=":", transform=of_the_height)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trainkit.compare import comparison, figures, page, sizes, text, trust
-from trainkit.compare.summary import verdict
+from trainkit.compare import comparison, figures, page, text, trust
+from trainkit.compare.summary import sentences_on_sizes, verdict
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import SINGLE
 
@@ -89,7 +89,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     blocks: list[page.Block] = []
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
-        settings, from_size_on = comparison.common(section), sizes.sentences(section)
+        settings, from_size_on = comparison.common(section), sentences_on_sizes(section)
         blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
         blocks += map(page.Text, from_size_on)
         # The terminal first: it is of use even where nothing can be written.

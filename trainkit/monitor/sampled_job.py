@@ -260,10 +260,10 @@ def _merge_windows(windows: Iterable[Window]) -> list[Window]:
 def parse_cores(core_lists: Iterable[str]) -> set[int]:
     """Return the cores of lists such as "0-1,4": all that are in any."""
     cores: set[int] = set()
-    for core_list in set(core_lists) - {""}:
+    for part in ",".join(set(core_lists)).split(","):
+        first, _, last = part.partition("-")
         with suppress(ValueError):
-            for ends in (part.split("-") for part in core_list.split(",")):
-                cores |= set(range(int(ends[0]), min(int(ends[-1]), MOST_CORES) + 1))
+            cores |= set(range(int(first), min(int(last or first), MOST_CORES) + 1))
     return cores
 
 

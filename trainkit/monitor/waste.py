@@ -226,7 +226,8 @@ def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
-    if waits := _timed_waits(job):
+    shares = job.shares.data[job.shares.data >= (DATA_WAIT if job.has_loaders else DATA_WORK)]
+    if waits := dict(shares):
         yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
     if (job.shares.own > 0).any():
         return
@@ -407,12 +408,6 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
     )
     return Issue("waiting_for_loader", where, 100 * share, sentence, share)
-
-
-def _timed_waits(job: SampledJob) -> dict[int, float]:
-    """Return, of each rank that waits long for its batches, for what part of the training time."""
-    limit = DATA_WAIT if job.has_loaders else DATA_WORK
-    return dict(job.shares.data[job.shares.data >= limit])
 
 
 def _timed_work(job: SampledJob) -> pd.Series:
