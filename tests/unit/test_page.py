@@ -29,7 +29,6 @@ HOSTILE = f'"{TAG}" onload=alert(1) {{{{ 1 + 1 }}}} {MATHS}'
 PHONE, PAPER = 390, 1047  # CSS pixels: a phone's width, and that of A4 between its margins
 # The tables of runs; others say what to ask for.
 TABLES = "[...document.querySelectorAll('.sortable')].filter(table => table.querySelector('details'))"
-ROWS = f"[...{TABLES}[0].tBodies]"
 
 
 # --- a browser without a screen: the system's own, or Debian's, unpacked beside the packages of Python ---
@@ -140,19 +139,8 @@ def browser(chromium: Browser) -> Iterator[Page]:
     assert all(address.startswith(("file:", "data:")) for address in asked_for)
 
 
-def number(browser: Page, header: str) -> int:
-    """Of a column of the first table, counted from 0."""
-    headers = f"[...{TABLES}[0].tHead.rows[0].cells].map(cell => cell.innerText.trim())"
-    return browser.evaluate(headers).index(header)
-
-
-def column(browser: Page, header: str) -> list[str]:
-    """The cells of a column of the first table, from top to bottom, as they are shown."""
-    return browser.evaluate(f"{ROWS}.map(body => body.rows[0].cells[{number(browser, header)}].innerText)")
-
-
 def test_a_file_of_its_own(written: Path) -> None:
-    """All figures are in it, nothing is fetched, and no name is markup."""
+    """All figures, cells and runs are in it, nothing is fetched, and no name is markup."""
     text = written.read_text()
     figures = sorted(written.parent.glob("*.png"))
     assert figures and text.count("<img ") == len(figures)
@@ -160,11 +148,6 @@ def test_a_file_of_its_own(written: Path) -> None:
         assert base64.b64encode(figure.read_bytes()).decode() in text
     assert "http" not in text.replace("http-equiv", "") and TAG not in text
     assert text.count("<script>") == 1 and "{{ 1 + 1 }}" in text
-
-
-def test_without_a_script(written: Path) -> None:
-    """All cells of comparison.md are in the file itself, and every run."""
-    text = written.read_text()
     lines = re.findall(r"^\| (.*) \|$", written.with_name("comparison.md").read_text(), re.MULTILINE)
     cells = {cell for line in lines for cell in line.split(" | ") if cell.replace(".", "").isalnum()}
     assert len(cells) > 30 and all(f">{cell}<" in text for cell in cells)
@@ -193,7 +176,7 @@ def test_each_folder_has_a_page(tmp_path: Path, browser: Page) -> None:
 
 
 def test_a_browser_shows_it(written: Path, browser: Page) -> None:
-    """Tables and figures are there, and names are texts."""
+    """Tables and figures are there, and names are texts; a row opens to its runs."""
     browser.goto(written.as_uri())
     table = pd.read_csv(written.with_name("comparison.csv"))
     assert browser.evaluate(f"{TABLES}.length") == table.device_name.nunique()
@@ -202,27 +185,24 @@ def test_a_browser_shows_it(written: Path, browser: Page) -> None:
     widths = browser.evaluate("[...document.images].map(image => image.naturalWidth)")
     assert len(widths) == len(list(written.parent.glob("*.png"))) and min(widths) > 500
     assert HOSTILE in browser.evaluate("document.querySelector('p').innerText")
+    runs = browser.locator("details").first
+    assert "runs.csv" not in runs.inner_text()
+    browser.click("summary")
+    assert "runs.csv" in runs.inner_text()
 
 
 def test_a_click_sorts(written: Path, browser: Page) -> None:
     """By numbers where there are some, upwards and then downwards; the runs go with their row."""
     browser.goto(written.as_uri())
-    before, runs = column(browser, "wall s"), f"{ROWS}.map(body => body.textContent)"
-    together = browser.evaluate(runs)
-    header = f".sortable:has(details) th:nth-child({1 + number(browser, 'wall s')}) button"
+    table = browser.locator(".sortable:has(details)").first
+    headers = [text.strip() for text in table.locator("thead th").all_inner_texts()]
+    number = 1 + headers.index("wall s")
+    cells = table.locator(f":scope > tbody > tr:first-child > td:nth-child({number})")
+    before, together = cells.all_inner_texts(), table.locator(":scope > tbody").all_text_contents()
     for i in range(2):
-        browser.click(header)
-        assert column(browser, "wall s") == sorted(before, key=float, reverse=bool(i))
-    assert sorted(browser.evaluate(runs)) == sorted(together)
-
-
-def test_a_row_opens_to_its_runs(written: Path, browser: Page) -> None:
-    browser.goto(written.as_uri())
-    told = "document.querySelector('details').innerText"
-    closed = browser.evaluate(told)
-    browser.click("summary")
-    opened = browser.evaluate(told)
-    assert "runs.csv" in opened and "runs.csv" not in closed
+        table.locator(f"th:nth-child({number}) button").click()
+        assert cells.all_inner_texts() == sorted(before, key=float, reverse=bool(i))
+    assert sorted(table.locator(":scope > tbody").all_text_contents()) == sorted(together)
 
 
 @pytest.mark.parametrize(("width", "print_as"), [(PHONE, False), (PAPER, True)], ids=["phone", "paper"])

@@ -218,20 +218,17 @@ def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared:
     assert sorted(table.runs) == [1, 1, 1, 2]
 
 
-def test_a_network_with_other_weights_is_another_training(tmp_path: Path) -> None:
+def test_a_network_with_other_weights_is_another_training(tmp_path: Path, compared: Compared) -> None:
     """Also under the same name; a run of a program that did not count them is a repeat, as before."""
-    small = write_run(tmp_path, "small", [10, 1000, 1000], parameters=1_199_882)
-    large = (
-        small.read_text().replace("small", "large").replace("1199882", "29997050").replace(",1000,", ",40,")
-    )
-    small.with_name("large.csv").write_text(large)
-    text = plot(tmp_path, "--out", tmp_path / "out").stdout
+    write_run(tmp_path, "small", [10, 1000, 1000], parameters=1_199_882)
+    large = write_run(tmp_path, "large", [10, 40, 40], parameters=29_997_050)
+    text = compared().text
     for speed, weights in (("1000", "1,199,882 weights"), ("40", "29,997,050 weights")):
         (row,) = (line.split() for line in text.splitlines() if weights in line)
         assert row[5:7] == [speed, f"{speed}..{speed}"]
-    small.with_name("large.csv").unlink()
+    large.unlink()
     write_run(tmp_path, "before", [10, 1000, 1000])
-    text = plot(tmp_path, "--out", tmp_path / "out").stdout
+    text = compared().text
     assert cells(text, "single", 1)[-2:] == ["2", "3"] and "weights" not in text
 
 
