@@ -24,7 +24,10 @@ def shown(cell: NotebookNode) -> list[str]:
 
 
 @pytest.mark.full
-def test_every_cell_runs_and_shows_what_is_committed(committed: NotebookNode) -> None:
+def test_every_cell_runs_and_shows_what_is_committed(
+    committed: NotebookNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     now = notebook.executed(copy.deepcopy(committed))
     for before, after in zip(committed.cells, now.cells, strict=True):
         if before.cell_type == "code":

@@ -11,8 +11,8 @@ from textwrap import indent
 import psutil
 import pytest
 import torch
-from conftest import BEYOND, STAGES, Script, failed, one_error, start_stage
-from forking import free_port
+from checkout import Checkout
+from conftest import BEYOND, STAGES, Script, failed, one_error, rows_of, start_stage
 
 from trainkit.rank import sharded, staging
 
@@ -112,21 +112,15 @@ def test_a_port_in_use_is_named(script: Script, tmp_path: Path) -> None:
     assert f"the 2 processes could not meet at localhost:{port}" in one_error(done)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("happens", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(happens: int, tmp_path: Path) -> None:
+def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(
+    tmp_path: Path, script: Script, checkout: Checkout
+) -> None:
     """Without a launcher to end it, the rank that is left notices by itself."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    lasting = ("--epochs", 99, "--width", 4, "--timeout", 10, "--results-dir", tmp_path)
-    ranks = [start_stage("ddp", *lasting, env=shared | {"RANK": i, "LOCAL_RANK": i}) for i in "01"]
-    next(line for line in ranks[0].stdout if line.startswith("stage ddp"))
-    ranks[1].send_signal(happens)
-    told, _ = ranks[0].communicate(timeout=120)
-    ranks[1].kill()
-    ranks[1].communicate()
-    assert ranks[0].returncode == 1
-    assert "error on rank 0: lost the other ranks" in told
-    assert "Traceback" not in told
+    dies = "if here.rank == 1 and epoch == 2: os.kill(os.getpid(), signal.SIGKILL)"
+    checkout.insert("ddp", dies, before="loss.backward()")
+    done = script(checkout.script("ddp"), *SMALL, "--timeout", 30, "--results-dir", tmp_path, ranks=2)
+    assert "error on rank 0: lost the other ranks" in done.stderr
+    assert "Traceback" not in done.stderr and [row["epoch"] for row in rows_of(tmp_path)] == [1]
 
 
 SMALL = ("--train-size", 1280, "--test-size", 64, "--epochs", 999, "--width", 4, "--precision", "fp32")
