@@ -28,8 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 Script = Callable[..., subprocess.CompletedProcess]  # what the fixture `script` is
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
-WITHOUT_DROPOUT = REPOSITORY / "tests" / "without_dropout.py"
-STOPS = REPOSITORY / "tests" / "stops.py"
+AROUND = REPOSITORY / "tests" / "around.py"
+WITHOUT_DROPOUT, STOPS = (AROUND, "without-dropout"), (AROUND, "stop-in-step")
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -95,7 +95,7 @@ def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(name: str, ranks: int, script: Path | str, *options: object) -> None:
         precision = () if script == "overflow.py" else ("--precision", "fp32")
-        command = (WITHOUT_DROPOUT, results / script, *EXACT, *precision, *options)
+        command = (*WITHOUT_DROPOUT, results / script, *EXACT, *precision, *options)
         done = succeeded(forking.run(*command, "--results-dir", results / name, env=ENVIRONMENT, ranks=ranks))
         with (results / name / TOLD).open("a") as told:
             told.write(done.stdout)

@@ -165,7 +165,7 @@ def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     exact = ("--lr", 0.1, "--train-size", 1000)
     for folder, ranks, epochs in (("moved", 2, 1), ("moved", 1, EPOCHS), ("stayed", 1, EPOCHS)):
         given = (*options(tmp_path / folder), *exact, "--epochs", epochs)
-        succeeded(script(WITHOUT_DROPOUT, STAGES["ddp"], *given, ranks=ranks))
+        succeeded(script(*WITHOUT_DROPOUT, STAGES["ddp"], *given, ranks=ranks))
     moved = rows_of(tmp_path / "moved")
     check_one_run(tmp_path / "moved")
     assert [row["world_size"] for row in moved] == [2, 1]

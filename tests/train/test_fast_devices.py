@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BEYOND, REPOSITORY, STAGES, Script, rows_of, succeeded
+from conftest import AROUND, BEYOND, STAGES, Script, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, capture, data, options
@@ -59,7 +59,6 @@ def test_evaluation_batches_fit_the_device(
 # --- no step makes the CPU wait; the clock, meetings and the end of an epoch are meant to -------------
 
 Waits = Callable[[Path, str, int], str]
-PROGRAM = REPOSITORY / "tests" / "count_waits.py"
 CHOSEN = ("--width", 4, "--batch-size", 8, "--test-batch-size", 10, "--epochs", 1, "--precision", "fp32")
 
 
@@ -69,7 +68,9 @@ def waits(script: Script, tmp_path: Path) -> Waits:
 
     def count(stage: Path, recipe: str, steps: int) -> str:
         sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)
-        done = script(PROGRAM, stage, *CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path)
+        done = script(
+            AROUND, "count-waits", stage, *CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path
+        )
         assert done.returncode == 0, done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("waits: ["))
         return line

@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(whole: Path, train: Train,
     """After its first step; the weights that were best are those of the end here."""
     checkpoints = tmp_path / "checkpoints"
     goes_on = ("--how", "shard", "--checkpoint-dir", checkpoints, "--resume", "auto")
-    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=(STOPS, 1, SCRIPT))
+    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=(*STOPS, 1, SCRIPT))
     assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
     assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)
@@ -194,11 +194,10 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
 
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt
-    import gpt_options
 
     from trainkit.rank import options
 
-    opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt_options.OPTIONS)
+    opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt.OPTIONS)
     model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
     optimizer, schedule = gpt.optimizer_and_schedule(opts, model, steps=100)
     decays = {

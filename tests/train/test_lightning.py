@@ -57,7 +57,7 @@ def assert_equal(of_lightning: Path, of_stage: Path) -> None:
 def test_lightning_trains_as_stage_03(runs: Runs, tmp_path: Path) -> None:
     for name, script in (("ddp", STAGES["ddp"]), ("lightning", SCRIPT)):
         told = (*SMALL, "--recipe", "sgd", "--patience", 5, "--results-dir", tmp_path / name)
-        runs(WITHOUT_DROPOUT, script, *told, ranks=2)
+        runs(*WITHOUT_DROPOUT, script, *told, ranks=2)
     assert_equal(tmp_path / "lightning", tmp_path / "ddp")
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path:
     """With dropout: the random numbers go on, too."""
     job, whole, to_end = tmp_path / "job", tmp_path / "whole", (*SMALL, "--save-model")
     places = ("--results-dir", job, "--checkpoint-dir", tmp_path / "checkpoints")
-    told = runs(STOPS, 3, SCRIPT, *to_end, *places, ranks=2)
+    told = runs(*STOPS, 3, SCRIPT, *to_end, *places, ranks=2)
     assert re.search(r"^stopped after (step \d of )?epoch 1 by a signal", told, re.MULTILINE)
     told = runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
     assert f"resumed from {tmp_path / 'checkpoints'}" in told

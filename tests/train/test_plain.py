@@ -95,7 +95,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
         job.mkdir()
         here = env | {"TRAINKIT_JOB_DIR": str(job), "RANK": "0"}
         if ranks == 2:
-            done = succeeded(forking.run(STOPS, 14, *script, ranks=2, env=here))
+            done = succeeded(forking.run(*STOPS, 14, *script, ranks=2, env=here))
             assert "epoch 1/3" in done.stdout and "epoch 2/3" not in done.stdout
             assert (job / "stopped").read_text().strip() == str(job / "checkpoints" / "recorded.pt")
         done = succeeded(forking.run(*script, ranks=ranks, env=here))

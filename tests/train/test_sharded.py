@@ -44,7 +44,7 @@ def train(script: Script) -> Train:
 
     def run(path: Path, folder: Path, *arguments: object, ranks: int) -> str:
         given = (path, *SMALL, *places(folder), *arguments)
-        done = succeeded(script(WITHOUT_DROPOUT, *given, ranks=ranks))
+        done = succeeded(script(*WITHOUT_DROPOUT, *given, ranks=ranks))
         return done.stdout + done.stderr
 
     return run

@@ -74,7 +74,7 @@ def test_n_ranks_train_as_one(script: Script, tmp_path: Path) -> None:
     runs = {}
     for ranks in (1, 2, 3):
         folder = tmp_path / str(ranks)
-        succeeded(script(WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, ranks=ranks))
+        succeeded(script(*WITHOUT_DROPOUT, STAGES["ddp"], *options_, "--results-dir", folder, ranks=ranks))
         runs[ranks] = rows_of(folder), weights_of(folder)
     one, one_weights = runs.pop(1)
     for many, many_weights in runs.values():

@@ -59,7 +59,7 @@ def test_stops_and_ranks_change_nothing(name: str, images: Path, script: Script,
         command = (tmp_path / "precise.py", *SMALL, *own, "--images", images)
     for ranks in (1, 2):
         succeeded(script(*command, "--results-dir", tmp_path / str(ranks), ranks=ranks))
-    for before, sentence in (((STOPS, 1), "stopped after step 1 of epoch 1"), ((), "resumed from")):
+    for before, sentence in (((*STOPS, 1), "stopped after step 1 of epoch 1"), ((), "resumed from")):
         done = succeeded(script(*before, *command, *places(tmp_path / "stopped"), ranks=2))
         assert sentence in done.stdout
     one, two, stopped = (numbers_of(tmp_path / which, metrics) for which in ("1", "2", "stopped"))
