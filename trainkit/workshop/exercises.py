@@ -1,6 +1,6 @@
 """The exercises of a stage: what is done and what comes next, checks, hints, a fresh start, the solution.
 
-Every exercise is a folder beside its stage's check.py, such as `01_clock`, and is called `clock`:
+Every exercise is a folder next to its stage's check.py, such as `01_clock`, and is called `clock`:
 
     README.md   `# Title`, then `**Core, 1 of 9.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`), then
                 the question and the commands
@@ -10,7 +10,7 @@ Every exercise is a folder beside its stage's check.py, such as `01_clock`, and 
 
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
 `HINTS` has three, each under a line that begins with `## `. There may also be `GIVEN`, folders of the
-repository by where they go in mine/, and `RECORDED`, files of it for whoever cannot run the exercise: logs,
+repository by where they go in mine/, and `RECORDED`, files of it for those who cannot run the exercise: logs,
 and CSVs of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
 `STARTS_WITH`, a part of what the untouched starter is told, and `WRONG`, typical wrong answers: (file in
 mine/, text of the solution, what stands there instead, part of the hint that this gets); of runs, the file
@@ -247,7 +247,7 @@ def main(folder: Path, description: str) -> int:
             return args.act(workbook, workbook.find(args.name), args)
     except OSError as error:
         what = error.filename or folder
-        raise UserError(f"{what} cannot be read or written ({error.strerror}): mend that.") from None
+        raise UserError(f"{what} cannot be read or written ({error.strerror}): repair that.") from None
     tell(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
@@ -321,7 +321,7 @@ COMMANDS = {
     "check": (_check, "check what you did"),
     "hint": (_hint, "the next of three hints"),
     "reset": (_reset, "put the starter back; what you wrote is kept under another name"),
-    "recorded": (_recorded, "take recorded runs in place of runs of your own"),
+    "recorded": (_recorded, "take recorded runs in place of yours"),
     "solution": (_solution, "the difference between your files and the solution"),
 }
 

@@ -3,7 +3,7 @@
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Too high or too low: what is the number of clock.py before you mend it?
+# Too high or too low: what is the number of clock.py before you repair it?
 prediction = high
 """
 HINTS = """\
@@ -82,7 +82,7 @@ def check(mine: Workspace) -> str:
     lucky = Device(lucky=0.9)
     if not is_close(measure(lucky, lucky.clock), true, 0.05):
         raise Wrong(
-            "Of a device that was faster in one of its epochs you tell the luckiest one. Take the median: "
+            "Of a device that was faster in one of its epochs you report the luckiest one. Take the median: "
             "no single epoch changes it much."
         )
     if prediction == "low":

@@ -26,7 +26,7 @@ workers_seconds = 9.7
 HINTS = """\
 ## 1
 
-What does a speed in images/s tell of an epoch, and what has to be known beside it? Look at the line above
+What does a speed in images/s say about an epoch, and what else has to be known? Look at the line above
 the table, too.
 
 ## 2
@@ -107,6 +107,6 @@ def _loading(resident: "pd.Series", workers: "pd.Series") -> str:
     return (
         f"The difference of {seconds:.2f} s per epoch is loading: one process makes about "
         f"{resident.images / seconds:,.0f} images ready per second. A device that trains faster than that "
-        "waits for its images most of the time, and a second one would wait beside it. So look at the loader "
+        "waits for its images most of the time, and a second one would wait too. So look at the loader "
         "before you ask for more GPUs."
     )

@@ -24,7 +24,7 @@ limit = training   # training, cores or loader
 HINTS = """\
 ## 1
 
-In the table, the column variant tells the number of workers; the row with nothing in it has 0. Two rows
+In the table, the column variant has the number of workers; the row with nothing in it has 0. Two rows
 whose min..max overlap are equally good.
 
 ## 2

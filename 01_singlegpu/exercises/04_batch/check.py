@@ -28,7 +28,7 @@ why = steps
 HINTS = """\
 ## 1
 
-Three columns tell: images/s, acc. % and, with `--target 97`, s to 97 %. A dash there means: never.
+Three columns show it: images/s, acc. % and, with `--target 97`, s to 97 %. A dash there means: never.
 
 ## 2
 
@@ -42,8 +42,8 @@ learning rate each change is about as large. Which of the three batches makes th
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("answers.txt", "throughput = 1024", "throughput = 64", "The column images/s"),
-    ("answers.txt", "accuracy = 64", "accuracy = 1024", "The column acc. %"),
+    ("answers.txt", "throughput = 1024", "throughput = 64", "See the column images/s"),
+    ("answers.txt", "accuracy = 64", "accuracy = 1024", "See the column acc. %"),
     ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never gets there, but another one 23 s"),
     ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start, but another one"),
     ("answers.txt", "steps_64 = 156", "steps_64 = 157", "not full is dropped"),
@@ -64,10 +64,10 @@ def check(mine: Workspace) -> str:
 
     given = answers.word("highest_throughput", *BATCHES)
     if runs[given].fastest < max(run.slowest for run in runs.values()):
-        raise Wrong(f"`highest_throughput = {given}`: another batch is faster. The column images/s tells.")
+        raise Wrong(f"`highest_throughput = {given}`: another batch is faster. See the column images/s.")
     given = answers.word("highest_accuracy", *BATCHES)
     if runs[given].test_accuracy < max(run.test_accuracy for run in runs.values()):
-        raise Wrong(f"`highest_accuracy = {given}`: another batch ends higher. The column acc. % tells.")
+        raise Wrong(f"`highest_accuracy = {given}`: another batch ends higher. See the column acc. %.")
     given = answers.word("first_at_97", *BATCHES)
     # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
     soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}

@@ -174,5 +174,5 @@ def _log(options: dict[str, str], stage: Path) -> str:
     if not code:
         return f"{logs[-1].name} has no line `ended` yet: the job runs, or something killed its script."
     if code[-1] != "0":
-        return f"Your job has run and failed: the line `why` in {logs[-1].name} tells the reason."
+        return f"Your job has run and failed: the line `why` in {logs[-1].name} has the reason."
     return f"And it has run: {logs[-1].name} ends with exit code 0."

@@ -31,7 +31,7 @@ signal.
 ## 3
 
 91 s of CPU time in 139 s are 0.66 cores. In job 4 look at the first line behind the two lines on what is
-trained, and in sacct at ReqMem beside MaxRSS.
+trained, and in sacct at ReqMem next to MaxRSS.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -60,7 +60,7 @@ def check(mine: Workspace) -> str:
     if answers.number("exit_code") != 137:
         raise Wrong("`exit_code`: it is in the last line of job-4.txt, which begins with `ended`.")
     if answers.number("signal") != 9:
-        raise Wrong("`signal`: an exit code above 128 tells of a signal, whose number is the code minus 128.")
+        raise Wrong("`signal`: an exit code above 128 means a signal, whose number is the code minus 128.")
     why = answers.word("why", "error", "time", "memory", "user")
     if why == "time":
         raise Wrong("`why = time`: it ran less than a minute, and the job script asks for 30 minutes.")
@@ -70,8 +70,8 @@ def check(mine: Workspace) -> str:
         f"Job 3 kept {CPU_SECONDS / SECONDS:.2f} of its 2 cores busy; you expected {prediction:g}. The "
         "machine had other work, and so the training was slow. On a cluster, where the cores are yours "
         "alone, the same numbers say that it waits: for a loader, a disk, or a GPU. Job 4 had asked for 600 "
-        f"MB where the training takes {MEGABYTES}. Signal 9 cannot be caught: whoever gets it ends without a "
-        "word, so look for the reason in the lines of Slurm, and in MaxRSS beside ReqMem. For the next job, "
+        f"MB where the training takes {MEGABYTES}. Signal 9 cannot be caught: the process ends without a "
+        "word, so look for the reason in the lines of Slurm, and in MaxRSS next to ReqMem. For the next job, "
         "ask for what sacct says and a half more."
     )
 

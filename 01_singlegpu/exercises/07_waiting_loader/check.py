@@ -100,7 +100,7 @@ def _watched(path: Path) -> Watched:
         verdict = json.loads(path.with_suffix(".monitor.json").read_text())
     except FileNotFoundError:
         raise Wrong(
-            f"mine/runs/{path.name} was not watched: it has no verdict beside it. Run it as the README says, "
+            f"mine/runs/{path.name} was not watched: it has no verdict. Run it as the README says, "
             "and remove this one."
         ) from None
     return Watched(rows[-1], speed, 100 * waited / seconds, [found["kind"] for found in verdict["findings"]])
@@ -167,7 +167,7 @@ def _check_images(mine: Workspace, loader: str) -> None:
     if torch.allclose(made, data.normalize(images), atol=0.01):
         hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
     if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
-        hint = "they have the mean of the whole batch taken out: `dim` tells over what a mean goes."
+        hint = "they have the mean of the whole batch taken out: `dim` says over what a mean goes."
     raise Wrong(f"With the {loader} loader, your program makes other images than the starter: {hint}")
 
 

@@ -33,7 +33,7 @@ images/s before: 64 images in 2.46 ms are 64 / 0.00246. Divide what traces.csv h
 
 ## 3
 
-At 98 % a kernel runs nearly all the time. How much each of them has to do, the power tells: 227 of 700 W.
+At 98 % a kernel runs nearly all the time. The power shows how much each of them does: 227 of 700 W.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -63,7 +63,7 @@ def check(mine: Workspace) -> str:
     _check_next(answers.word("next", "batch", "graph", "nothing"))
     return (
         f"You expected more of batch {prediction}. With 64 images a step became {gains[64]:.1f} times as "
-        f"fast, with 1024 {gains[1024]:.1f} times. The utilisation of the eager step told both beforehand: a "
+        f"fast, with 1024 {gains[1024]:.1f} times. The utilisation of the eager step showed it in advance: a "
         "graph removes the gaps and nothing else. What it leaves are short kernels: at 98 % utilisation the "
         "GPU takes a third of its power. For that a larger batch is the remedy, or a compiler that joins "
         "kernels."

@@ -31,7 +31,7 @@ stands there?
 ## 2
 
 The wrapper keeps the network as `model.module`, and so every name begins with `module.`. Do not
-cut names: ask the right object for its `state_dict()`. A strict `load_state_dict` tells you when
+cut names: ask the right object for its `state_dict()`. A strict `load_state_dict` says so when
 the names do not fit.
 
 ## 3
@@ -98,10 +98,10 @@ def _look_into(path: Path, network: nn.Module) -> None:
     try:
         saved = set(torch.load(path, weights_only=True))
     except FileNotFoundError:
-        raise Wrong("`save` has written no file where it was told to.") from None
+        raise Wrong("`save` has written no file at the path that it was given.") from None
     except Exception:
         raise Wrong(
-            "The file holds the network itself and not only its weights: whoever loads it needs the same "
+            "The file holds the network itself and not only its weights: to load it one needs the same "
             "class, at the same place. Save a state_dict()."
         ) from None
     names = set(network.state_dict())
@@ -112,7 +112,7 @@ def _look_into(path: Path, network: nn.Module) -> None:
         )
     if saved != names:
         raise Wrong(
-            "A network with parts of its own called `module` and `submodule` came back with "
+            "A network with parts called `module` and `submodule` came back with "
             f"{sorted(saved - names)[0]!r} in place of {sorted(names - saved)[0]!r}: `save` cuts every "
             "`module.` out of the names. "
             "There is no need to cut anything."

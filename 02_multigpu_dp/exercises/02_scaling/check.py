@@ -10,9 +10,9 @@ prediction = 1.8
 batch_alone = 1.08
 
 # strong or weak?
-# The same training, with batch 128, has to be done sooner. Which one tells whether a second device helps?
+# The same training, with batch 128, has to take less time. Which one shows whether a second device helps?
 tells_sooner = strong
-# One device is full with 128 images, and the steps may change. Which one tells what a second device adds?
+# One device is full with 128 images, and the steps may change. Which one shows what a second device adds?
 tells_more = weak
 
 # From one device to two, both with batch 128, what shrinks more: an epoch's training, or the whole run?
@@ -35,7 +35,7 @@ agrees.
 
 `epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
 speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
-For `batch_alone` divide the two lines of one device. The same steps, only sooner: strong. Other
+For `batch_alone` divide the two lines of one device. The same steps in less time: strong. Other
 steps, more images: weak.
 """
 STARTS_WITH = "`prediction`"
@@ -91,7 +91,7 @@ def check(mine: Workspace) -> str:
     if answers.word("tells_sooner", "strong", "weak") == "weak":
         raise Wrong(
             "tells_sooner: with 256 there are half as many steps in an epoch, and other ones. So it is not "
-            f"the same training sooner, and {alone:.2f} times came from the larger batch alone."
+            f"the same training in less time, and {alone:.2f} times came from the larger batch alone."
         )
     if answers.word("tells_more", "strong", "weak") == "strong":
         raise Wrong(
@@ -108,8 +108,8 @@ def check(mine: Workspace) -> str:
         f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
         "split, such as the start, or the tests of by_hand.py, takes as long as before. Weak scaling gives "
         f"{2 * weak.weak_efficiency:.2f} times the images/s, efficiency {weak.weak_efficiency:.0%}. It is "
-        "fair where the batch may grow, but it is no sooner end of the same training: the accuracy column "
-        "belongs beside it."
+        "fair where the batch may grow, but it is not the same training in less time: look at the "
+        "accuracy column, too."
     )
 
 

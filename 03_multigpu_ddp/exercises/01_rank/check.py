@@ -89,7 +89,7 @@ def check(mine: Workspace) -> str:
         )
     if answers.number("gpu_of_rank_2") != 1:
         raise Wrong(
-            "`gpu_of_rank_2`: in the second job rank 2 is on n1, beside rank 0. There is no formula for the "
+            "`gpu_of_rank_2`: in the second job rank 2 is on n1, with rank 0. There is no formula for the "
             "local rank: it depends on how the tasks were placed. Read its SLURM_LOCALID."
         )
     if answers.number("without_srun") != 1:
@@ -103,7 +103,8 @@ def check(mine: Workspace) -> str:
     if who.who_am_i(batch) != (0, 0, 1):
         raise Wrong(
             "In the batch script, without srun, `who_am_i` believes SLURM_PROCID and SLURM_NTASKS, and would "
-            "wait for peers that nobody started: see by SLURM_STEP_NUM_TASKS whether this is a step of srun."
+            "wait for peers that were never started: SLURM_STEP_NUM_TASKS shows whether this is a step of "
+            "srun."
         )
     check_gpus(who.gpu)
     guess = "as you predicted" if prediction == 2 else f"you had predicted {answers['prediction']}"

@@ -231,8 +231,8 @@ def wrong_split(ranks: list[Seen]) -> str | None:
     if ranks[0]["random"] == ranks[1]["random"]:
         return (
             "The ranks agree on the validation set now, but at a price: after the split all of them draw "
-            "the same random numbers, so every rank drops the same neurons. The split needs a generator "
-            "of its own."
+            "the same random numbers, so every rank drops the same neurons. The split needs a separate "
+            "generator."
         )
     return None
 
@@ -289,7 +289,7 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
         return None
     what = f"Of 5 test images a model knows 1, which is 20 %. On two ranks the script says {said:.1f} %"
     if said != ranks[1]["accuracy"]:
-        return f"{what}, and {ranks[1]['accuracy']:.1f} % on the other: each that of its own share."
+        return f"{what}, and {ranks[1]['accuracy']:.1f} % on the other: each that of one share only."
     counted = {"33.3": "6: one of them twice", "25.0": "4"}.get(f"{said:.1f}")
     return f"{what}: 5 do not divide by two, and it looks at {counted}." if counted else f"{what}."
 
@@ -313,7 +313,7 @@ def wrong_files(ranks: list[Seen]) -> str | None:
     if len(files) == 1 and ranks[0]["saved"]:
         return None
     if len(set(files)) > 1:
-        return "Every rank saves a file of its own, and all have the same weights in them."
+        return "Every rank saves another file, and all have the same weights in them."
     if files:
         return (
             "Several ranks write the same file at the same time. On two nodes, one per node is too many, too."
@@ -349,9 +349,9 @@ WRONG = [
     (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "the images of one rank"),
     (SCRIPT, SHARE, PADDED, "it looks at 6"),
     (SCRIPT, SHARE, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
-    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "of its own share"),
+    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "of one share only"),
     (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own, not those of all"),
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
     (SCRIPT, SAVE, "    torch.save(", "write the same file"),
-    (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "a file of its own"),
+    (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "saves another file"),
 ]  # fmt: skip

@@ -66,7 +66,7 @@ def check(mine: Workspace) -> str:
     came = "as you predicted" if prediction == "different" else "you had predicted equal ones"
     return (
         f"Without `average` the ranks drift apart: their weights are different, {came}. With it, N ranks "
-        "make the steps of one process with the whole batch, and nobody has to send weights around. That "
+        "make the steps of one process with the whole batch, and no rank has to send its weights. That "
         "is what DDP does; it only sends many gradients in one call, and while the others are still being "
         "computed: see 03_multigpu_ddp/beyond/by_hand.py."
     )

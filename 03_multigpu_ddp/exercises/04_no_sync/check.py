@@ -71,8 +71,8 @@ def check(mine: Workspace) -> str:
     return (
         f"Without no_sync DDP exchanges the gradients in every backward pass, {PARTS} times in a step, "
         f"{came}. Now it does so once, and the step is that of the whole batch. What it saves depends on "
-        "how long an exchange takes beside a part: 03_multigpu_ddp/beyond/README.md has it measured on "
-        "two CPU workers."
+        "how long an exchange takes, compared with a part: 03_multigpu_ddp/beyond/README.md has it measured "
+        "on two CPU workers."
     )
 
 

@@ -49,7 +49,7 @@ HOW = {
     "exception": "A rank that ends with an exception would have written a traceback. Did this one?",
     "time_limit": "At its time limit the job is asked to be ended as a whole, and the log says DUE TO TIME "
     "LIMIT. One word in the launcher's line says what happened to this one task.",
-    "hung": "A rank that hangs is still there: the others wait for it, until --timeout, and nobody closes a "
+    "hung": "A rank that hangs is still there: the others wait for it, until --timeout, and no rank closes a "
     "connection.",
 }
 
@@ -85,6 +85,6 @@ def check(mine: Workspace) -> str:
         f"Rank {rank} on {node} was killed, and said nothing; three others wrote {LOG.count('[rank')} "
         f"lines about it, and rank {complained[-1]} was only the first to notice. You predicted "
         f"{predicted:g} traceback(s). We had ended it with `kill -9`, as the kernel ends a process when the "
-        "memory is full: this log cannot tell the two apart. `sacct` may (MaxRSS beside ReqMem, or a state "
+        "memory is full: this log cannot tell the two apart. `sacct` may (MaxRSS next to ReqMem, or a state "
         "OUT_OF_MEMORY). Tasks that were `Terminated`, and the exit code 143 at the end, only followed."
     )

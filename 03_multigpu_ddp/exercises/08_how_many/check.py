@@ -76,10 +76,10 @@ def check(mine: Workspace) -> str:
     return (
         f"16 GPUs are {table[16]['speedup'] / table[8]['speedup']:.2f} times as fast as 8 (you predicted "
         f"{predicted:g}), and cost {table[16]['gpu_hours'] / table[8]['gpu_hours']:.2f} times as much. "
-        "Five questions, five numbers of GPUs: no table tells how many are best before you say what "
+        "Five questions, five numbers of GPUs: no table says how many are best before you say what "
         "counts. The cheapest is nearly always one, and every further one costs GPU-hours and saves less "
         "time than the one before. Ask for what the deadline needs, and measure a short run first: `python "
-        "../slurm/sweep.py --gpus 1,2,4` makes such a table of your own training."
+        "../slurm/sweep.py --gpus 1,2,4` makes such a table of your training."
     )
 
 

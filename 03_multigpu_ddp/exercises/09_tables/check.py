@@ -31,7 +31,7 @@ gives?
 
 ## 2
 
-Mean of epochs 2 and 3 of each run (epoch 1 is the warm-up), beside the tables' images/s: which
+Mean of epochs 2 and 3 of each run (epoch 1 is the warm-up), next to the tables' images/s: which
 differ, and by which factor? One is just half. One is the mean of three epochs. One comes from a
 run whose epochs differ much from each other.
 

@@ -129,7 +129,7 @@ def check_interface(given: str, mine: Workspace) -> None:
     log = mine.text(logs[0])
     interfaces = re.findall(r"interface (\S+) towards rank 0", log)
     if not interfaces:
-        raise Wrong("The log two.txt does not tell the interface: run it with --debug.")
+        raise Wrong("The log two.txt does not have the interface: run it with --debug.")
     if given not in interfaces:
         within = " `lo` is for talking within one machine." if given == "lo" else ""
         raise Wrong(

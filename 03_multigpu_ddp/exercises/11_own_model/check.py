@@ -130,7 +130,7 @@ def check_names(row: dict[str, object]) -> None:
         )
     if row["model"] == "Net":
         raise Wrong(
-            "The CSV has a model Net: tables and checkpoints tell models apart by the name of the class."
+            "The CSV has a model Net: tables and checkpoints recognise models by the name of the class."
         )
     if row["dataset"] != "waves":
         raise Wrong(
@@ -153,7 +153,7 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
     if len(set(trained)) < len(trained):
         raise Wrong(
             f"In an epoch of two ranks {len(trained)} samples were trained on, but only "
-            f"{len(set(trained))} different ones: both ranks take the same. Who tells `batches.training` "
+            f"{len(set(trained))} different ones: both ranks take the same. How does `batches.training` know "
             "which rank this is, and of how many?"
         )
     if row["test_images"] != 500:

@@ -84,7 +84,7 @@ def check(mine: Workspace) -> str:
         "stays as it is, while an exchange has more rounds with every device. The kit fits several laws, "
         "trusts those that predict runs which they were not shown, and gives an interval for what is left "
         f"open. With a batch of 512 it is {most[512]} devices and not {most[128]} that keep 70 %: how many "
-        "are best cannot be said without the batch. Only a run on four tells for certain. What that costs is "
+        "are best cannot be said without the batch. Only a run on four is certain. What that costs is "
         "in the exercise `next_run`."
     )
 

@@ -12,7 +12,7 @@ ANSWERS = """\
 # Which of the six would you start?
 prediction = F
 # Letters of candidates.csv
-nothing = B, C, E   # all that tell nothing about two workers or four
+nothing = B, C, E   # all that show nothing about two workers or four
 cheapest = F        # of the others
 # Of the kit's second answer
 efficiency = 92.7   # % of two workers
@@ -21,7 +21,7 @@ four = predicted    # of four workers: measured, predicted or unknown
 HINTS = """\
 ## 1
 
-Seconds / 3600 are hours, and each of the workers costs them. As for what a run tells: what is in a
+Seconds / 3600 are hours, and each of the workers costs them. As for what a run shows: what is in a
 step on two workers that is in no step on one?
 
 ## 2
@@ -42,7 +42,7 @@ WRONG = [
     ("answers.txt", "nothing = B, C, E", "nothing = B, E", "the warm-up"),
     ("answers.txt", "nothing = B, C, E", "nothing = C", "no exchange"),
     ("answers.txt", "nothing = B, C, E", "nothing = B, C, D, E", "has several workers"),
-    ("answers.txt", "cheapest = F", "cheapest = E", "tells nothing"),
+    ("answers.txt", "cheapest = F", "cheapest = E", "shows nothing"),
     ("answers.txt", "cheapest = F", "cheapest = A", "0.015 are fewer"),
     ("answers.txt", "efficiency = 92.7", "efficiency = 185", "is the speedup"),
     ("answers.txt", "four = predicted", "four = measured", "no run on four"),
@@ -121,7 +121,7 @@ def check_choice(answers: Answers, prices: dict[str, float]) -> None:
         raise Wrong(f"`nothing`: {WHY[run]}")
     cheapest = answers.word("cheapest", *"abcdef").upper()
     if cheapest in WHY:
-        raise Wrong(f"`cheapest`: {cheapest} is cheap, and tells nothing.")
+        raise Wrong(f"`cheapest`: {cheapest} is cheap, and shows nothing.")
     if cheapest != "F":
         raise Wrong(
             f"`cheapest`: {cheapest} costs {prices[cheapest]:.2g} worker-hours. {prices['F']:.2g} are fewer."

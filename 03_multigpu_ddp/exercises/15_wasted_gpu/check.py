@@ -1,4 +1,4 @@
-"""Counts GPUs and ranks in the texts of starter/, which do not change, and reads the mended job script."""
+"""Counts GPUs and ranks in the texts of starter/, which do not change, and reads the corrected job script."""
 
 import csv
 import re
@@ -21,7 +21,7 @@ percent = 19.1    # of the GPU-hours of all four jobs
 HINTS = """\
 ## 1
 
-`gres/gpu=2` in AllocTRES are all GPUs of a job, on all of its nodes. For each job, set that beside its
+`gres/gpu=2` in AllocTRES are all GPUs of a job, on all of its nodes. For each job, compare that with its
 ranks. Of what `srun` started, count the training, not `env`, which only tried the environment.
 
 ## 2
@@ -32,7 +32,7 @@ node of a job: its ranks count over all nodes.
 ## 3
 
 Job by job: GPUs - ranks. The hours are those of the whole job (the line without a dot, Elapsed): from its
-first second on a GPU is yours, and nobody else's. In the script, `--ntasks` counts over all nodes and
+first second on a GPU is yours, and no other job's. In the script, `--ntasks` counts over all nodes and
 `--gpus-per-node` on each.
 """
 STARTS_WITH = "`prediction`"
@@ -44,9 +44,9 @@ WRONG = [
     ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 0.221", "all its GPUs cost"),
     ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 0.0553", "hours of one GPU"),
     ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 6.63", "hours:minutes:seconds"),
-    ("answers.txt", "percent = 19.1", "percent = 50", "its own job"),
+    ("answers.txt", "percent = 19.1", "percent = 50", "share of that job"),
     ("answers.txt", "percent = 19.1", "percent = 47.2", "not yet GPU-hours"),
-    ("wide.sh", "--ntasks-per-node=2", "--ntasks=2", "mend its #SBATCH lines"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks=2", "correct its #SBATCH lines"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=4", "one node may get 3"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=3", "4 GPUs and 3 ranks"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "refused by NCCL"),
@@ -86,7 +86,7 @@ def check(mine: Workspace) -> str:
         f"is wrong, and it trains as others do; but {wasted:.3f} GPU-hours were paid for nothing, which "
         f"would be {24 * (wasteful.gpus - wasteful.ranks)} in a training of a day. Your script asks for "
         f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}, with a GPU for each. {asked} Two habits find "
-        "such jobs: to set the GPUs in AllocTRES beside `ranks` in the log's line on what is trained, and "
+        "such jobs: to compare the GPUs in AllocTRES with `ranks` in the log's line on what is trained, and "
         "to read the lines at its end that begin with `watch`."
     )
 
@@ -130,7 +130,7 @@ def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
     if not is_close(given, 100 * true / paid, 0.04):
         hint = "`gpu_hours` of 100, by GPUs x hours of each job, added up."
         if is_close(given, 50):
-            hint = "that is its share of its own job. What did all four cost?"
+            hint = "that is its share of that job. What did all four cost?"
         if is_close(given, 100 * true / sum(each.hours for each in jobs), 0.03):
             hint = "hours of jobs are not yet GPU-hours: each of them had several GPUs."
         raise Wrong(f"`percent` is not {given:g}: {hint}")
@@ -145,7 +145,7 @@ def _check_script(mine: Workspace) -> tuple[int, int]:
     name = f"mine/{WASTEFUL}.sh"
     before, text = (STARTER / f"{WASTEFUL}.sh").read_text(), mine.text(f"{WASTEFUL}.sh")
     if requested(text) == requested(before):
-        raise Wrong(f"{name} still asks for what it asked for: mend its #SBATCH lines.")
+        raise Wrong(f"{name} still asks for what it asked for: correct its #SBATCH lines.")
     if _commands(text) != _commands(before):
         raise Wrong(
             f"{name}: change the #SBATCH lines only. What they ask for is paid, and srun follows them."

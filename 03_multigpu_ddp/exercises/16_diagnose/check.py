@@ -27,7 +27,7 @@ c_cure = cores
 HINTS = """\
 ## 1
 
-Set the ranks of each job beside each other, and what a GPU draws beside what it may. Which columns differ
+Compare the ranks of each job with each other, and a GPU's power with its limit. Which columns differ
 between ranks, and which are alike though they should not be?
 
 ## 2
@@ -90,7 +90,7 @@ def check(mine: Workspace) -> str:
         f"By utilisation you suspected {prediction}. All three wasted, and none of them by what their users "
         "had looked at: the core of `a` is busy with starting kernels, the busiest GPUs of `b` are those "
         "that wait, and the core of `c` is full because two ranks take turns at it. So look first at "
-        "images/s, then at power beside its limit, then for the one among equals that differs; the lines "
+        "images/s, then at power and its limit, then for the one among equals that differs; the lines "
         "that begin with `watch` do that at the end of each job. For `a` one GPU is enough, or too much: "
         "with 64 images in a step, no GPU could be full."
     )
@@ -110,7 +110,7 @@ def _check_cause(answers: Answers, job: str) -> None:
         raise Wrong(f"`{name}`: the column `throttled` has the reason for which a clock is low: `-` is none.")
     if given == "memory_full":
         raise Wrong(
-            f"`{name}`: set `memory_mb` beside `memory_limit_mb`. And a full memory wastes nothing yet."
+            f"`{name}`: compare `memory_mb` with `memory_limit_mb`. And a full memory wastes nothing yet."
         )
     hints = {
         "a": "how much of its limit is its power? A GPU at work takes more than half of it.",
@@ -141,7 +141,7 @@ def _check_power(answers: Answers, power: list[float], limit: list[float], utili
 def _check_waits(answers: Answers, own: list[float], data: list[float], trained: list[float]) -> None:
     slowest = own.index(max(own))
     if answers.number("b_rank") != slowest:
-        raise Wrong("`b_rank`: that rank has little work of its own, and waits itself: see `own_seconds`.")
+        raise Wrong("`b_rank`: that rank has little work, and waits itself: see `own_seconds`.")
     given, true = answers.number("b_waits"), 100 * (1 - min(own) / trained[0])
     if is_close(given, true, 0.03):
         return

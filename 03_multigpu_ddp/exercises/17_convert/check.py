@@ -29,7 +29,7 @@ prediction = 2
 HINTS = """\
 ## 1
 
-Four things change: meet and take a device, share the data, wrap the network, tell of all. Go through
+Four things change: meet and take a device, share the data, wrap the network, report for all. Go through
 main from the top, and ask of every line what it does on rank 1.
 
 ## 2
@@ -69,7 +69,7 @@ def check(mine: Workspace) -> str:
     return (
         "It is a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
         f"You predicted that {prediction:.0f} processes train to the end: both do, each the same network for "
-        "itself, and both write the same files. No error tells of it."
+        "itself, and both write the same files. There is no error."
     )
 
 
@@ -177,7 +177,7 @@ def wrong_device(program: ModuleType) -> None:
 
 def wrong_shares(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
-        raise Wrong("The two processes have not met: each has trained a network of its own.")
+        raise Wrong("The two processes have not met: each has trained another network.")
     for rank, seen in enumerate(ranks):
         if len(seen["read"]) != 4:
             raise Wrong(
@@ -221,7 +221,7 @@ def wrong_numbers(ranks: list[Seen]) -> None:
     steps = ranks[0]["steps"] // 2
     true = np.mean([seen["losses"][:steps] for seen in ranks])
     if not is_close(losses[0][0], true, 1e-3):
-        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, and rank 0 tells {losses[0][0]:.4f}.")
+        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, and rank 0 says {losses[0][0]:.4f}.")
     if ranks[0]["means"][0] != ranks[1]["means"][0]:
         raise Wrong(
             "The ranks validate two networks: BatchNorm's running means are those of each rank's own images. "
@@ -229,8 +229,8 @@ def wrong_numbers(ranks: list[Seen]) -> None:
         )
     if accuracies[0] != accuracies[1]:
         raise Wrong(
-            f"Rank 0 tells {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each the accuracy "
-            "of its own share."
+            f"Rank 0 says {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each the accuracy "
+            "of one share only."
         )
 
 
@@ -276,7 +276,7 @@ WRONG = [
     (SCRIPT, "loss.backward()", "(loss / dist.get_world_size()).backward()", "by 0.50 before"),
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
-    (SCRIPT, "    dist.all_reduce(right)\n", "", "of its own share"),
+    (SCRIPT, "    dist.all_reduce(right)\n", "", "of one share only"),
     (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turns"),
     (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),

@@ -72,7 +72,7 @@ def check(mine: Workspace) -> str:
     return (
         f"It runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks would "
         "stand still: all three did. Rank 1 found its own error worse than before, left out the barrier, and "
-        "stood in the next collective, to which nobody else came. An error would have come after half an "
+        "stood in the next collective, to which no other rank came. An error would have come after half an "
         "hour, gloo's default timeout, and from the lines that wait, not from the one that was wrong."
     )
 
@@ -102,7 +102,7 @@ def run(mine: Workspace) -> list[list[int]]:
 
 def check_saved(saved: list[list[int]]) -> None:
     if not saved[0] == saved[1] == saved[2]:
-        raise Wrong(f"Nobody waits in vain, but each rank still decides by itself when to save: {saved}.")
+        raise Wrong(f"No rank waits in vain, but each rank still decides by itself when to save: {saved}.")
     if saved[0] != LOWEST:
         raise Wrong(
             f"All ranks save in the epochs {saved[0]}, but it is not the mean error that decides: by that it "

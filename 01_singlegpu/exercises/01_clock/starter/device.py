@@ -1,4 +1,4 @@
-"""A device that works like a GPU: whoever gives it work does not wait. There is nothing to change here."""
+"""A device that works like a GPU: giving it work does not wait. There is nothing to change here."""
 
 import queue
 import threading

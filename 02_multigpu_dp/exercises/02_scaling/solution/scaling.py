@@ -1,4 +1,4 @@
-"""One device against two, from the CSVs in runs/ beside this file."""
+"""One device against two, from the CSVs in runs/ next to this file."""
 
 import csv
 from pathlib import Path

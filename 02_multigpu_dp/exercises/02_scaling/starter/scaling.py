@@ -1,4 +1,4 @@
-"""One device against two, from the CSVs in runs/ beside this file. Six gaps `...`."""
+"""One device against two, from the CSVs in runs/ next to this file. Six gaps `...`."""
 
 import csv
 from pathlib import Path

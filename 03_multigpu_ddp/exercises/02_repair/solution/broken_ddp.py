@@ -119,7 +119,7 @@ def evaluate(model: nn.Module, images: Dataset, rank: int, size: int) -> float:
 
 
 def save(model: nn.Module, rank: int) -> None:
-    """The trained weights, in a file beside this one."""
+    """The trained weights, in a file next to this one."""
     if rank == 0:
         torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
 

@@ -1,4 +1,4 @@
-"""A batch in micro-batches with DistributedDataParallel. The function `step` is to be mended.
+"""A batch in micro-batches with DistributedDataParallel. The function `step` has two mistakes.
 
 Try: torchrun --standalone --nproc-per-node=2 exercises/04_no_sync/mine/accumulate.py
 """
