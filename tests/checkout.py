@@ -81,14 +81,12 @@ class Checkout:
         )
 
     def python(self, script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
-        """Run a program of the checkout to its end."""
         return self.run(sys.executable, self.folder / script, *arguments, **environment)
 
     def submit_py(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
         return self.python(f"{FOLDERS[stage]}/submit.py", *arguments, **environment)
 
     def script(self, stage: str) -> Path:
-        """The stage's training script."""
         (path,) = (self.folder / FOLDERS[stage]).glob("mnist_*.py")
         return path
 

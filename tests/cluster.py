@@ -95,7 +95,6 @@ def running_cluster(
 
 
 def run_program(*arguments: object, timeout: float = 120, **how: object) -> subprocess.CompletedProcess:
-    """Run the practice cluster's program to its end."""
     return subprocess.run(
         [sys.executable, PROGRAM, *map(str, arguments)],
         capture_output=True,

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
 from trainkit.jobs import local, stages
@@ -201,6 +203,11 @@ def assert_same_end(folder: Path, other: Path, loss: float = 1e-5, weight: float
 def places(folder: Path) -> tuple:
     """The options of a run that goes on, with its results and its checkpoints in `folder`."""
     return ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
+
+
+def alone_with_the_gpus() -> FileLock:
+    """Held by one test at a time, of all workers."""
+    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
 
 
 def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -> float:

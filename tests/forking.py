@@ -93,7 +93,6 @@ class Forking:
 
 
 def free_port() -> str:
-    """A port that nothing listens on at the moment."""
     return str(network.free_port())
 
 

@@ -70,7 +70,6 @@ OTHERS = {
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--out --smoke",
     "tools/bench/ladder.py": "--data-dir --steps",
-    "tools/bench/model_memory.py": "--precision",
     "tools/bench/on_a_gpu.py": "--out",
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/published.py": "--out",

@@ -5,21 +5,18 @@ held to what one printed, or else to tests/layouts.txt, and run where there is o
 """
 
 import itertools
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS
-from filelock import FileLock
+from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus
 from forking import Forking
 
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
@@ -225,11 +222,6 @@ def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -
 needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 
 
-def _alone() -> FileLock:
-    """As test_gpu.py has it."""
-    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
-
-
 @pytest.mark.parametrize(
     "command",
     [pytest.param(name, marks=needs_a_gpu) for name in sorted(COMMANDS) if name.startswith("nvidia-smi")],
@@ -242,7 +234,7 @@ def test_a_gpu_prints_the_layout(command: str) -> None:
         pytest.skip(f"driver {driver.strip()}")
     monitor = command.endswith(" dmon")
     words = shlex.split(command) + (["-c", "1"] if monitor else [])
-    with _alone():
+    with alone_with_the_gpus():
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     printed, layout = plain(done.stdout).splitlines(), SESSIONS[command]
@@ -262,8 +254,7 @@ def test_a_gpu_prints_the_layout(command: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 def test_a_kernel_that_does_nothing_looks_as_busy_as_work() -> None:
-    """What the page expects."""
-    with _alone():
+    with alone_with_the_gpus():
         output = experiment("--seconds", 5, env=ENVIRONMENT | WITH_GPUS)
     ways = measured(output)
     watts = {way: float(power) for way, power in re.findall(r"^(\w+): .*? (\d+) W", output, re.MULTILINE)}

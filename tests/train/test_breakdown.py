@@ -38,7 +38,6 @@ def slow_rank(
 
 
 def rows_of(results: Path) -> pd.DataFrame:
-    """The lines of the only measurement."""
     (file,) = (results / "breakdown").glob("*.tsv")
     return pd.read_csv(file, sep="\t")
 

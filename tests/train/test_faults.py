@@ -36,13 +36,6 @@ def two_epochs(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture
-def resume(script: Script, two_epochs: Path, tmp_path: Path) -> Script:
-    """Go on to epoch 3 from a copy of the checkpoints, in tmp_path, which may have been changed before."""
-    shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
-    return lambda: script("single", *SMALL, "--epochs", 3, *places(tmp_path))
-
-
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
@@ -63,15 +56,15 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
 
 
-def test_files_beside_the_checkpoints_stay(resume: Script, tmp_path: Path) -> None:
+def test_files_beside_the_checkpoints_stay(script: Script, two_epochs: Path, tmp_path: Path) -> None:
     """Only names that are exactly a checkpoint's count; what is no checkpoint is named, and not used."""
-    folder = tmp_path / "checkpoints"
+    folder = shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
     good = torch.load(folder / "epoch-3-step-0.pt", weights_only=True)
     mine = [folder / name for name in ("epoch-2-step-0-my-best.pt", "my-epoch-1-step-0.pt")]
     for path in mine:
         path.write_bytes(b"mine")
     torch.save(["a", "list"], folder / "epoch-7-step-0.pt")
-    done = succeeded(resume())
+    done = succeeded(script("single", *SMALL, "--epochs", 3, *places(tmp_path)))
     assert "resumed from" in done.stdout
     assert done.stderr.count("warning: the checkpoint") == 1
     assert all(path.read_bytes() == b"mine" for path in mine)

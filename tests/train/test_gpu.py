@@ -5,12 +5,10 @@
 One GPU is enough for most of it, two for all. No other test uses them, and of these one at a time.
 """
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +23,13 @@ from conftest import (
     GPUS,
     REPOSITORY,
     WITH_GPUS,
+    alone_with_the_gpus,
     failed,
     rows_of,
     run_stage,
     stage_command,
     succeeded,
 )
-from filelock import FileLock
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
 
@@ -40,7 +38,7 @@ from trainkit.schema import samples
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
-    pytest.mark.usefixtures("alone_with_the_gpus"),
+    pytest.mark.usefixtures("alone"),
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
@@ -49,8 +47,8 @@ SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 
 
 
 @pytest.fixture
-def alone_with_the_gpus() -> Iterator[None]:
-    with FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock")):
+def alone() -> Iterator[None]:
+    with alone_with_the_gpus():
         yield
 
 

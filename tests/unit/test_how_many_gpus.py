@@ -29,13 +29,11 @@ Asked = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def asked(forking: Forking) -> Asked:
-    """Asks as a user does."""
     return lambda *arguments: forking.run(SCRIPT, *arguments, env=ENVIRONMENT)
 
 
 @pytest.fixture
 def answered(asked: Asked) -> Callable[..., dict]:
-    """The answer for a program."""
     return lambda *arguments: json.loads(asked(*arguments, "--json").stdout)
 
 

@@ -131,18 +131,6 @@ def ddp(args: argparse.Namespace) -> Rows:
                 yield from ({"batch": batch, "workers": workers} | row for row in runs)
 
 
-def memory(args: argparse.Namespace) -> Rows:
-    """Peak memory of a run with all of MNIST resident, and of the same model on a single batch."""
-    for precision in ("fp32", "bf16"):
-        script = [sys.executable, HERE / "model_memory.py", "--precision", precision]
-        done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
-        peak = float(done.stdout.splitlines()[-1])
-        yield {"case": f"model alone, {precision}", "peak_memory_mb": peak}
-        chosen = ("--epochs=2", "--batch-size=128", f"--precision={precision}")
-        *_, last = _stage(args, f"all of MNIST, {precision}", 0, "single", *chosen)
-        yield last
-
-
 def _stage(
     args: argparse.Namespace,
     case: str,
@@ -232,19 +220,11 @@ def _efficiency(frame: pd.DataFrame) -> pd.DataFrame:
     return table.rename(columns={1: "1 worker, images/s", 2: "2 workers, images/s"})
 
 
-def _above_model(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return peak memory, and by how much it is above that of the model alone (MNIST as bytes: 55.5 MB)."""
-    table = frame.set_index("case")[["peak_memory_mb"]].copy()
-    table["above the model, MB"] = table.peak_memory_mb.diff().iloc[1::2]
-    return table.rename(columns={"peak_memory_mb": "peak memory, MB"})
-
-
 PARTS = {
     "speed": (speed, _against_first),
     "ladder": (ladder, _against_first),
     "recipe": (recipe, _time_to_goal),
     "ddp": (ddp, _efficiency),
-    "memory": (memory, _above_model),
 }
 
 
