@@ -229,16 +229,6 @@ def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
     assert told(done.stdout)[-1].startswith(f"watch   job {job} ")
 
 
-def test_torchrun_and_who_was_killed(on_cluster: Checkout) -> None:
-    ending = "wait_until_two_are_seen(); rank == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
-    plant(on_cluster, ending, stage="03_multigpu_ddp")
-    log = on_cluster.fail("torchrun", "own.py")
-    why = r"why     rank 1 on n1 was killed \(by hand, or for want of memory: --mem\)"
-    assert re.search(rf"\nwatch   job \d+ .*\n{why}\nended  ", log), log
-    job = int(log.split()[1])
-    assert ranks_in(monitor_of(on_cluster, job)) == {"n1": {"0", "1"}}
-
-
 def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
     """Its samples go on in the same files; the signal before the time limit does not end them."""
     ending = """

@@ -36,13 +36,20 @@ def sampled(folder: Path, seconds: int, period: int, gap: range) -> Path:
     return folder
 
 
-def areas(figure: Figure, row: int) -> list[tuple[float, float, float]]:
-    """What is filled in a row: from when to when (s since 1970), and how high."""
-    parts = [path.get_extents() for path in figure.axes[row].collections[0].get_paths()]
+def areas(figure: Figure, panel: int) -> list[tuple[float, float, float]]:
+    """What is filled in the first row of a panel: from when to when (s since 1970), and how high."""
+    parts = [path.get_extents() for path in figure.axes[panel].collections[0].get_paths()]
     return [
         (*(date.timestamp() for date in matplotlib.dates.num2date([part.x0, part.x1])), part.y1)
         for part in parts
     ]
+
+
+def told(figure: Figure) -> list[tuple[str, str]]:
+    """What stands on the left and right of each row."""
+    lefts = [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+    rights = [" ".join(text.get_text().split()) for axes in figure.axes for text in axes.texts]
+    return list(zip(lefts, rights, strict=True))
 
 
 @pytest.mark.parametrize("folder", EVERY, ids=lambda folder: folder.name)
@@ -54,10 +61,11 @@ def test_a_trace_is_drawn_as_it_is(folder: Path) -> None:
     rows = samples.read(folder)
     places = {(row["node"], row["what"], row["number"]) for row in rows}
     gpus = sum(what == samples.GPU for _, what, _ in places)
-    assert len(figure.axes) == 1 + len(places) + gpus  # a GPU has power and memory
+    assert len(told(figure)) == 1 + len(places) + gpus  # a GPU has power and memory
     epochs = [row for path in samples.runs(folder) for row in records.read(path)]
     bars = areas(figure, 0)
-    assert [height for *_, height in bars] == pytest.approx([row["images_per_s"] for row in epochs])
+    speeds = [row["images_per_s"] for row in epochs]
+    assert [top for *_, top in bars] == pytest.approx([timeline.HEIGHT * s / max(speeds) for s in speeds])
     seconds = [ended - began for began, ended, _ in bars]
     assert seconds == pytest.approx([row["train_seconds"] for row in epochs], abs=1e-3)
 
@@ -75,8 +83,7 @@ def test_a_trace_is_drawn_as_it_is(folder: Path) -> None:
 def test_the_numbers_stand_on_the_right(name: str, left: str, right: str, tmp_path: Path) -> None:
     (folder,) = (folder for folder in EVERY if folder.name == name)
     figure = timeline.figure(folder)
-    texts = [" ".join(axes.texts[0].get_text().split()) for axes in figure.axes if axes.get_ylabel() == left]
-    assert [text for text in texts if re.fullmatch(right, text)], texts
+    assert [text for name, text in told(figure) if name == left and re.fullmatch(right, text)], told(figure)
     (tmp_path / "timeline.png").write_text("of before")
     assert timeline.draw(folder, tmp_path / "timeline.png") == tmp_path / "timeline.png"
     height, width, _ = plt.imread(tmp_path / "timeline.png").shape
@@ -91,19 +98,19 @@ def test_a_gap_stays_empty(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_told_in_one_sentence(tmp_path: Path) -> None:
-    def told(folder: Path, out: Path) -> str:
-        with pytest.raises(UserError) as error:
+    def error(folder: Path, out: Path) -> str:
+        with pytest.raises(UserError) as raised:
             timeline.draw(folder, out)
-        return str(error.value)
+        return str(raised.value)
 
     out, other = tmp_path / "out.png", tmp_path / "other"
     other.mkdir()
-    assert re.fullmatch(r"there are no samples in .*other: give a job that was sampled .*", told(other, out))
+    assert re.fullmatch(r"there are no samples in .*other: give a job that was sampled .*", error(other, out))
     (other / "results.csv").write_text("name,value\n1,2\n")
-    assert "results.csv: no samples of slurm/monitor.py" in told(other, out)
+    assert "results.csv: no samples of slurm/monitor.py" in error(other, out)
     assert not out.exists()
     other_file = other / "results.csv"
-    assert "give a file that ends in .png instead of 'results.csv'" in told(HEALTHY, other_file)
+    assert "give a file that ends in .png instead of 'results.csv'" in error(HEALTHY, other_file)
     assert other_file.read_text() == "name,value\n1,2\n"
     place, why = tmp_path / "missing" / "out.png", "No such file or directory"
-    assert told(HEALTHY, place) == f"{place} cannot be written ({why}): give another file."
+    assert error(HEALTHY, place) == f"{place} cannot be written ({why}): give another file."

@@ -36,8 +36,12 @@ PHASES = {
     "optimizer": ("#7F7F7F", ""),
 }
 # Of a timeline, by what is drawn.
-TIMELINE = {"training": SKY, "power_w": BLUE, "memory_mb": ORANGE, "cores": GREEN, "loader_cores": "#A6DCC8"}
-UNUSED = "#ECECEC"
+TIMELINE: dict[str, Look] = {
+    name: {"facecolor": colour, "linewidth": 0}
+    for name, colour in {"training": SKY, "power_w": BLUE, "memory_mb": ORANGE, "cores": GREEN}.items()
+}
+TIMELINE["loader_cores"] = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////", "linewidth": 0}
+UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that

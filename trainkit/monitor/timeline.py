@@ -22,6 +22,8 @@ from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
+HEIGHT = 0.86  # of what is filled of a row; the rest is the space to the next one
+
 
 class Row(NamedTuple):
     """A GPU, rank or node as it is drawn, with what stands on the left and right of it.
@@ -64,34 +66,41 @@ def figure(folder: Path) -> Figure:
     rows = [*_speed(job), *_power(job), *_cores(job), *_memory(job)]
     if not rows:
         raise UserError(f"the samples in {folder} tell of no GPU, no rank and no memory: nothing to draw.")
-    size = 10, 1.5 + len(rows) * max(0.3, min(0.8, 6 / len(rows)))
-    drawn, column = plt.subplots(len(rows), figsize=size, sharex=True, squeeze=False, layout="constrained")
-    title = ""
-    for axes, row in zip(column.flat, rows, strict=True):
-        _draw_row(axes, row)
-        if row.title != title:
-            title = row.title
-            axes.set_title(title, loc="left", fontsize=9)
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(row.title, []).append(row)
+    heights = [0.4 + len(of_panel) * max(0.2, min(0.7, 6 / len(rows))) for of_panel in panels.values()]
+    drawn = plt.figure(figsize=(10, 1 + sum(heights)), layout="constrained")
+    column = drawn.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights).flat
+    for axes, (title, of_panel) in zip(column, panels.items(), strict=True):
+        axes.set_title(title, loc="left", fontsize=9)
+        _draw_rows(axes, of_panel)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))
     axes.set_xlabel("time (UTC)", fontsize=9)
     texts = [textwrap.fill(text.replace(" %", "\xa0%"), 110, break_on_hyphens=False) for text in lines]
     drawn.suptitle("\n".join(texts), x=0.01, ha="left", fontsize=10, weight="bold")
     return drawn
 
 
-def _draw_row(axes: Axes, row: Row) -> None:
-    times = pd.to_datetime(row.used.index, unit="s")
-    axes.stackplot(times, row.used.T, step="pre", colors=[style.TIMELINE[name] for name in row.used])
-    # Not less than what was used, where the limit is not known.
-    most = np.nanmax([1e-9, row.most, row.used.sum(axis=1).max()])
-    if row.line is not None:
-        axes.plot(times, most * row.line.to_numpy(), drawstyle="steps-pre", **style.THIN)
-    axes.set(ylim=(0, most), yticks=[], facecolor=style.UNUSED)
+def _draw_rows(axes: Axes, rows: list[Row]) -> None:
+    middles = [HEIGHT / 2 - number for number in range(len(rows))]
+    for middle, row in zip(middles, rows, strict=True):
+        times, bottom = pd.to_datetime(row.used.index, unit="s"), middle - HEIGHT / 2
+        axes.axhspan(bottom, bottom + HEIGHT, **style.UNUSED)
+        # Not less than what was used, where the limit is not known.
+        most = np.nanmax([1e-9, row.most, row.used.sum(axis=1).max()])
+        used = HEIGHT * row.used / most
+        tops = bottom + used.cumsum(axis=1)
+        for name, top in tops.items():
+            axes.fill_between(times, top - used[name], top, step="pre", **style.TIMELINE[name])
+        if row.line is not None:
+            axes.plot(times, bottom + HEIGHT * row.line, drawstyle="steps-pre", **style.THIN)
+        look = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
+        axes.text(1.01, middle, row.right.replace("nan", "?"), **look)
+    axes.set_yticks(middles, [row.left for row in rows], fontsize=8)
+    axes.set_ylim(1 - len(rows), HEIGHT)
     axes.margins(x=0)
     axes.spines[:].set_visible(False)
-    axes.set_ylabel(row.left, rotation=0, ha="right", va="center", fontsize=8)
-    right = row.right.replace("nan", "?")
-    axes.text(1.01, 0.5, right, transform=axes.transAxes, va="center", fontsize=8)
-    axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))
 
 
 def _speed(job: SampledJob) -> Iterator[Row]:
@@ -119,7 +128,7 @@ def _cores(job: SampledJob) -> Iterator[Row]:
     # But for rare moments.
     most = max((cores.quantile(0.99) for cores in used), default=0)
     most = max(most, 1) if most == most else 1
-    title = f"cores of each rank, a full row is {most:.1f}; light: its loader workers; line: waiting for one"
+    title = f"cores of each rank, a full row is {most:.1f}; hatched: loader workers; line: waiting for one"
     for left, rows, judged in _samples_of(job, RANK):
         right = f"{judged.cores.median():.1f} cores"
         if (loaders := judged.loaders.median()) > 0:
