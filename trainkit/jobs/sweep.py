@@ -11,11 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -34,6 +32,7 @@ from trainkit.schema.columns import DP
 
 EPOCHS = 3  # one to warm up, two to measure
 FINISHED = "finished"  # in the folder of a run whose plain script has ended well
+ENDED = ("done", "failed")
 CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
 
 
@@ -243,10 +242,6 @@ class Sweep:
         last = ((csv, rows[-1]) for csv, rows in self.csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
-    def note_finished(self, run: PlannedRun) -> None:
-        """Note that the plain script of a run has ended well."""
-        (self.folder / run.name / FINISHED).touch()
-
     def device_hours(self) -> float:
         """Sum up what all runs have taken, also those that failed after an epoch."""
         last = (rows[-1] for _, rows in self.csvs("*"))
@@ -286,21 +281,72 @@ def run(
 
 
 def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
-    """Run what is not finished, and return the names of those that failed.
+    """Run what is not finished, print what changes, and return the names of those that failed.
 
     The command line of this program, with --out `go_on_in`, goes on after Ctrl-C.
 
     Raises:
-        UserError: if the first job is refused, or Slurm does not answer.
+        UserError: if a job is refused while none is active, or Slurm does not answer.
     """
-    queue = _Queue(sweep, planned, 1 if sweep.here else max_jobs)
+    todo = [run for run in planned if not sweep.finished(run.name)]
+    active = {run: handle for run in todo if (handle := sweep.attach(run)) and _goes_on(sweep, handle)}
+    waiting = [run for run in todo if run not in active]
+    most = room = 1 if sweep.here else max_jobs
+    shown: dict[PlannedRun, State] = {}
+    failed: list[str] = []
+    if waiting and most > 1 and sweep.precision() == "auto":
+        print("the first run goes alone, and its precision holds for all (or give --precision)")
     try:
-        queue.work()
+        while waiting or active:
+            precision = sweep.precision()
+            while waiting and len(active) < min(room, 1 if precision == "auto" else most):
+                try:
+                    active[waiting[0]] = sweep.submit(waiting[0], precision)
+                    waiting.pop(0)
+                    room = most
+                except UserError as error:
+                    room = len(active)  # as where a user may have only so many jobs: until one has ended
+                    if not active:
+                        raise
+                    print(f"{waiting[0].name} waits for the end of another job: {error}", flush=True)
+            for run, handle in list(active.items()):
+                state = handle.state()
+                if state.name in ENDED:
+                    del active[run]
+                    told, well = _ending(sweep, run, handle, state)
+                    failed += [] if well else [run.name]
+                    number = len(planned) - len(waiting) - len(active)
+                    print(f"[{number}/{len(planned)}] {run.name} {told}", flush=True)
+                elif state != shown.get(run):
+                    shown[run] = state
+                    print(f"{run.name} {state.name}: {state.detail}", flush=True)
+            if active:
+                time.sleep(min(handle.poll_seconds for handle in active.values()))
     except KeyboardInterrupt:
-        _leave(list(queue.active.values()))
+        _leave(list(active.values()))
         print(f"\nto go on: {command_to_go_on(go_on_in)}", file=sys.stderr)
         raise
-    return queue.failed
+    return failed
+
+
+def _goes_on(sweep: Sweep, handle: Handle) -> bool:
+    """Tell whether a job of an earlier call is to be watched; a plain one also if it ended well meanwhile."""
+    state = handle.state().name
+    return state not in ENDED or (sweep.plain and state == "done")
+
+
+def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tuple[str, bool]:
+    """Tell how a run has ended, and whether it went well."""
+    if sweep.plain and state.name == "done":
+        (sweep.folder / run.name / FINISHED).touch()
+        return "finished", True
+    until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
+    while not (csvs := sweep.finished(run.name)) and time.monotonic() < until:
+        time.sleep(1)
+    if csvs and state.name == "done":
+        return f"finished: {records.read(csvs[0])[-1]['images_per_s']:,.0f} images/s", True
+    why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
+    return f"failed: {why} (log: {handle.log})", False
 
 
 def command_to_go_on(folder: Path) -> str:
@@ -355,20 +401,14 @@ def answer(sweep: Sweep, constraints: Constraints) -> dict:
 
     Where they support none, there are no `options` and `probes`, and the `sentence` tells why.
     """
+    from trainkit.advice.answer import answer_for  # loads pandas
+
     try:
         if not (paths := _measured(sweep)):
             raise UserError("nothing has run")
-        # In a process of its own: pandas would stay in this one for the hours in which a sweep waits.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-            return apart.submit(_answer, paths, constraints).result()
+        return answer_for(paths, constraints)[0].as_json()
     except Exception as error:  # whatever it is, the runs that are left may tell more
         return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": first_line(error)}
-
-
-def _answer(paths: list[Path], constraints: Constraints) -> dict:
-    from trainkit.advice.answer import answer_for
-
-    return answer_for(paths, constraints)[0].as_json()
 
 
 def _measured(sweep: Sweep) -> list[Path]:
@@ -377,85 +417,6 @@ def _measured(sweep: Sweep) -> list[Path]:
     if sweep.plain:
         csvs = [csv for csv, _ in sweep.csvs("*")]
     return [*csvs, all_reduce] if csvs and all_reduce.is_dir() else csvs
-
-
-class _Queue:
-    """The runs of a sweep on their way: `waiting` for their submission, `active`, `failed`, or finished."""
-
-    def __init__(self, sweep: Sweep, planned: list[PlannedRun], limit: int) -> None:
-        self._sweep, self._number, self._limit = sweep, len(planned), limit
-        self._refused_at = math.inf
-        self._shown: dict[PlannedRun, State] = {}
-        self.waiting: list[PlannedRun] = []
-        self.active: dict[PlannedRun, Handle] = {}  # at most `limit`
-        self.failed: list[str] = []
-        for run in planned:
-            if sweep.finished(run.name):
-                continue
-            handle = sweep.attach(run)
-            state = handle.state().name if handle else "failed"
-            if sweep.plain and state == "done":  # while nobody watched
-                sweep.note_finished(run)
-            elif state in ("done", "failed"):
-                self.waiting.append(run)
-            else:
-                self.active[run] = handle
-
-    def work(self) -> None:
-        """Have every run finished or failed, and print what changes.
-
-        Raises:
-            UserError: if a job is refused while none is active, or Slurm does not answer.
-        """
-        if self.waiting and self._limit > 1 and self._sweep.precision() == "auto":
-            print("the first run goes alone, and its precision holds for all (or give --precision)")
-        while self.waiting or self.active:
-            self._submit()
-            for run, handle in list(self.active.items()):
-                state = handle.state()
-                if state.name in ("done", "failed"):
-                    del self.active[run]
-                    self._tell_end(run, handle, state)
-                elif state != self._shown.get(run):
-                    self._shown[run] = state
-                    print(f"{run.name} {state.name}: {state.detail}", flush=True)
-            if self.active:
-                time.sleep(min(handle.poll_seconds for handle in self.active.values()))
-
-    def _submit(self) -> None:
-        """Submit what there is room for; one run alone while it is to choose the precision."""
-        precision = self._sweep.precision()
-        while self.waiting and len(self.active) < min(
-            self._refused_at, 1 if precision == "auto" else self._limit
-        ):
-            run = self.waiting[0]
-            try:
-                self.active[run] = self._sweep.submit(run, precision)
-            except UserError as error:
-                if not self.active:
-                    raise
-                # As where a user may have only so many jobs: there is room when one has ended.
-                self._refused_at = len(self.active)
-                print(f"{run.name} waits for the end of another job: {error}", flush=True)
-                return
-            self._refused_at = math.inf
-            self.waiting.pop(0)
-
-    def _tell_end(self, run: PlannedRun, handle: Handle, state: State) -> None:
-        ended = f"[{self._number - len(self.waiting) - len(self.active)}/{self._number}] {run.name}"
-        if self._sweep.plain and state.name == "done":
-            self._sweep.note_finished(run)
-            print(f"{ended} finished", flush=True)
-            return
-        until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
-        while not (csvs := self._sweep.finished(run.name)) and time.monotonic() < until:
-            time.sleep(1)
-        if csvs and state.name == "done":
-            print(f"{ended} finished: {records.read(csvs[0])[-1]['images_per_s']:,.0f} images/s", flush=True)
-        else:
-            self.failed.append(run.name)
-            why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
-            print(f"{ended} failed: {why} (log: {handle.log})", flush=True)
 
 
 def _leave(handles: list[Handle]) -> None:
