@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -154,7 +155,9 @@ def _stage(
             threads=threads or torch.get_num_threads(),  # as the classic script
             checkpoints=False,
         )
-        if following.follow(handle, quiet=True):
+        with redirect_stdout(None):
+            code = following.follow(handle)
+        if code:
             raise errors.UserError(f"{case} failed; its error is above.")
         (path,) = handle.results.glob("*.csv")
         rows = records.read(path)

@@ -58,6 +58,7 @@ class Handle:
     folder: Path
     results: Path
     poll_seconds: ClassVar[float] = 2
+    stop_command: ClassVar[str] = "scancel"
 
     def state(self) -> State:
         """Ask how the job is doing, without waiting for it.
@@ -78,7 +79,8 @@ class Handle:
     def how_to_follow(self) -> str:
         """Name the commands that show the job and stop it, one per line."""
         output, results = shlex.quote(str(self.log)), shlex.quote(str(self.results))
-        return f"output   tail -n +1 -F {output}\nresults  ls {results}"
+        stop = f"stop     {self.stop_command} {self.job_id}"
+        return f"output   tail -n +1 -F {output}\nresults  ls {results}\n{stop}"
 
     def verdict(self) -> list[str]:
         """Return what the job's sampler told at its end (trainkit.monitor.cli); nothing if there was none."""
@@ -89,9 +91,6 @@ class Handle:
     def _progress(self) -> str:
         ours = not (self.folder / job_folder.PLAIN).exists()
         return self._log_line("epoch ") or ("no epoch finished yet" if ours else f"see {self.log}")
-
-    def _results(self) -> str:
-        return self._log_line("results: ") or f"see {self.log}"
 
     def _log_line(self, beginning: str) -> str | None:
         lines = [line for line in _lines(self.log) if line.startswith(beginning)]
@@ -130,7 +129,7 @@ class SlurmHandle(Handle):
             restarts = int(facts.get("Restarts", 0))
             return State("queued", f"{reason}, restart {restarts}" if restarts else reason)
         if state == "COMPLETED" or (state == "GONE" and self._ended_well()):
-            return State("done", self._results())
+            return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:
             told = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
             failure = "; ".join(text for text in told if text) or self._last_words()
@@ -146,8 +145,7 @@ class SlurmHandle(Handle):
         slurm.ask("scancel", self.job_id)
 
     def how_to_follow(self) -> str:
-        state, stop = f"state    squeue --jobs={self.job_id}", f"stop     scancel {self.job_id}"
-        return f"{state}\n{super().how_to_follow()}\n{stop}"
+        return f"state    squeue --jobs={self.job_id}\n{super().how_to_follow()}"
 
 
 @dataclass
@@ -162,6 +160,7 @@ class LocalHandle(Handle):
     sampler: subprocess.Popen | None = None
     failed_at: float | None = None
     poll_seconds: ClassVar[float] = 0.5
+    stop_command: ClassVar[str] = "kill"
 
     def _look(self) -> State:
         if not self.ended():
@@ -178,7 +177,7 @@ class LocalHandle(Handle):
                 given = f"start it again; what it saved: {checkpoints or self.folder / 'checkpoints'}"
             return State("failed", f"it was stopped; to go on: {given}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
-            return State("done", self._results())
+            return State("done", self._log_line("results: ") or f"see {self.log}")
         reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())
         return State("failed", reasons[0] or f"see {self.log.parent}")
 
@@ -200,14 +199,11 @@ class LocalHandle(Handle):
         if not self.ended():
             os.kill(int(self.job_id), signal.SIGTERM)
 
-    def how_to_follow(self) -> str:
-        return f"{super().how_to_follow()}\nstop     kill {self.job_id}"
 
-
-def follow(handle: Handle, quiet: bool = False) -> int:
+def follow(handle: Handle) -> int:
     """Show how the job is doing until it has ended, and return 0 if it went well, else 1.
 
-    Every change is a line. With `quiet` only a failure is told.
+    Every change is a line.
 
     Raises:
         UserError: as `Handle.state`.
@@ -216,7 +212,7 @@ def follow(handle: Handle, quiet: bool = False) -> int:
     shown = None
     try:
         while (state := handle.state()).name not in ("done", "failed"):
-            if state != shown and not quiet:
+            if state != shown:
                 print(f"{state.name}: {state.detail}", flush=True)
             shown = state
             time.sleep(handle.poll_seconds)
@@ -226,14 +222,12 @@ def follow(handle: Handle, quiet: bool = False) -> int:
         else:
             print(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", file=sys.stderr)
         raise
-    if not quiet:
-        for line in handle.verdict():
-            print(printable(line), flush=True)
+    for line in handle.verdict():
+        print(printable(line), flush=True)
     if state.name == "failed":
         print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
         return 1
-    if not quiet:
-        print(f"done: {state.detail}", flush=True)
+    print(f"done: {state.detail}", flush=True)
     return 0
 
 

@@ -16,10 +16,9 @@ from trainkit.runtime import job_folder
 from trainkit.runtime.errors import printable
 from trainkit.schema import samples
 
-# Folders of job_env.sh: of a job, and of an older one whose number came again; of monitor.py; of submit.py.
+# Folders of job_env.sh: of a job, and of an older one whose number came again.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
-MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
-SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
+NAMED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")  # of monitor.py and submit.py (`local.new_name`)
 # What is in them: notes of ranks and samples, or what submitit keeps.
 OF_A_JOB = re.compile(f"{job_folder.NOTE.pattern}|{samples.FOLDER}")
 OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
@@ -83,32 +82,27 @@ def size(folder: Path) -> int:
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
     """By name, owner and content: a folder called 2024 may also be the user's photographs."""
-    kinds = ((jobs_dir, NUMBERED, OF_A_JOB), (jobs_dir, MONITORED, OF_A_JOB))
-    for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
-        if place.is_symlink() and place != jobs_dir:
-            continue
+    for place, marks in ((jobs_dir, OF_A_JOB), (jobs_dir / "submitit", OF_SUBMITIT)):
         for path in place.iterdir() if place.is_dir() else ():
-            if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-                continue
-            if path.stat().st_uid == os.getuid():
+            numbered = place == jobs_dir and NUMBERED.fullmatch(path.name)
+            ours = (numbered or NAMED.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
+            if ours and path.is_dir() and not path.is_symlink():
                 inside = [entry.name for entry in path.iterdir()]
                 if not inside or any(map(marks.fullmatch, inside)):
                     yield path
 
 
 def _judge(path: Path, jobs_dir: Path) -> JobFolder:
-    if numbered := NUMBERED.fullmatch(path.name):
-        return JobFolder(path, "ended" if numbered[2] else _state_in_slurm(numbered[1]), _newest(path))
-    number, by_slurm = local.submitted(path)
-    if number and by_slurm:
-        return JobFolder(path, _state_in_slurm(number), _newest(jobs_dir / number))
-    started_here = number or MONITORED.fullmatch(path.name)  # else it may be on its way to Slurm
-    return JobFolder(path, _state_here(path) if started_here else UNKNOWN, _newest(path))
-
-
-def _state_in_slurm(job_id: str) -> str:
-    state = slurm.job_facts(job_id)["JobState"]
-    return UNKNOWN if state == "UNKNOWN" else state
+    numbered, (number, by_slurm) = NUMBERED.fullmatch(path.name), local.submitted(path)
+    holds, state = path, UNKNOWN
+    if numbered and numbered[2]:
+        state = "ended"
+    elif numbered or (number and by_slurm):
+        job_id = numbered[1] if numbered else number
+        holds, state = jobs_dir / job_id, slurm.job_facts(job_id)["JobState"]
+    elif number or path.parent == jobs_dir:  # else it may be on its way to Slurm
+        state = _state_here(path)
+    return JobFolder(path, UNKNOWN if state == "UNKNOWN" else state, _newest(holds))
 
 
 def _state_here(job: Path) -> str:
