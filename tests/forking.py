@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainkit.runtime import network
+from trainkit.runtime import place
 
 PROGRAM = """
 import atexit, gc, json, os, runpy, signal, sys, threading
@@ -93,7 +93,7 @@ class Forking:
 
 
 def free_port() -> str:
-    return str(network.free_port())
+    return str(place.free_port())
 
 
 @contextmanager

@@ -44,8 +44,8 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 # The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
 # checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
-from trainkit.rank import agreement
-agreement.SECONDS_BETWEEN = 0.05
+from trainkit.rank import run as running
+running.SECONDS_BETWEEN = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
 """

@@ -10,7 +10,7 @@ import torch
 from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
-from trainkit.rank import data, operations
+from trainkit.rank import data, model
 from trainkit.rank.data import Split
 from trainkit.rank.model import Net
 
@@ -82,13 +82,13 @@ ROWS = 2 * 28 * 28 * 28  # a product of two matrices of 28 x 28
     ],
 )
 def test_what_an_image_takes(network: Callable[[], nn.Module], operations_: float) -> None:
-    assert operations.per_image(network(), IMAGES) == pytest.approx(operations_, nan_ok=True)
+    assert model.operations_per_image(network(), IMAGES) == pytest.approx(operations_, nan_ok=True)
 
 
 def test_nothing_of_it_is_left() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten()).eval()
     before, random_numbers = copy.deepcopy(network.state_dict()), torch.get_rng_state()
-    assert operations.per_image(network, IMAGES) > 0
+    assert model.operations_per_image(network, IMAGES) > 0
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert not network.training
     assert all(weights.grad is None for weights in network.parameters())

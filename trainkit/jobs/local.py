@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime import job_folder, network, plain
+from trainkit.runtime import job_folder, place, plain
 from trainkit.schema import samples
 
 # submitit announces every step; the log is to have the stage's lines only.
@@ -105,7 +105,7 @@ def start(
         "TRAINKIT_RESULTS_DIR": str(results_dir),
         job_folder.VARIABLE: str(folder),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(network.free_port()),
+        "MASTER_PORT": str(place.free_port()),
         "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
     chosen = (os.environ[name].split(",") for name in VISIBLE if name in os.environ)

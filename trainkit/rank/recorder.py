@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from trainkit.rank import options, recipes
-from trainkit.rank.agreement import Agreement
 from trainkit.rank.checkpoint import report_stop
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
-from trainkit.rank.run import rows_of_ranks
+from trainkit.rank.run import Agreement, rows_of_ranks
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory

@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,23 +13,24 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from trainkit.rank import operations
-from trainkit.rank.agreement import Agreement
 from trainkit.rank.batches import Batch, Batches, Data, generator
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
-from trainkit.rank.model import trained_weights, unwrapped
+from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import clock, process_group, startup
-from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory
+from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.place import Place
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few need it
+
+# Asking after every step would make each rank wait for the others.
+SECONDS_BETWEEN = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -96,7 +97,7 @@ class Run:
         weights = sum(trained_weights(one) for one in parts if isinstance(one, nn.Module))
         flops = self.flops
         if flops is None:
-            flops = math.nan if self.sharded else operations.per_image(self.model, self.train_set)
+            flops = math.nan if self.sharded else operations_per_image(self.model, self.train_set)
         return {
             "stage": self.name,
             "devices": self.devices,
@@ -249,6 +250,34 @@ class Run:
     def _has_ended(self) -> bool:
         """Return whether --stop-at or --patience end the run; only rank 0, with the record, knows."""
         return self._log is not None and self._log.ended != ""
+
+
+class Agreement:
+    """The ranks' meetings: about once a second, on every rank after the same step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps, self._due_after = 0, 1
+        self._met_at = monotonic()
+
+    def due(self) -> bool:
+        """Return whether to meet now; to be called after every step."""
+        self._steps += 1
+        return self._steps >= self._due_after
+
+    def ask(self, *questions: bool) -> list[bool]:
+        """Return for each question whether any rank says yes."""
+        wait_for(self._device)  # steps done, not steps queued
+        now, due_after = monotonic(), 0
+        if process_group.is_rank_0():  # its clock decides, so that all ranks meet at the same step again
+            steps_per_second = self._steps / (now - self._met_at)
+            # At most twice as many as the last time: the first steps tell little about the others.
+            due_after = max(1, min(2 * self._due_after, steps_per_second * SECONDS_BETWEEN))
+        # The others add 0 to what rank 0 says, so the sum is rank 0's.
+        numbers = torch.tensor([*questions, due_after], dtype=torch.float64, device=self._device)
+        *answers, due_after = process_group.sum_in_place(numbers).tolist()
+        self._steps, self._due_after, self._met_at = 0, int(due_after), now
+        return [answer > 0 for answer in answers]
 
 
 def rows_of_ranks(

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import cloudpickle  # comes with submitit
 
-from trainkit.runtime import errors, job_folder, network
+from trainkit.runtime import errors, job_folder, place
 from trainkit.runtime.errors import UserError, first_line
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             "WORLD_SIZE": str(workers),
             "LOCAL_WORLD_SIZE": str(workers),
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(network.free_port()),
+            "MASTER_PORT": str(place.free_port()),
             "PYTHONIOENCODING": "utf-8",
             job_folder.VARIABLE: name,  # where `errors.run` leaves its notes
         }  # fmt: skip

@@ -1,7 +1,10 @@
 """Who this process is among all that train together, by the variables that its launcher sets."""
 
 import os
+import random
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +85,15 @@ def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
     """Find the rank in these variables, even where the others are missing; None if it is in none."""
     told = (env.get(name) for launcher in LAUNCHERS for name in launcher.rank)
     return next(filter(None, told), None)
+
+
+def free_port() -> int:
+    """Return a free port to meet at, below those that the system hands out by itself (32768 and up)."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _number(name: str, smallest: int, default: int | None = None) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from trainkit.runtime.command_line import time_limit
 from trainkit.jobs import slurm
-from trainkit.workshop.job_scripts import ask_slurm, requested
-from trainkit.workshop.work import Workspace, Wrong
+from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 
 JOB = "job.sh"
 ANSWERS = """\

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from trainkit.schema import samples
-from trainkit.workshop.job_scripts import ask_slurm, requested
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from trainkit.workshop.work import Answers, Workspace, Wrong, ask_slurm, is_close, requested
 
 ANSWERS = """\
 # From ended.txt alone: which job do you suspect? Its number.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainkit.rank import synthetic
-from trainkit.runtime.network import free_port
+from trainkit.runtime.place import free_port
 from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
