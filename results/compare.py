@@ -185,7 +185,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 def _gpus_of_a_node(site: Site) -> int:
     """Return the most GPUs of a node where jobs go; 0 without a Slurm that answers."""
-    if not slurm.is_here():
+    if slurm.why_not_here():
         return 0
     partition = site.sbatch.get("SBATCH_PARTITION") or slurm.default_partition()
     gpus = slurm.most_gpus(partition)

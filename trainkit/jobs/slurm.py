@@ -56,11 +56,6 @@ def why_not_here() -> str:
     return f"sbatch is on PATH, but knows no controller: {told[1]}" if told else ""
 
 
-def is_here() -> bool:
-    """Return whether jobs can be submitted from this machine."""
-    return not why_not_here()
-
-
 def ask(
     *command: str, seconds: float = ANSWER_SECONDS, input: str | None = None, **where: object
 ) -> subprocess.CompletedProcess[str]:

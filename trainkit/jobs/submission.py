@@ -327,8 +327,11 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     if own.script or own.plain:
         stage = stage.with_script(own.script or own.plain, plain=bool(own.plain))
     for_the_stage = (*unknown, *theirs)
-    gpus = _default_gpus(stage, for_the_stage, own.local) if own.gpus is None else own.gpus
-    shape = resources(stage, gpus, own.nodes, own.cpus_per_gpu)
+    if own.gpus is None:
+        own.gpus = stage.default_gpus
+        if stage.name != SINGLE and why_local(own.local) and "--no-cuda" not in for_the_stage:
+            own.gpus = local.gpus_here() or stage.default_gpus
+    shape = resources(stage, own.gpus, own.nodes, own.cpus_per_gpu)
     return Request(stage, shape, for_the_stage, own.time, own.partition, own.local), own
 
 
@@ -341,10 +344,3 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
             end = place + (1 if "=" in word else 2)
             return arguments[:end], arguments[end:]
     return arguments, []
-
-
-def _default_gpus(stage: Stage, arguments: Sequence[str], here: bool) -> int:
-    """A job's, or on this machine those that it has, if it has any that are to be used."""
-    if stage.name == SINGLE or not why_local(here) or "--no-cuda" in arguments:
-        return stage.default_gpus
-    return local.gpus_here() or stage.default_gpus

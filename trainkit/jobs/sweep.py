@@ -323,7 +323,14 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
             if active:
                 time.sleep(min(handle.poll_seconds for handle in active.values()))
     except KeyboardInterrupt:
-        _leave(list(active.values()))
+        local = [handle for handle in active.values() if isinstance(handle, LocalHandle)]
+        for handle in local:
+            handle.cancel()
+            while handle.state().name == "running":
+                time.sleep(0.1)
+        if in_slurm := [handle.job_id for handle in active.values() if handle not in local]:
+            told = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
+            print(f"\n{told}", file=sys.stderr)
         print(f"\nto go on: {command_to_go_on(go_on_in)}", file=sys.stderr)
         raise
     return failed
@@ -417,15 +424,3 @@ def _measured(sweep: Sweep) -> list[Path]:
     if sweep.plain:
         csvs = [csv for csv, _ in sweep.csvs("*")]
     return [*csvs, all_reduce] if csvs and all_reduce.is_dir() else csvs
-
-
-def _leave(handles: list[Handle]) -> None:
-    """After Ctrl-C: stop a local run, and say what becomes of the jobs."""
-    in_slurm = [handle.job_id for handle in handles if not isinstance(handle, LocalHandle)]
-    for handle in handles:
-        if isinstance(handle, LocalHandle):
-            handle.cancel()
-            while handle.state().name == "running":
-                time.sleep(0.1)
-    if in_slurm:
-        print(f"\n{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}", file=sys.stderr)

@@ -124,13 +124,11 @@ def _steps(
     left: list[PlannedRun], finished: list[PlannedRun], answer: dict, usual: float, epochs: int
 ) -> Iterator[Step]:
     """List what tells something, the best first; `usual` are the device-hours where no others are known."""
-    for run, why in _needed_by_any_fit(left, finished):
-        yield Step(run, why, usual)
+    yield from _needed_by_any_fit(left, finished, usual)
     for probe in answer["probes"]:
         for run in filter(lambda run: _is_of(run, probe), left):
             yield Step(run, probe["tells"], probe["gpu_hours"] * epochs / probe["epochs"])
-    for run, why in _next_larger(left, answer):
-        yield Step(run, why, usual)
+    yield from _next_larger(left, answer, usual)
     best = answer["best"]
     if best and best["basis"] != "measured":
         for run in filter(lambda run: _is_of(run, best), left):
@@ -144,9 +142,7 @@ def _is_of(run: PlannedRun, place: dict) -> bool:
     return alike and shape == (place["devices"], place["nodes"], place["global_batch"])
 
 
-def _needed_by_any_fit(
-    left: list[PlannedRun], finished: list[PlannedRun]
-) -> Iterator[tuple[PlannedRun, str]]:
+def _needed_by_any_fit(left: list[PlannedRun], finished: list[PlannedRun], usual: float) -> Iterator[Step]:
     """List what any fit needs: the ends of the batches on one device, and several devices.
 
     A small batch shows those best, as most of its step is exchange.
@@ -154,17 +150,17 @@ def _needed_by_any_fit(
     batches = {run.batch_size for run in finished if run.shape.gpus == 1}
     on_one = [run for run in left if run.shape.gpus == 1 and run.batch_size not in batches]
     if on_one and not batches:
-        yield max(on_one, key=lambda run: run.batch_size), "what one device does"
+        yield Step(max(on_one, key=lambda run: run.batch_size), "what one device does", usual)
     elif on_one and len(batches) == 1:
-        yield min(on_one, key=lambda run: run.batch_size), "what a step costs whatever its batch"
+        yield Step(min(on_one, key=lambda run: run.batch_size), "what a step costs whatever its batch", usual)
     known = {run.stage for run in finished if run.shape.gpus > 1}
     on_several = [run for run in left if run.shape.gpus > 1 and run.stage not in known]
     if on_several:
         run = min(on_several, key=lambda run: (run.shape.gpus, run.batch_size))
-        yield run, "what the exchange between devices costs"
+        yield Step(run, "what the exchange between devices costs", usual)
 
 
-def _next_larger(left: list[PlannedRun], answer: dict) -> Iterator[tuple[PlannedRun, str]]:
+def _next_larger(left: list[PlannedRun], answer: dict, usual: float) -> Iterator[Step]:
     """List the next larger count, where the choice is the largest for which there is a prediction."""
     options = answer["options"]
     best = answer["best"] or max(options, key=lambda option: option["images_per_s"][1], default=None)
@@ -177,4 +173,4 @@ def _next_larger(left: list[PlannedRun], answer: dict) -> Iterator[tuple[Planned
             return run.shape.gpus, run.stage.name != best["stage"], other_batch
 
         run = min(larger, key=unlike)
-        yield run, f"whether more than {most} devices are better still"
+        yield Step(run, f"whether more than {most} devices are better still", usual)

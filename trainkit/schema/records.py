@@ -261,7 +261,10 @@ def _read(
     path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
 ) -> list[dict[str, object]]:
     try:
-        lines = csv.DictReader(io.StringIO(_content(path), newline=""), **dialect)
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        check_regular(path)
+        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), **dialect)
         rows = []
         for line in lines:
             where = f"line {lines.line_num}"
@@ -278,13 +281,6 @@ def _read(
     if not rows:
         raise RecordError(f"{path}: not read, it has no rows.")
     return rows
-
-
-def _content(path: Path) -> str:
-    if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-    check_regular(path)
-    return path.read_text(encoding="utf-8")
 
 
 def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, object]:

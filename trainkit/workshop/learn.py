@@ -32,7 +32,7 @@ def main() -> None:
         tell(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
         first.append("make data")
     without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
-    tell(f"Slurm   {'here: submit.py sends jobs' if slurm.is_here() else without}")
+    tell(f"Slurm   {without if slurm.why_not_here() else 'here: submit.py sends jobs'}")
 
     workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
     for workbook in workbooks:

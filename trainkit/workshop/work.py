@@ -205,7 +205,7 @@ def ask_slurm(script: Path, stage: Path) -> str:
     Raises:
         Wrong: if it would not.
     """
-    if not slurm.is_here():
+    if slurm.why_not_here():
         return "(There is no Slurm here to ask: `sbatch --test-only` was not tried.)"
     environment = os.environ | read_site().sbatch
     asked = slurm.ask("sbatch", "--test-only", str(script), cwd=stage, env=environment)
