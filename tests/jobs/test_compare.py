@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from checkout import copy_project
+from checkout import Checkout, copy_project
 from conftest import ENVIRONMENT, REPOSITORY, STAGES, succeeded
 
 from trainkit.jobs import plan, sweep
@@ -21,25 +21,6 @@ from trainkit.schema import records
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
-def make_project(folder: Path) -> Path:
-    """A copy of the project, with the environment that runs this test as its own."""
-    copy = folder / "a folder with spaces" / "the project"
-    copy_project(copy)
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(REPOSITORY / name, copy)
-    # What `make` builds: here it is there already, and newer than pyproject.toml.
-    (copy / ".venv" / "bin").mkdir(parents=True)
-    python = copy / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    (copy / ".venv" / "ready").touch()
-    return copy
-
-
-def compare(project: Path, arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return run(["make", "-C", project, "compare", f"ARGS={arguments}"], **environment)
-
-
 def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, cwd="/", env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=300
@@ -48,16 +29,21 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    done = succeeded(compare(project, f"{QUICK} --workers 2"))
+    project = tmp_path / "a folder with spaces" / "the project"
+    copy_project(project)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, project)
+    # What `make` builds: here it is there already, and newer than pyproject.toml.
+    python = project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{project}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (project / ".venv" / "ready").touch()
+    done = succeeded(run(["make", "-C", project, "compare", f"ARGS={QUICK} --workers 2"]))
     (folder,) = (project / "results" / "comparisons").iterdir()
     table = pd.read_csv(folder / "comparison.csv")
-    assert sorted(zip(table.stage, table.devices, strict=True)) == [
-        ("ddp", 1),
-        ("ddp", 2),
-        ("dp", 1),
-        ("single", 1),
-    ]
+    compared = sorted(zip(table.stage, table.devices, strict=True))
+    assert compared == [("ddp", 1), ("ddp", 2), ("dp", 1), ("single", 1)]
     # Equal conditions, or the comparison would be worth nothing.
     for column in ("global_batch", "images", "precision", "threads_per_worker", "dataset", "loader"):
         assert table[column].nunique() == 1
@@ -80,40 +66,24 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     assert "4 runs, 4 of them finished" in again.stdout
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
-    """A machine that cannot get MNIST, with a fault in stage dp: its folder and what compare told."""
-    project = make_project(tmp_path_factory.mktemp("faulty"))
-    (project / "02_multigpu_dp" / "mnist_multigpu.py").write_text("raise SystemExit('planted')\n")
-    tools = project / "tools"  # a PATH without npm
-    tools.mkdir()
-    for name in ("make", "sh", "bash", "env", "git"):
-        (tools / name).symlink_to(shutil.which(name))
-    (project / "data").unlink()
-    cut_off = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    done = compare(project, f"{QUICK} --workers 1", PATH=str(tools), **cut_off)
-    (folder,) = (project / "results" / "comparisons").iterdir()
-    return folder, done
-
-
 @pytest.mark.full
-def test_a_failing_stage_leaves_the_others(faulty: tuple[Path, subprocess.CompletedProcess]) -> None:
-    folder, done = faulty
+def test_without_mnist_and_with_a_failing_stage(tmp_path: Path) -> None:
+    """Where MNIST cannot be had it says loudly what it uses instead, and it compares the other stages."""
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.plant("dp", "raise SystemExit('planted')")
+    (checkout.folder / "data").unlink()
+    cut_off = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = checkout.python("results/compare.py", *QUICK.split(), "--workers", 1, **cut_off)
+    (folder,) = (checkout.folder / "results" / "comparisons").iterdir()
     assert done.returncode != 0
     assert "failed: dp-1gpu-batch64-train512-r1. The same command" in done.stderr
-    assert sorted(pd.read_csv(folder / "comparison.csv").stage) == ["ddp", "single"]
     (log,) = (folder / "dp-1gpu-batch64-train512-r1").glob("job/*_0_log.out")
     assert "planted" in log.read_text()
-
-
-@pytest.mark.full
-def test_without_mnist_it_says_loudly_what_it_uses_instead(
-    faulty: tuple[Path, subprocess.CompletedProcess],
-) -> None:
-    folder, done = faulty
     assert "GENERATED DIGITS" in done.stdout
     assert "SYNTHETIC" in done.stdout
-    assert set(pd.read_csv(folder / "comparison.csv").dataset) == {"synthetic"}
+    table = pd.read_csv(folder / "comparison.csv")
+    assert sorted(table.stage) == ["ddp", "single"]
+    assert set(table.dataset) == {"synthetic"}
 
 
 @pytest.mark.parametrize(

@@ -175,15 +175,6 @@ def test_where_nothing_can_judge_the_first_note_is_told(checkout: Checkout) -> N
     assert verdict(log) == ["error on rank 1: ValueError: first"], log
 
 
-@pytest.mark.full
-def test_nccl_gave_up_in_local_processes(tmp_path: Path) -> None:
-    checkout = Checkout(tmp_path / "a checkout")
-    plant(checkout, say(GAVE_UP["2.15"]) + "os.abort()", WAIT)
-    done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 2, "--wait")
-    told = " failed: NCCL gave up after --timeout: rank 0 waited for rank 1, which hung or was lost\n"
-    assert done.stderr.endswith(told), done.stderr
-
-
 BY_SRUN = """srun: error: n2: tasks 1,3: Out Of Memory
 srun: error: n1: tasks 0-2: Terminated
 srun: error: n1: task 0: Segmentation fault

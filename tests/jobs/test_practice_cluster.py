@@ -82,37 +82,12 @@ def test_accounting_remembers_a_failed_job(cluster: RunningCluster, tmp_path: Pa
     assert cluster.wait(number)["ExitCode"] == "3:0"
     deadline = time.monotonic() + 30
     sacct = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        "--format=State,ExitCode",
-        "--jobs",
+        *["sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", "--jobs"],
         number,
     ]
     while (told := cluster.run(sacct).stdout.strip()) != "FAILED|3:0":
         assert time.monotonic() < deadline, told
         time.sleep(0.5)
-
-
-def test_an_urgent_job_preempts_others(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Its victim is told by SIGTERM, has time to save, and comes back within seconds if it asks to."""
-    log = tmp_path / "log"
-    rank = "trap 'echo saved; exit' TERM; echo ready; sleep 300 & wait"
-    lines = f'srun bash -c "{rank}"; scontrol requeue $SLURM_JOB_ID; sleep 60'
-    lines = f"[ $SLURM_RESTART_COUNT ] && exit; {lines}"
-    number = cluster.submit("--requeue", "--open-mode=append", "--output", log, "--wrap", lines)
-    deadline = time.monotonic() + 60
-    while not log.exists() or "ready" not in log.read_text():
-        assert time.monotonic() < deadline, cluster.job(number)
-        time.sleep(0.2)
-    urgent = cluster.submit(
-        "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "true"
-    )
-    assert cluster.wait(urgent)["JobState"] == "COMPLETED"
-    job = cluster.wait(number, timeout=60)
-    assert (job["Partition"], job["JobState"], job["Restarts"]) == ("practice", "COMPLETED", "1")
-    assert "saved" in log.read_text()
 
 
 def test_a_cancelled_job_leaves_no_process(cluster: RunningCluster, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import rows_of, succeeded
+from conftest import succeeded
 
 from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
@@ -56,17 +56,6 @@ def facts_in(folder: Path) -> list[dict]:
 
 
 # --- local processes --------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_stage_without_slurm(checkout: Checkout) -> None:
-    done = succeeded(checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL))
-    assert "no Slurm here (sbatch is not on PATH): running as 2 local process(es)" in done.stdout
-    (row,) = rows_of(checkout.folder / "results")
-    assert (row["stage"], row["launcher"], row["world_size"]) == ("ddp", "submitit", 2)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("done: results: ")
-    assert last.endswith(f"{row['run_id']}.csv")
 
 
 def test_a_script_of_ones_own(checkout: Checkout) -> None:
