@@ -176,12 +176,12 @@ def test_the_time_of_a_run_is_that_of_its_probe() -> None:
     row = {"global_batch": 256, "warmup": False, "images_per_s": 29_000.0, "eval_seconds": 1.0}
     steady = [row, row | {"images_per_s": 30_000.0, "eval_seconds": 0.5}]
     rows = [row | {"warmup": True, "images_per_s": 10_000.0}, *steady]
-    assert plan.Probe.from_rows(rows) == plan.Probe(256, 30_000, eval_seconds=0.5)
-    assert plan.Probe.from_rows(rows[:1]).images_per_s == 10_000  # of --epochs 1
-    assert plan.Probe.from_rows(rows).run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
     larger = [row | {"global_batch": 1024}]
-    assert [probe.batch_size for probe in plan.probes_of([larger, rows[:1], rows])] == [256, 1024]
-    assert plan.probes_of([larger, rows[:1], rows])[0].images_per_s == 30_000
+    least, most = plan.probes_of([larger, rows[:1], rows])
+    assert (least, most.batch_size) == (plan.Probe(256, 30_000, eval_seconds=0.5), 1024)
+    assert least.run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
+    (short,) = plan.probes_of([rows[:1]])
+    assert short.images_per_s == 10_000  # of --epochs 1
 
 
 @pytest.mark.full

@@ -128,18 +128,17 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))
             return State("queued", f"{reason}, restart {restarts}" if restarts else reason)
-        if state == "COMPLETED" or (state == "GONE" and self._ended_well()):
+        # What Slurm forgot is judged by the last word of slurm/job_env.sh.
+        well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
+        if state == "GONE" and well and job_folder.stopped(self.folder) is None:
+            state = "COMPLETED"
+        if state == "COMPLETED":
             return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:
             told = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
             failure = "; ".join(text for text in told if text) or self._last_words()
             return State("failed", failure or f"{reason}; see {self.log}")
         return State("running", self._progress())
-
-    def _ended_well(self) -> bool:
-        """By the last word of slurm/job_env.sh."""
-        well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
-        return bool(well) and job_folder.stopped(self.folder) is None
 
     def cancel(self) -> None:
         slurm.ask("scancel", self.job_id)

@@ -32,24 +32,19 @@ class Probe:
     images_per_s: float
     eval_seconds: float
 
-    @classmethod
-    def from_rows(cls, rows: list[dict]) -> "Probe":
-        """Read a probe from the rows of its record."""
-        steady = [row for row in rows if not row["warmup"]] or rows
-        return cls(
-            rows[0]["global_batch"],
-            max(row["images_per_s"] for row in steady),
-            min(row["eval_seconds"] for row in steady),
-        )
-
     def run_seconds(self, epochs: int, train_size: int) -> float:
         """Estimate how long a run on one GPU takes; on several it has about as much to do."""
         return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
 
 
 def probes_of(runs: Iterable[list[dict]]) -> list[Probe]:
-    """Return the probes by their rows, the smallest batch first; the last one of a batch that ran again."""
-    latest = {probe.batch_size: probe for probe in map(Probe.from_rows, runs)}
+    """Return the probes by the rows of their records, the smallest batch first; of a batch the latest."""
+    latest = {}
+    for rows in runs:
+        steady = [row for row in rows if not row["warmup"]] or rows
+        speed = max(row["images_per_s"] for row in steady)
+        seconds = min(row["eval_seconds"] for row in steady)
+        latest[rows[0]["global_batch"]] = Probe(rows[0]["global_batch"], speed, seconds)
     return [latest[batch_size] for batch_size in sorted(latest)]
 
 

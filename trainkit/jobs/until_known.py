@@ -83,7 +83,9 @@ def search(
         steps = list(_steps(left, finished, answer, usual, epochs))
         step = next((step for step in steps if hours + step.hours <= spend), None)
         if not step:
-            why = _why_done(steps, left)
+            why = f"none of the {len(left)} runs left would make that surer" if left else "no run is left"
+            if steps:
+                why = f"{steps[0].run.name} would take more than is left of --spend"
             so_far = f"{len(finished)} of {len(planned)} runs, {hours:.2g} {hours_name}"
             print(f"done     {_known(answer)}; {why} ({so_far})", flush=True)
             return failed
@@ -112,12 +114,6 @@ def _known(answer: dict) -> str:
     nodes = f" on {best['nodes']} nodes" if best["nodes"] > 1 else ""
     choice = f"{best['stage']} x{best['devices']}{nodes}, batch {best['global_batch']}"
     return f"{choice}, is as good as any in {100 * answer['sure']:.0f} of 100 cases"
-
-
-def _why_done(steps: list[Step], left: list[PlannedRun]) -> str:
-    if steps:
-        return f"{steps[0].run.name} would take more than is left of --spend"
-    return f"none of the {len(left)} runs left would make that surer" if left else "no run is left"
 
 
 def _steps(

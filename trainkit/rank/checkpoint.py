@@ -122,14 +122,17 @@ class Checkpoints:
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": process_group.gather(random_states())}
         if self._each_rank:
-            state |= {"each_rank": process_group.gather(_packed(self._each_rank))}
+            content = io.BytesIO()  # as bytes, wherever its tensors are
+            torch.save({name: one.state_dict() for name, one in self._each_rank.items()}, content)
+            own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+            state |= {"each_rank": process_group.gather(own)}
         mistake = ""
         if self._sharded:
             if not self._sharded.finite():  # asked of all ranks
                 raise diverged(f"the weights are no longer numbers after {where}")
             # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
-            process_group.on_rank_0(lambda: shutil.rmtree(_shard_folder(path), ignore_errors=True))
-            mistake = self._sharded.save(_shard_folder(path))
+            process_group.on_rank_0(lambda: shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True))
+            mistake = self._sharded.save(path.with_suffix(".shards"))
         process_group.on_rank_0(lambda: self._write(path, where, state, mistake))
         self._saved_at = time.monotonic()
         if stop:
@@ -200,7 +203,7 @@ class Checkpoints:
             for name, thing in self._parts.items():
                 thing.load_state_dict(state[name])
             if self._sharded:
-                self._sharded.load(_shard_folder(path))
+                self._sharded.load(path.with_suffix(".shards"))
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # Another stage may have made the checkpoint.
                 group.update({name: here[name] for name in KERNELS if name in here})
@@ -246,14 +249,14 @@ class Checkpoints:
             if mistake:
                 raise OSError(mistake)
             if self._sharded:
-                state |= {"shards": _checksums(path)} | dict.fromkeys(SPLIT)
+                state |= {"shards": _checksums(path.with_suffix(".shards"))} | dict.fromkeys(SPLIT)
             self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with replacing(path, "wb") as file:
                 torch.save(state, file)
             for old in _checkpoints(self._folder)[:-KEPT]:
                 _remove(old)
         except (OSError, RuntimeError) as error:
-            shutil.rmtree(_shard_folder(path), ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)  # a full disk needs the space
             raise UserError(
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. The checkpoints and results before stay."
@@ -276,13 +279,6 @@ def report_stop(text: str, folder: Path) -> None:
         ) from None
 
 
-def _packed(parts: dict[str, object]) -> torch.Tensor:
-    """What these have on this rank, wherever its tensors are, as bytes."""
-    content = io.BytesIO()
-    torch.save({name: one.state_dict() for name, one in parts.items()}, content)
-    return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
-
-
 def _option_name(name: str) -> str:
     return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
 
@@ -293,14 +289,9 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
 
 
-def _shard_folder(path: Path) -> Path:
-    """The folder of what the ranks have written of a checkpoint, each its own part."""
-    return path.with_suffix(".shards")
-
-
-def _checksums(path: Path) -> dict[str, int]:
+def _checksums(folder: Path) -> dict[str, int]:
     """Return the checksums of the files of the ranks, by their names."""
-    files = list(_shard_folder(path).iterdir())
+    files = list(folder.iterdir())
     for file in files:
         check_regular(file)  # a pipe would be waited for
     return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in files}
@@ -309,7 +300,7 @@ def _checksums(path: Path) -> dict[str, int]:
 def _remove(path: Path) -> None:
     """Remove a checkpoint, the file first: without it the rest does not count."""
     path.unlink(missing_ok=True)
-    shutil.rmtree(_shard_folder(path), ignore_errors=True)
+    shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
@@ -354,9 +345,10 @@ def _read(path: Path) -> dict:
     if not isinstance(state, dict) or "version" not in state:
         raise ValueError("it has no version")
     if shards := state.get("shards"):
-        damaged = [name for name, _ in shards.items() - _checksums(path).items()]
+        folder = path.with_suffix(".shards")
+        damaged = [name for name, _ in shards.items() - _checksums(folder).items()]
         if damaged:
-            raise ValueError(f"wrong checksum of {min(damaged)} in {_shard_folder(path).name}")
+            raise ValueError(f"wrong checksum of {min(damaged)} in {folder.name}")
     return state
 
 

@@ -34,7 +34,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
         for inputs, targets in batches:
             output = network(inputs)
             total = loss(output, targets, reduction="sum")
-            correct = _correct(output, targets)
+            correct = math.nan * total if targets.is_floating_point() else output.argmax(1).eq(targets).sum()
             sums += torch.stack([total, correct, torch.full_like(total, len(targets))])
     seconds = clock.stop(device, started)
     total, correct, samples = process_group.sum_in_place(sums).tolist()
@@ -54,9 +54,3 @@ def _without_ddp(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     return model.module
-
-
-def _correct(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    if targets.is_floating_point():
-        return torch.full((), math.nan, device=targets.device)
-    return output.argmax(1).eq(targets).sum()

@@ -17,7 +17,7 @@ from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.runtime import clock, process_group, startup
-from trainkit.runtime.device import device_name, has_tf32, is_gpu, keeping_random_numbers, may_gain_by_bf16
+from trainkit.runtime.device import device_name, has_tf32, is_gpu, keeping_random_numbers
 from trainkit.runtime.errors import UserError
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -96,7 +96,9 @@ def _worth_a_trial(model: nn.Module) -> list[str]:
     network = unwrapped(model)
     device, weights = _device(network), _of_weights(network)
     names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
-    if hasattr(network, "precision") and weights == "fp32" and may_gain_by_bf16(device):
+    # A CPU's name does not tell whether it has units for bf16; without them it computes in it, but slower.
+    has_bf16 = not is_gpu(device) or torch.cuda.is_bf16_supported(including_emulation=False)
+    if hasattr(network, "precision") and weights == "fp32" and has_bf16:
         names.append("bf16")
     return names
 

@@ -246,10 +246,3 @@ def has_tf32(device: torch.device) -> bool:
     """Tell whether the device is a GPU with TF32."""
     nvidia = is_gpu(device) and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def may_gain_by_bf16(device: torch.device) -> bool:
-    """Tell whether bf16 is worth a trial. A CPU's name does not tell whether it has units for it; without
-    them it computes in bf16, but slower.
-    """
-    return not is_gpu(device) or torch.cuda.is_bf16_supported(including_emulation=False)

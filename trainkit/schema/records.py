@@ -159,10 +159,10 @@ class RunFiles:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             put_table(self.path, COLUMNS, self.rows)
-            if self.of_ranks:  # a run of an earlier program, which goes on, had none
-                put_table(beside(self.path), RANK_COLUMNS, self.of_ranks, delimiter="\t")
-            if self.metrics:
-                put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self.metrics, delimiter="\t")
+            parts = ("ranks", RANK_COLUMNS, self.of_ranks), ("metrics", METRIC_COLUMNS, self.metrics)
+            for kind, columns, rows in parts:
+                if rows:
+                    put_table(beside(self.path, kind), columns, rows, delimiter="\t")
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
