@@ -21,6 +21,21 @@ from trainkit.schema import records
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
+def make_project(folder: Path) -> Path:
+    """A copy of the project, with the environment that runs this test as its own."""
+    copy = folder / "a folder with spaces" / "the project"
+    copy_project(copy)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, copy)
+    # What `make` builds: here it is there already, and newer than pyproject.toml.
+    python = copy / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / ".venv" / "ready").touch()
+    return copy
+
+
 def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, cwd="/", env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=300
@@ -29,16 +44,7 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
-    project = tmp_path / "a folder with spaces" / "the project"
-    copy_project(project)
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(REPOSITORY / name, project)
-    # What `make` builds: here it is there already, and newer than pyproject.toml.
-    python = project / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{project}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    (project / ".venv" / "ready").touch()
+    project = make_project(tmp_path)
     done = succeeded(run(["make", "-C", project, "compare", f"ARGS={QUICK} --workers 2"]))
     (folder,) = (project / "results" / "comparisons").iterdir()
     table = pd.read_csv(folder / "comparison.csv")
