@@ -187,8 +187,8 @@ def _proc(pid: int | str) -> Path:
 def _rank(variables: list[str]) -> tuple[int, bool]:
     """The rank of a process with these variables, and whether torchrun has started it."""
     env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
-    rank, launcher = place.rank_of(env) or "", place.launcher_of(env)
-    return int(rank) if rank.isdecimal() else 0, bool(launcher) and launcher.name == "torchrun"
+    rank = place.rank_of(env) or ""
+    return int(rank) if rank.isdecimal() else 0, place.launcher_of(env) == "torchrun"
 
 
 def _network_bytes() -> int:

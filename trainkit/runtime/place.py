@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -25,30 +25,15 @@ class Place:
     device: "torch.device | None" = None  # before it is chosen
 
 
-class Launcher(NamedTuple):
-    """What starts processes, and the variables by which each of them knows its place."""
-
-    name: str
-    marks: tuple[str, ...]  # all of them are set in its processes
-    rank: tuple[str, ...]  # and what else tells it to who sees only how the process was started
-    local_rank: str
-    size: str
-    nodes: tuple[str, ...]  # the first that is set
-
-
-_PYTORCH = "LOCAL_RANK", "WORLD_SIZE"
-_OF_SLURM = ("SLURM_STEP_NUM_NODES",)
-_NODES = ("GROUP_WORLD_SIZE", *_OF_SLURM)
-# Set inside an srun step only: in the batch script SLURM_PROCID is set too, and always 0.
-_STEP = "SLURM_STEP_NUM_TASKS"
-LAUNCHERS = (  # the first that fits counts
-    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), ("RANK",), *_PYTORCH, _NODES),
-    # Its processes set RANK themselves (trainkit/jobs/local.py).
-    Launcher("submitit", ("SUBMITIT_EXECUTOR",), ("RANK", "SUBMITIT_LOCAL_GLOBALID"), *_PYTORCH, _NODES),
-    Launcher("srun", ("SLURM_STEP_ID",), ("RANK",), *_PYTORCH, _NODES),
-    Launcher("env", (), ("RANK",), *_PYTORCH, _NODES),  # set by hand
-    Launcher("srun", (_STEP, "SLURM_PROCID"), ("SLURM_PROCID",), "SLURM_LOCALID", _STEP, _OF_SLURM),
-)
+# What starts processes with RANK, LOCAL_RANK and WORLD_SIZE, and the variable by which each is known; the
+# first that is set counts. Those of submitit set the three themselves (trainkit/jobs/local.py).
+LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR", "srun": "SLURM_STEP_ID"}
+OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+# Set inside an srun step only, but for the first: in the batch script it is set too, and always 0.
+OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
+# Also what tells the rank to who sees only how the process was started.
+RANKS = "RANK", "SUBMITIT_LOCAL_GLOBALID", "SLURM_PROCID"
 
 
 def read() -> Place:
@@ -58,11 +43,11 @@ def read() -> Place:
         ValueError: if the variables contradict each other; its text tells what to do.
     """
     launcher = launcher_of(os.environ)
-    if not launcher:
+    if launcher == "python":
         return Place()
-    told = next(filter(os.environ.get, launcher.nodes), launcher.nodes[-1])
-    size, nodes = _number(launcher.size, 1), _number(told, 1, 1)
-    rank, local_rank = _number(launcher.rank[0], 0), _number(launcher.local_rank, 0)
+    of_rank, of_local_rank, of_size = OF_PYTORCH if {*OF_PYTORCH} & os.environ.keys() else OF_STEP
+    size, nodes = _number(of_size, 1), _number(next(filter(os.environ.get, NODES), NODES[-1]), 1, 1)
+    rank, local_rank = _number(of_rank, 0), _number(of_local_rank, 0)
     if rank >= size or (size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise ValueError(
             f"rank {rank} of {size} cannot meet the others: start with torchrun, or give each process its "
@@ -70,21 +55,19 @@ def read() -> Place:
             "node's name, and a free port)."
         )
     local_size = _number("LOCAL_WORLD_SIZE", 1, max(size // nodes, 1))
-    return Place(rank, local_rank, size, local_size, nodes, launcher.name)
+    return Place(rank, local_rank, size, local_size, nodes, launcher)
 
 
-def launcher_of(env: Mapping[str, str]) -> Launcher | None:
-    """Tell what started a process with these variables; None where it is a plain `python`."""
-    for one in LAUNCHERS:
-        if all(mark in env for mark in one.marks) and {one.rank[0], one.local_rank, one.size} & env.keys():
-            return one
-    return None
+def launcher_of(env: Mapping[str, str]) -> str:
+    """Tell what started a process with these variables: one of LAUNCHERS, "env" by hand, or "python"."""
+    if {*OF_PYTORCH} & env.keys():
+        return next((name for name, mark in LAUNCHERS.items() if mark in env), "env")
+    return "srun" if {OF_STEP[0], OF_STEP[2]} <= env.keys() else "python"
 
 
 def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
     """Find the rank in these variables, even where the others are missing; None if it is in none."""
-    told = (env.get(name) for launcher in LAUNCHERS for name in launcher.rank)
-    return next(filter(None, told), None)
+    return next(filter(None, map(env.get, RANKS)), None)
 
 
 def free_port() -> int:
