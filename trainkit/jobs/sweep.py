@@ -1,7 +1,7 @@
 """A sweep: the planned runs of a comparison; their folder, the queue they wait in, and what is shown.
 
 slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, so that hundreds of
-runs are checked at once; PyTorch and pandas belong to the jobs, and to the comparison at the end.
+runs are checked at once; PyTorch belongs to the jobs, pandas to the comparison of what they measured.
 """
 
 import math

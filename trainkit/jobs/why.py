@@ -15,7 +15,8 @@ from trainkit.runtime import job_folder
 
 # srun tells of its tasks: the ranks, or torchruns, which tell of their ranks, the first to die at last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-OF_TORCHRUN = re.compile(r"  (host|rank|exitcode) +: (\S+)")
+OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
+ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for has nothing to say.
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
@@ -57,29 +58,18 @@ class Evidence:
         return next(filter(None, lines), None)
 
     def _deaths(self) -> Iterator[str | None]:
-        """The deaths that no rank could tell of itself, the first one first."""
+        """The deaths that no rank could tell of itself, the first one first, which torchrun says at last."""
         ended = job_folder.notes(self._folder, "finished", "failed", "lost")
-        told = {"host": "", "rank": ""}  # by torchrun, of one rank
-        for line in (*self._first_of_torchrun(), *self._lines):
-            if found := OF_SRUN.search(line):
-                node, tasks, how = found.groups()
-                for task in _numbers(tasks):
-                    if self._launcher != "torchrun" and task not in ended:
-                        yield self._died(task, node, how)
-                    elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
-                        yield f"torchrun {task} on {node} {_in_words(how)}"
-            elif found := OF_TORCHRUN.match(line):
-                told[found[1]] = found[2]
-                if found[1] == "exitcode" and told["rank"].isdigit() and int(told["rank"]) not in ended:
-                    yield self._died(int(told["rank"]), told["host"], found[2])
-
-    def _first_of_torchrun(self) -> Iterator[str]:
-        """What torchrun says of the rank that failed first, which it says at last."""
-        inside = False
-        for line in self._lines:
-            inside = line.startswith("Root Cause") or inside and not line.startswith("===")
-            if inside:
-                yield line
+        printed = "\n".join(self._lines)
+        for node, rank, how in OF_TORCHRUN.findall("\n".join([*ROOT_CAUSE.findall(printed), printed])):
+            if int(rank) not in ended:
+                yield self._died(int(rank), node, how)
+        for node, tasks, how in OF_SRUN.findall(printed):
+            for task in _numbers(tasks):
+                if self._launcher != "torchrun" and task not in ended:
+                    yield self._died(task, node, how)
+                elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
+                    yield f"torchrun {task} on {node} {_in_words(how)}"
 
     def _died(self, rank: int, node: str, how: str) -> str | None:
         """`how` is srun's word, or torchrun's exit code."""

@@ -88,22 +88,18 @@ def text(longest: int = 200) -> Callable[[str], str]:
     return read
 
 
-def number(kind: type, least: float, most: float = MOST) -> Callable[[str], float]:
-    """Make a reader of numbers of `kind` within these bounds."""
+def number(kind: type, least: float, most: float = MOST, nan: bool = False) -> Callable[[str], float]:
+    """Make a reader of numbers of `kind` within these bounds, with `nan` also of nan."""
 
     def read(cell: str) -> float:
+        if nan and cell == "nan":
+            return math.nan
         with suppress(ValueError):
             if least <= kind(cell) <= most:
                 return kind(cell)
         raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
 
     return read
-
-
-def number_or_nan(least: float, most: float) -> Callable[[str], float]:
-    """Make a reader of numbers within these bounds, and of nan."""
-    known = number(float, least, most)
-    return lambda cell: math.nan if cell == "nan" else known(cell)
 
 
 def flag(cell: str) -> bool:
@@ -126,12 +122,12 @@ COLUMNS: dict[str, Column] = {
     "loader": Column(text(), Role.LOADING, "loader", "{} loader", "--loader", "resident", unsaid="workers"),
     "recipe": Column(text(), Role.TRAINING, "recipe", "{}", "--recipe", "classic", unsaid=""),
     "lr": Column(
-        number_or_nan(0, FLOAT32), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN, before=math.nan,
-        follows=("recipe", "lr_scale", "global_batch"),
+        number(float, 0, FLOAT32, nan=True), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN,
+        before=math.nan, follows=("recipe", "lr_scale", "global_batch"),
     ),
     "gamma": Column(
-        number_or_nan(0, 1), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN, before=math.nan,
-        follows=("recipe",),
+        number(float, 0, 1, nan=True), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN,
+        before=math.nan, follows=("recipe",),
     ),
     "lr_scale": Column(
         text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none", before="none"
@@ -147,7 +143,7 @@ COLUMNS: dict[str, Column] = {
         number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, before=0, follows=("width",)
     ),
     "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default="", before=""),
-    "flops_per_image": Column(number_or_nan(0, MOST), Role.FACT, before=math.nan),
+    "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT, before=math.nan),
     "world_size": Column(number(int, 1), Role.LAYOUT),
     "nodes": Column(number(int, 1), Role.LAYOUT),
     "devices": Column(number(int, 1), Role.LAYOUT),
@@ -168,8 +164,8 @@ COLUMNS: dict[str, Column] = {
     "test_images": Column(number(int, 0), Role.FACT, before=10_000),
     "eval_seconds": Column(number(float, 0), Role.MEASUREMENT),
     "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
-    "test_loss": Column(number_or_nan(-FLOAT32, FLOAT32), Role.MEASUREMENT),
-    "test_accuracy": Column(number_or_nan(0, 100), Role.MEASUREMENT),  # a regression has none
+    "test_loss": Column(number(float, -FLOAT32, FLOAT32, nan=True), Role.MEASUREMENT),
+    "test_accuracy": Column(number(float, 0, 100, nan=True), Role.MEASUREMENT),  # a regression has none
     "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
     "peak_memory_mb": Column(number(float, 0), Role.MEASUREMENT),
     "elapsed_s": Column(number(float, 0), Role.MEASUREMENT),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import check_regular, check_writable, replacing
-from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, number_or_nan, text
+from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, text
 
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
@@ -31,8 +31,8 @@ RANK_COLUMNS: Columns = {
     "host": text(),
     "device": text(),
     "device_name": text(),
-    "own_seconds": number_or_nan(0, MOST),
-    "data_seconds": number_or_nan(0, MOST),
+    "own_seconds": number(float, 0, MOST, nan=True),
+    "data_seconds": number(float, 0, MOST, nan=True),
     "peak_memory_mb": OF_A_RUN["peak_memory_mb"],
 }
 # Of the file beside it that a training with metrics of its own has.
@@ -40,7 +40,7 @@ METRIC_COLUMNS: Columns = {
     "epoch": OF_A_RUN["epoch"],
     "metric": text(),
     "of": text(),
-    "value": number_or_nan(-FLOAT32, FLOAT32),
+    "value": number(float, -FLOAT32, FLOAT32, nan=True),
 }
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
 ALL_REDUCE_COLUMNS: Columns = {
