@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainkit.runtime.command_line import check_divides
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
@@ -93,11 +94,7 @@ def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) ->
             f"stage {stage.name} is one process and cannot leave its node: leave out --nodes {nodes}, or use "
             "stage 03, 03_multigpu_ddp."
         )
-    if gpus % nodes:
-        below, above = gpus // nodes * nodes, -(-gpus // nodes) * nodes
-        raise UserError(
-            f"--gpus {gpus} does not divide among {nodes} nodes: the nearest is {below or nodes} or {above}."
-        )
+    check_divides(gpus, nodes, "nodes", "--gpus")
     gpus_per_node = gpus // nodes
     tasks_per_node = max(gpus_per_node, 1) if stage.process_per_gpu else 1
     gpus_per_task = max(gpus_per_node // tasks_per_node, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
 from trainkit.runtime import job_folder
-from trainkit.runtime.command_line import Parser, above_0, at_least
+from trainkit.runtime.command_line import Parser, above_0, at_least, check_divides
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
@@ -307,14 +307,4 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None
         raise UserError(
             f"--lr-warmup-images {options.lr_warmup_images} is more than the {options.epochs * size} images "
             f"of all epochs: lower it, or raise --epochs {options.epochs}."
-        )
-
-
-def check_divides(batch_size: int, parts: int, what: str) -> None:
-    """Raise a UserError with the nearest sizes that would do if `batch_size` is not a multiple of `parts`."""
-    if batch_size % parts:
-        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"--batch-size {batch_size} does not divide among {parts} {what}: the nearest is {nearest}."
         )

@@ -84,3 +84,11 @@ def one_of(words: Iterable[str]) -> Callable[[str], str]:
         return text
 
     return word
+
+
+def check_divides(number: int, parts: int, what: str, option: str = "--batch-size") -> None:
+    """Raise a UserError with the nearest numbers that would do if `number` is not a multiple of `parts`."""
+    if number % parts:
+        below, above = number // parts * parts, -(-number // parts) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(f"{option} {number} does not divide among {parts} {what}: the nearest is {nearest}.")
