@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.rank import model
-from trainkit.rank.agreement import Agreement
+from trainkit.rank.run import Agreement
 
 # .item(), nonzero(), selections by a mask: the CPU needs to know numbers, or how many there are.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}
