@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import Checkout
 from conftest import (
-    ENVIRONMENT,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -18,7 +18,6 @@ from conftest import (
     one_error,
     places,
     rows_of,
-    stage_command,
     start_stage,
     succeeded,
 )
@@ -207,19 +206,18 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
     assert rows_of(tmp_path) == rows_of(reference)
 
 
-@pytest.mark.full
-def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, finish, never_stopped) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(
+    tmp_path: Path, finish, never_stopped, checkout: Checkout, script: Script
+) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
     before = f"epoch-{EPOCHS}-step-0.pt"
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     state = torch.load(never_stopped() / "checkpoints" / before)
     torch.save(state | {"folder": str(folder)}, folder / before)  # as if it had been written here
-    done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 200; trap "" XFSZ; exec "$@"', "-"]
-        + stage_command("single", *options(tmp_path), "--no-cuda", "--save-model"),
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))"
+    checkout.plant("single", f"{limit}; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)")
+    done = script(checkout.script("single"), *options(tmp_path), "--save-model")
     assert f"epoch-{EPOCHS + 1}-step-0.pt cannot be written (File too large)" in one_error(done)
     assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
     assert [path.name for path in folder.glob("*.*pt*")] == [before]

@@ -4,7 +4,6 @@ There need not be a GPU: what PyTorch, the driver and Slurm would tell is plante
 """
 
 import os
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkout import Checkout
-from conftest import ENVIRONMENT, rows_of, stage_command
+from conftest import ENVIRONMENT, Script, rows_of, succeeded
+from forking import Forking
 
 from trainkit.runtime import device, machine, process_group
 from trainkit.runtime.errors import UserError
@@ -38,19 +38,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 # --- never silently on the CPU ----------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path, checkout: Checkout) -> None:
+def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path, checkout: Checkout, forking: Forking) -> None:
     """Before it has done anything; unless it is told to use the CPU."""
     fault = "import torch; torch.cuda.is_available = lambda: False; torch.cuda.device_count = lambda: 2"
     checkout.plant("single", fault)
     arguments = (checkout.script("single"), *ONE_STEP, "--results-dir", tmp_path / "results")
-    refused = checkout.python(*arguments, CUDA_VISIBLE_DEVICES="0,1")
+    visible = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    refused = forking.run(*arguments, env=visible)
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
     assert line.startswith("error: PyTorch cannot use the ")
     assert line.endswith(" or add --no-cuda.")
     assert not (tmp_path / "results").exists()
-    assert checkout.python(*arguments, "--no-cuda", CUDA_VISIBLE_DEVICES="0,1").returncode == 0
+    assert forking.run(*arguments, "--no-cuda", env=visible).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,11 @@ def test_cores_are_shared_with_the_ranks_of_this_host_only(own: set[int]) -> Non
     assert torch.get_num_threads() == max(1, len(own) // 2)
 
 
-@pytest.mark.full
-def test_one_process_with_more_threads_than_cores(tmp_path: Path) -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    small = ("--epochs", 1, "--train-size", 64, "--test-size", 64, "--no-cuda", "--results-dir", tmp_path)
-    command = ["taskset", "--cpu-list", core, *stage_command("single", *small)]
-    done = subprocess.run(command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "3"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_one_process_with_more_threads_than_cores(tmp_path: Path, checkout: Checkout, script: Script) -> None:
+    cores = {min(os.sched_getaffinity(0))}
+    checkout.plant("single", f"os.sched_setaffinity(0, {cores}); torch.set_num_threads(3)")
+    small = ("--epochs", 1, "--train-size", 64, "--test-size", 64, "--results-dir", tmp_path)
+    succeeded(script(checkout.script("single"), *small))
     assert [row["threads_per_worker"] for row in rows_of(tmp_path)] == [1]
 
 

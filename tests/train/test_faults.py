@@ -158,19 +158,12 @@ def test_nobody_reads_the_output(target: str, tmp_path: Path) -> None:
 # --- meeting ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_a_silent_program_on_the_meeting_port(tmp_path: Path) -> None:
+def test_a_silent_program_on_the_meeting_port(tmp_path: Path, script: Script) -> None:
     with contextlib.closing(socket.create_server(("localhost", 0))) as silent:
         port = str(silent.getsockname()[1])
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "1"}
-        command = stage_command("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path)
-        done = subprocess.run(
-            command,
-            env=ENVIRONMENT | meeting | {"LOCAL_RANK": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        given = (*SMALL, "--timeout", 1, "--results-dir", tmp_path)
+        done = script("ddp", *given, env=meeting | {"LOCAL_RANK": "1"})
     silent = f"the 2 processes could not meet at localhost:{port} (something there is silent)"
     assert silent in failed(done)
 
