@@ -56,7 +56,7 @@ def test_packed_runs_are_read_as_the_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("chosen", [[], ["two"]])
 def test_taken_apart_the_files_are_those_of_before(folder: Path, tmp_path: Path, chosen: list[str]) -> None:
-    pack(folder)
+    packed.pack(folder)
     apart = tmp_path / "apart"
     apart.mkdir()
     packed.unpack(folder.with_suffix(".csv"), apart, chosen)
@@ -89,7 +89,7 @@ def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_p
 
 
 def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(folder: Path) -> None:
-    pack(folder)
+    packed.pack(folder)
     ranks = folder.with_suffix(".ranks.tsv")
     ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
     rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
