@@ -48,14 +48,8 @@ def times(*ranks: tuple[float, float, float, float]) -> torch.Tensor:
 
 
 FACTS = {"run_id": "made-up", "dataset": "mnist", "model": "Net", "width": 32, "loader": "resident"}
-FACTS |= {
-    "workers_per_loader": 0,
-    "recipe": "fast",
-    "precision": "bf16",
-    "debug": 0,
-    "device_name": "one GPU",
-}
-FACTS |= {"threads_per_worker": 1, "world_size": 2, "nodes": 2, "global_batch": 512}
+FACTS |= {"workers_per_loader": 0, "recipe": "fast", "precision": "bf16", "debug": 0}
+FACTS |= {"device_name": "one GPU", "threads_per_worker": 1, "world_size": 2, "nodes": 2, "global_batch": 512}
 
 
 def made_up(file: Path) -> None:

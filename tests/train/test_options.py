@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import STAGES, Script, one_error, places, rows_of, succeeded, weights_of
+from conftest import STAGES, Script, one_error, rows_of, succeeded
 
 from trainkit.rank.options import parse
 from trainkit.rank.recipes import optimizer_and_schedule
@@ -107,17 +107,6 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
 
 
 # --- the width, and the batch of a device -----------------------------------------------------------
-
-
-def test_a_wider_network_and_its_checkpoint(script: Script, tmp_path: Path) -> None:
-    succeeded(script("single", *SMALL, *places(tmp_path), "--epochs", 1, "--width", 8, "--save-model"))
-    (row,) = rows_of(tmp_path)
-    assert row["width"] == 8
-    weights = weights_of(tmp_path)
-    shapes = [tuple(weights[f"{layer}.weight"].shape) for layer in ("conv1", "conv2", "fc1")]
-    assert shapes == [(8, 1, 3, 3), (16, 8, 3, 3), (128, 16 * 12 * 12)]
-    refused = one_error(script("single", *SMALL, *places(tmp_path), "--epochs", 2, "--width", 32))
-    assert refused.endswith("was made with --width 8: give the same, or another --checkpoint-dir.")
 
 
 def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import Checkout
 from conftest import (
     BEYOND,
+    REPOSITORY,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -161,16 +163,15 @@ def test_a_forged_checkpoint_runs_nothing(where: str, by_two: Path, script: Scri
     assert not forged.touched.exists()
 
 
-def test_a_full_disk_of_one_rank_keeps_the_checkpoint_before(script: Script, tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_keeps_the_checkpoint_before(
+    script: Script, tmp_path: Path, checkout: Checkout
+) -> None:
     """The limit on the size of a file stands in for the disk; it comes after the first epoch."""
     limit = "import resource; here.rank and resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    ignored = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
-    before = "        run.end_of_epoch("
-    text = FSDP.read_text()
-    assert text.count(before) == 1
-    path = tmp_path / "full.py"
-    path.write_text(text.replace(before, f"        if epoch == 2:\n            {limit}; {ignored}\n{before}"))
-    told = failed(script(path, *SMALL, *places(tmp_path), ranks=2))
+    full = f"if epoch == 2: {limit}; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    fsdp = FSDP.relative_to(REPOSITORY)
+    checkout.insert(fsdp, full, before="run.end_of_epoch(")
+    told = failed(script(checkout.folder / fsdp, *SMALL, *places(tmp_path), ranks=2))
     assert "epoch-3-step-0.pt cannot be written (File too large): free the space" in told
     assert [path.name for path in checkpoints_in(tmp_path)] == ["epoch-2-step-0.pt"]
     assert len(rows_of(tmp_path)) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BEYOND, Script, furthest, places, rows_of, succeeded, weights_of
+from conftest import BEYOND, Script, furthest, rows_of, succeeded, weights_of
 from sklearn import calibration
 from sklearn import metrics as judges
 
@@ -135,9 +135,3 @@ def test_a_run_that_goes_on_keeps_the_metrics_of_before(
     assert "resumed from" in resumed.told
     assert furthest(resumed.weights, trained["exact on 2"].weights) < ROUNDING
     assert resumed.metrics == trained["exact on 2"].metrics
-
-
-def test_a_checkpoint_with_other_weights_is_refused(script: Script, tmp_path: Path) -> None:
-    assert script(SCRIPT, *SMALL, "--epochs", 1, *places(tmp_path)).returncode == 0
-    done = script(SCRIPT, *SMALL, "--weights", "none", *places(tmp_path))
-    assert done.returncode == 1 and "was made with --weights exact" in done.stderr

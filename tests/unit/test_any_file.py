@@ -24,21 +24,8 @@ from trainkit.workshop.work import Workspace
 
 RECORD = (REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv").read_bytes()[:8000]
 SAMPLES = b"\n".join([samples.HEADER.strip().encode(), *[b"7,node" + b"," * (len(samples.COLUMNS) - 2)] * 3])
-PIECES = [
-    b"",
-    b",",
-    b"\n",
-    b'"',
-    b"\0",
-    b"-",
-    b"e99",
-    b"nan",
-    b"\xff",
-    b"=1",
-    b"\x1b[2J",
-    b"9" * 5000,
-    b"[" * 9999,
-]
+PIECES = [b"", b",", b"\n", b'"', b"\0", b"-", b"e99", b"nan", b"\xff", b"=1", b"\x1b[2J"]
+PIECES += [b"9" * 5000, b"[" * 9999]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
