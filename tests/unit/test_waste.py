@@ -286,10 +286,16 @@ def test_a_training_of_fifteen_seconds_has_a_verdict(
 def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
     folder = made([FULL], record=False)
     change(folder, lambda row: row if row["what"] == samples.NODE else None)
-    assert first_line(folder).startswith("nothing to judge: ")
+    assert first_line(folder).startswith("nothing to judge: no process that has loaded PyTorch")
     folder = made([FULL] * 2, record=False)
     change(folder, lambda row: None if row["what"] == samples.RANK else row | {"ranks": "-"})
     assert "no rank uses GPUs 0, 1 on n1: see why its log names the CPU" in first_line(folder)
+
+
+def test_samples_that_measured_nothing(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2, record=False)
+    change(folder, lambda row: row | dict.fromkeys(waste.MEASURED, ""))
+    assert first_line(folder).startswith("nothing to judge: the samples have neither cores")
 
 
 def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:

@@ -41,6 +41,7 @@ STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; 
 # between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation. An H100 that our
 # network fills takes 0.6; at 0.35 it had no kernel for a third of the time, which a captured step saved.
 IDLE, LOW, HALF = 0.05, 0.3, 0.5
+MEASURED = ["cores", "power_w", "utilisation"]  # without any of these there is nothing to judge by
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
@@ -164,8 +165,11 @@ def judge_job(job: SampledJob) -> Verdict:
         sentences = [OPTIONS.sub("", one.sentence).replace("--debug", "py-spy dump") for one in findings]
         findings = [replace(one, sentence=text) for one, text in zip(findings, sentences, strict=True)]
     unknown = ""
-    if not job.rows[GPU] and not job.rows[RANK]:
+    places = [*job.rows[GPU].values(), *job.rows[RANK].values()]
+    if not places:
         unknown = "nothing to judge: no process that has loaded PyTorch was seen"
+    elif not any(of.loc[:, MEASURED].notna().any(axis=None) for of in places):
+        unknown = "nothing to judge: the samples have neither cores nor power nor utilisation"
     elif job.moments < LEAST_MOMENTS:
         told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         unknown = f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
