@@ -70,6 +70,7 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Pat
             line = 5 if "\n" in cell or "\r" in cell else 4
             reasons[made(folder, f"{column}-{i}", {column: cell})] = f"line {line}, column {column}: "
     reasons[made(folder, "version", schema_version="9" * 5000)] = "its schema version 999"
+    reasons[made(folder, "nodes", nodes="64")] = "line 2 has more nodes than devices"
     header, first, *_ = made(folder, "whole").read_text().splitlines()
     (folder / "whole.csv").unlink()
     for name, content, reason in (
