@@ -131,11 +131,16 @@ def test_the_doctors_all_reduce(answered: Callable[..., dict], tmp_path: Path) -
     """Two nodes are predicted from one device where the doctor has measured the exchange on such devices."""
     folder = runs(tmp_path, counts=(1,), parameters=1_000_000)
     assert {option["nodes"] for option in answered(folder)["options"]} == {1}
-    facts = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1", "started_at": ""}
+    facts = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1"}
     sums = [{"bytes": size, "seconds": 1e-4 + size / 1e9} | facts for size in (1000, 10**6, 10**8)]
-    for name, device in (("ours", "NVIDIA H200"), ("other", "NVIDIA A100")):
+    for name, device, started_at in (
+        ("before", "NVIDIA H200", "2026-01-01T00:00:00Z"),
+        ("ours", "NVIDIA H200", "2026-01-02T00:00:00Z"),
+        ("other", "NVIDIA A100", "2026-01-03T00:00:00Z"),
+    ):
         slower = 1 if name == "ours" else 1000
-        rows = [row | {"device_name": device, "seconds": slower * row["seconds"]} for row in sums]
+        of_file = {"device_name": device, "started_at": started_at}
+        rows = [row | of_file | {"seconds": slower * row["seconds"]} for row in sums]
         records.put_all_reduce(tmp_path / "all_reduce" / f"{name}.tsv", rows)
     (tmp_path / "all_reduce" / "broken.tsv").write_text("bytes\n1\n")
     answer = answered(folder)

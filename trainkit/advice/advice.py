@@ -5,6 +5,7 @@ for runs in sets(rows):
 """
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -116,7 +117,7 @@ def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllRedu
     It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
     they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
     """
-    parents = [[*path.absolute().parents] for path in paths]
+    parents = [[*Path(os.path.realpath(path)).parents] for path in paths]
     above = [one for first, *more in parents for one in [first, *(p for p in more if p.name == "results")]]
     files = {file.absolute() for path in paths for file in path.rglob("all_reduce/*.tsv")}
     files |= {file for folder in above for file in folder.glob("all_reduce/*.tsv")}

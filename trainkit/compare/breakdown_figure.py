@@ -108,6 +108,7 @@ def _label(row: tuple) -> str:
 
 def _settings(row: pd.Series) -> str:
     words = [row.device_name, comparison.with_model(row.dataset, row.model)]
-    words += [f"{name.replace('_', ' ')} {row[name]}" for name in SETTINGS[3:]]
+    told = [name for name in SETTINGS[3:] if name not in ("workers_per_loader", "debug") or row[name] != "0"]
+    words += [f"{name.replace('_', ' ')} {row[name]}" for name in told]
     words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
     return ", ".join(words)

@@ -18,7 +18,8 @@ from trainkit.schema import samples
 
 # Folders of job_env.sh: of a job, and of an older one whose number came again.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
-NAMED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")  # of monitor.py and submit.py (`local.new_name`)
+MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
+SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
 # What is in them: notes of ranks and samples, or what submitit keeps.
 OF_A_JOB = re.compile(f"{job_folder.NOTE.pattern}|{samples.FOLDER}")
 OF_SUBMITIT = re.compile(r".*\.pkl|.*_log\.out|\.submission_file_.*")
@@ -82,11 +83,14 @@ def size(folder: Path) -> int:
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
     """By name, owner and content: a folder called 2024 may also be the user's photographs."""
-    for place, marks in ((jobs_dir, OF_A_JOB), (jobs_dir / "submitit", OF_SUBMITIT)):
+    kinds = ((jobs_dir, NUMBERED, OF_A_JOB), (jobs_dir, MONITORED, OF_A_JOB))
+    for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
+        if place.is_symlink() and place != jobs_dir:
+            continue
         for path in place.iterdir() if place.is_dir() else ():
-            numbered = place == jobs_dir and NUMBERED.fullmatch(path.name)
-            ours = (numbered or NAMED.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()
-            if ours and path.is_dir() and not path.is_symlink():
+            if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                continue
+            if path.stat().st_uid == os.getuid():
                 inside = [entry.name for entry in path.iterdir()]
                 if not inside or any(map(marks.fullmatch, inside)):
                     yield path

@@ -70,15 +70,17 @@ def figure(folder: Path) -> Figure:
     for row in rows:
         panels.setdefault(row.title, []).append(row)
     heights = [0.4 + len(of_panel) * max(0.2, min(0.7, 6 / len(rows))) for of_panel in panels.values()]
-    drawn = plt.figure(figsize=(10, 1 + sum(heights)), layout="constrained")
+    texts = [textwrap.fill(text.replace(" %", "\xa0%"), 110, break_on_hyphens=False) for text in lines]
+    verdict = "\n".join(texts)
+    height = 0.8 + 0.18 * len(verdict.splitlines()) + sum(heights)
+    drawn = plt.figure(figsize=(10, height), layout="constrained")
     column = drawn.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights).flat
     for axes, (title, of_panel) in zip(column, panels.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=9)
         _draw_rows(axes, of_panel)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))
     axes.set_xlabel("time (UTC)", fontsize=9)
-    texts = [textwrap.fill(text.replace(" %", "\xa0%"), 110, break_on_hyphens=False) for text in lines]
-    drawn.suptitle("\n".join(texts), x=0.01, ha="left", fontsize=10, weight="bold")
+    drawn.suptitle(verdict, x=0.01, ha="left", fontsize=10, weight="bold")
     return drawn
 
 
@@ -87,14 +89,15 @@ def _draw_rows(axes: Axes, rows: list[Row]) -> None:
     for middle, row in zip(middles, rows, strict=True):
         times, bottom = pd.to_datetime(row.used.index, unit="s"), middle - HEIGHT / 2
         axes.axhspan(bottom, bottom + HEIGHT, **style.UNUSED)
-        # Not less than what was used, where the limit is not known.
-        most = np.nanmax([1e-9, row.most, row.used.sum(axis=1).max()])
+        # What was used, where the limit is not known; a rare moment above it is cut off.
+        most = row.most if row.most > 0 else np.nanmax([1e-9, row.used.sum(axis=1).max()])
         used = HEIGHT * row.used / most
-        tops = bottom + used.cumsum(axis=1)
+        tops = bottom + used.cumsum(axis=1).clip(upper=HEIGHT)
+        below = tops.shift(axis=1, fill_value=bottom)
         for name, top in tops.items():
-            axes.fill_between(times, top - used[name], top, step="pre", **style.TIMELINE[name])
+            axes.fill_between(times, below[name], top, step="pre", **style.TIMELINE[name])
         if row.line is not None:
-            axes.plot(times, bottom + HEIGHT * row.line, drawstyle="steps-pre", **style.THIN)
+            axes.plot(times, bottom + HEIGHT * row.line.clip(0, 1), drawstyle="steps-pre", **style.THIN)
         look = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
         axes.text(1.01, middle, row.right.replace("nan", "?"), **look)
     axes.set_yticks(middles, [row.left for row in rows], fontsize=8)
@@ -104,8 +107,9 @@ def _draw_rows(axes: Axes, rows: list[Row]) -> None:
 
 
 def _speed(job: SampledJob) -> Iterator[Row]:
-    epochs = [training.epochs for training in job.trainings]
-    epochs = pd.concat([table[table.tested.notna()] for table in epochs] or [pd.DataFrame()])
+    epochs = pd.concat([training.epochs for training in job.trainings] or [pd.DataFrame()])
+    if len(epochs):
+        epochs = epochs[epochs.tested.notna() & (epochs.began >= 0)]
     if len(epochs):
         after = pd.Series(np.nan, epochs.trained)  # nothing, until the next one
         points = [epochs.images_per_s.set_axis(times) for times in (epochs.began, epochs.trained)]

@@ -52,7 +52,6 @@ HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GP
 CAPPED_CLOCK, CAPPED = 0.6, 0.2
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
-SLOWER = {"waiting_for_loader", "shared_cores", "throttled"}  # a rank, and this tells why
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
 # By the state of its process: what is told of a rank that does nothing.
 PAUSED = {
@@ -72,13 +71,13 @@ SLOWED = {
 }
 # Memory that is nearly full: whose, the kind, the least part of all, and what is told.
 FULL = (
-    (GPU, "memory_full", GPU_FULL, "the memory", "a smaller batch per GPU, or bf16"),
+    (GPU, "memory_full", GPU_FULL, "the memory", "take a smaller batch per GPU, or bf16"),
     (
         NODE,
         "host_memory",
         HOST_FULL,
         "the job's memory",
-        "more --mem, or fewer loader workers",
+        "ask for more (--mem), or take fewer loader workers",
     ),
 )
 Found = AbstractSet[str]  # the kinds that the rules before have found
@@ -245,15 +244,22 @@ def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
         yield _waiting_for_batches(job, list(starved), 1 - min(starved.values()))
 
 
-def _find_slow_rank(job: SampledJob, found: Found) -> Iterator[Issue]:
+def _find_slow_rank(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find the rank that the others wait for, by what each has timed itself."""
     own = _timed_work(job)
-    if own.empty or found & SLOWER:
+    if own.empty:
         return
     slowest = own.idxmax()
     times, lost = own[slowest] / own.drop(slowest).median(), own[slowest] - own.mean()
-    if times >= records.SLOW and lost >= WORTH:
-        where = _name_places("rank", [job.place_of_rank(slowest)])
+    place = job.place_of_rank(slowest)
+    # Its batches, fewer cores than the others, or a hot GPU: another rule finds that.
+    others = max((job.waits_for_core(other) for other in job.judged[RANK] if other != place), default=0)
+    explained = job.waits_for_core(place) >= max(CROWDED, WORTH + others)
+    explained |= job.shares.data[slowest] >= (DATA_WAIT if job.has_loaders else DATA_WORK)
+    gpus = [job.judged[GPU][gpu] for gpu in job.gpus_of_rank.get(place, []) if gpu in job.judged[GPU]]
+    explained |= any(rows.throttled.str.contains("heat").mean() > HOT for rows in gpus)
+    if times >= records.SLOW and lost >= WORTH and not explained:
+        where = _name_places("rank", [place])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
             f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
@@ -328,7 +334,7 @@ def _find_full_memory(job: SampledJob, _: Found) -> Iterator[Issue]:
         parts = {place: (rows.memory_mb / rows.memory_limit_mb).max() for place, rows in rows_of}
         if full := [place for place in parts if least <= parts[place] < math.inf]:
             most, where = 100 * max(parts[place] for place in full), _name_places(what, full)
-            sentence = f"{most:.0f} % of {memory} on {where} was in use; more ends the job: {remedy}."
+            sentence = f"{most:.0f} % of {memory} on {where} was in use; at 100 % the job ends: {remedy}."
             yield Issue(kind, where, most, sentence, 0.0, DANGER)
 
 
@@ -398,7 +404,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
         node = ranks[0][0], 0
-        room = len(parse_cores(job.judged_or_all(NODE, node).core_list)) or math.inf
+        room = len(parse_cores(job.judged[NODE].get(node, job.table[:0]).core_list)) or math.inf
         if job.mean(NODE, [node], "cores") >= CORES_FULL * room:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:

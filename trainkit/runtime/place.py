@@ -29,7 +29,7 @@ class Place:
 # first that is set counts. Those of submitit set the three themselves (trainkit/jobs/local.py).
 LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR", "srun": "SLURM_STEP_ID"}
 OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
-# Set inside an srun step only, but for the first: in the batch script it is set too, and always 0.
+# Inside an srun step. The batch script has the first two as well, and there they are 0.
 OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
 NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
 # Also what tells the rank to who sees only how the process was started.

@@ -32,7 +32,7 @@ import textwrap
 from argparse import Namespace
 from contextlib import suppress
 from functools import cached_property
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from trainkit.compare import packed
@@ -92,17 +92,19 @@ class Exercise:
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
-        busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+        patience = PATIENCE * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=self._answer, args=(theirs,))
+        process = multiprocessing.get_context("fork").Process(target=self._answer, args=(theirs, patience))
         process.start()
         theirs.close()
         try:
-            if not ours.poll(PATIENCE * busy):
+            if not wait([ours, process.sentinel], patience):
                 raise Wrong(TOO_LONG)
+            if not ours.poll():
+                raise EOFError
             seen = ours.recv()
         except EOFError:
-            raise Wrong("Your program ended the check before its end: is there an `exit` in it?") from None
+            raise Wrong("Your program ended the check: by an `exit`, or for want of memory?") from None
         finally:
             for kill in (os.killpg, os.kill):  # with the ranks it has started
                 with suppress(ProcessLookupError):
@@ -112,10 +114,10 @@ class Exercise:
             raise seen
         return seen
 
-    def _answer(self, answer: Connection) -> None:
+    def _answer(self, answer: Connection, patience: float) -> None:
         """Send what the check returns or raises."""
         os.setsid()
-        signal.alarm(10 * PATIENCE)  # where the process that waits for the answer was killed
+        signal.alarm(round(2 * patience))  # where the process that waits for the answer was killed
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
             seen = self.program["check"](self.mine)
@@ -176,8 +178,8 @@ class Workbook:
         try:
             progress = json.loads(read_text(path)) if path.exists() else {"done": [], "hints": {}}
             self.done = list(progress["done"])
-            self.hints = {name: int(number) for name, number in dict(progress["hints"]).items()}
-        except (ValueError, TypeError, KeyError, RecursionError):
+            self.hints = {name: max(int(number), 0) for name, number in dict(progress["hints"]).items()}
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
     def find(self, name: str) -> Exercise:

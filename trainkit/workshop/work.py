@@ -178,11 +178,14 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
-    what = traceback.format_exception_only(error)[-1].strip()
+    try:
+        what = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
+    except Exception:
+        what = type(error).__name__
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
-    if isinstance(error, OSError):
-        return error
+    if isinstance(error, OSError):  # of their own class, it could not be sent
+        return OSError(error.errno, error.strerror, error.filename)
     return Wrong(
         f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
         "what is returned with the starter, which `reset` lays out again."

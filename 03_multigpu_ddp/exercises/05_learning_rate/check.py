@@ -83,7 +83,7 @@ def check(mine: Workspace) -> str:
     return (
         "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, and after a "
         f"warm-up of only 9 steps the loss becomes no number. Best of these runs is {best}, {came}. With a "
-        "warm-up of three epochs the linear rule reaches 97.9 to 98.2 %, and is the best (see SCALING.md). "
+        "warm-up of three epochs the linear rule reaches 97.9 to 98.2 %, and is the best (runs: SCALING.md). "
         "At 4,096 five epochs are 20 steps, and no rule helps. So a rule is a first guess: compare the "
         "accuracies of your runs. (These are of one seed each, so a few tenths of a percent say nothing.)"
     )
