@@ -292,6 +292,12 @@ def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
     assert "no rank uses GPUs 0, 1 on n1: see why its log names the CPU" in first_line(folder)
 
 
+def test_a_record_without_samples_of_its_ranks(made: Callable[..., Path]) -> None:
+    folder = made([STARVED] * 2, facts=FROM_LOADERS)
+    change(folder, lambda row: None if row["what"] == samples.RANK else row)
+    assert kinds(folder) == ["waiting_for_loader"]
+
+
 def test_samples_that_measured_nothing(made: Callable[..., Path]) -> None:
     folder = made([FULL] * 2, record=False)
     change(folder, lambda row: row | dict.fromkeys(waste.MEASURED, ""))
