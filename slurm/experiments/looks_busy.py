@@ -3,7 +3,7 @@
     python slurm/experiments/looks_busy.py                     all three, and a table
     python slurm/experiments/looks_busy.py spin --seconds 60   one of them, for as long as you look at it
 
-What to see: "What utilisation does not say" in slurm/MONITORING.md.
+What to see: "Why 100 % utilisation says little" in slurm/MONITORING.md.
 """
 
 import math
