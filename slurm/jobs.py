@@ -3,15 +3,19 @@
     python slurm/jobs.py                         the jobs: when, size, state, and checkpoints to go on from
     python slurm/jobs.py --remove                remove those that have ended, but no checkpoint to go on from
     python slurm/jobs.py --remove --unfinished   those, too
+    python slurm/jobs.py --used                  what each asked Slurm for, used, and needs
 
 What runs or waits stays, and so does everything whose state is not known. CSVs are elsewhere, and stay.
 """
+
+from contextlib import suppress
 
 from trainkit.jobs import housekeeping, slurm
 from trainkit.jobs.site import read_site
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError
+from trainkit.schema import samples
 
 
 def main() -> int:
@@ -20,17 +24,21 @@ def main() -> int:
     parser.add_argument(
         "--unfinished", action="store_true", help="with --remove: also checkpoints to go on from"
     )
+    parser.add_argument("--used", action="store_true", help="show memory and cores: asked for, used, enough")
     options = parser.parse_args()
+    if options.used and options.remove:
+        raise UserError("--used shows jobs and --remove removes them: give one of them.")
     if options.unfinished and not options.remove:
         raise UserError("--unfinished says what --remove removes: give both, or none.")
     jobs_dir = read_site().jobs_dir
     folders = housekeeping.look(jobs_dir)
     old = [folder for folder in folders if folder.ended and (options.unfinished or not folder.newest)]
+    if options.used:
+        _print_table(_used(folders))
+        print("\nenough: the peak and 20 % more. Jobs without samples, or without Slurm, are left out.")
+        return 0
     if not options.remove:
-        rows = [("job", "last change", "size", "state", ""), *(folder.row(jobs_dir) for folder in folders)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        _print_table([("job", "last change", "size", "state", ""), *(one.row(jobs_dir) for one in folders)])
         print(f"\n{len(folders)} folders in {slurm.printable(str(jobs_dir))}; --remove removes {len(old)}")
         return 0
     problems = 0
@@ -41,6 +49,26 @@ def main() -> int:
         print(f"{name} ({state}, {size}) {f'cannot be removed: {problem}' if problem else 'removed'}")
     print(f"{len(old) - problems} removed, {len(folders) - len(old) + problems} stay")
     return 1 if problems else 0
+
+
+def _used(folders: list[housekeeping.JobFolder]) -> list[tuple[str, ...]]:
+    """Return a row for each job that asked Slurm for something and was sampled, and a header."""
+    from trainkit.monitor.sampled_job import SampledJob
+
+    rows = [("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")]
+    for folder in folders:
+        with suppress(UserError):  # no samples
+            needs = SampledJob(folder.path / samples.FOLDER).needs()
+            cells = [(f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", f"{n.enough}{n.unit}") for n in needs]
+            if len(cells) == 2:
+                rows.append((folder.path.name, *cells[0], *cells[1]))
+    return rows
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ OTHERS = {
     "results/plot_results.py": "--each --out --target",
     "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
-    "slurm/jobs.py": "--remove --unfinished",
+    "slurm/jobs.py": "--remove --unfinished --used",
     "slurm/monitor.py": "--attach --json --out --plot --sample --verdict",
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """

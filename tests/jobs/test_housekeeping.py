@@ -110,3 +110,5 @@ def test_what_may_still_be_needed_stays(tmp_path: Path) -> None:
     assert listed(checkout)["7"][1] == "unknown"
     done = checkout.python("slurm/jobs.py", "--unfinished")
     assert done.stderr == "error: --unfinished says what --remove removes: give both, or none.\n"
+    done = checkout.python("slurm/jobs.py", "--used", "--remove")
+    assert done.stderr == "error: --used shows jobs and --remove removes them: give one of them.\n"

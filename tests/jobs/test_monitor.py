@@ -216,6 +216,8 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     done = on_cluster.python(MONITOR, "--plot", job, "--out", on_cluster.folder / "job.png")
     assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
     assert (on_cluster.folder / "job.png").is_file()
+    used = on_cluster.python("slurm/jobs.py", "--used").stdout
+    assert re.search(rf"\n{job} +16G +0\.\dG +1G +2 +\d\.\d +[12]\n", used), used
 
 
 def test_submitit_and_who_failed(on_cluster: Checkout) -> None:

@@ -185,6 +185,28 @@ def test_the_worst_comes_first(made: Callable[..., Path]) -> None:
     assert lines[-2].startswith("93 % of the job's memory on n1 was in use")
 
 
+def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) -> None:
+    """Only what saves something, of a job script that asked for it; no fewer cores where batches are late."""
+
+    def told(gpus: list[Gpu], asked: str, **how: object) -> list[str]:
+        folder = made(gpus, host=0.13, **how)
+        (folder / "asked").write_text(asked)
+        return waste.judge(folder).lines("job 12")[1:-1]
+
+    loading = [Gpu(loaders=2, loader_cores=1.98)] * 2
+    assert told(loading, "8 2") == [
+        "next time --mem=10G --cpus-per-task=4 would be enough: the job used 7.7 of --mem=59.6G, 3.0 of "
+        "--cpus-per-task=8 at the peak."
+    ]
+    memory = ["next time --mem=10G would be enough: the job used 7.7 of --mem=59.6G at the peak."]
+    assert told(loading, "8 1") == memory  # torchrun: one task with all ranks of its node
+    assert told(loading, "4 2") == told([STARVED] * 2, "8 2", facts=FROM_LOADERS) == memory
+    assert told(loading, "") == []
+    short = made(loading, epochs=1, train=1, record=False)
+    (short / "asked").write_text("8 2")
+    assert waste.judge(short).enough == ""
+
+
 def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
     """GPUs at low power, and a rank that waits: what follows from the loader is not told again."""
     assert kinds(made([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -26,11 +27,28 @@ NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
 MOST_CORES = 4096  # of a node
 UNSEEN = 0.9  # of the time that no rank is on a GPU that is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
+MARGIN = 1.2  # times the peak: the samples may miss the highest moment
+CORES = "--cpus-per-task"
 IDLE_AT_MOST = 0.2  # of the limit of its power, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
 Place = tuple[str, int]  # a node, and the number of a GPU or rank there
 ONE = ["what", "node", "number"]  # the columns that say of what and where a sample is
 Window = tuple[float, float]  # s, since 1970
+
+
+@dataclass(frozen=True)
+class Need:
+    """What Slurm was `asked` for by an option of sbatch, in its `unit`, and the most `used` at once."""
+
+    option: str
+    unit: str
+    asked: float
+    used: float
+
+    @property
+    def enough(self) -> int:
+        """Return what would have been enough, with a margin."""
+        return max(math.ceil(min(MARGIN * self.used, self.asked)), 1)
 
 
 class SampledJob:
@@ -49,7 +67,7 @@ class SampledJob:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.plain = (folder.parent / job_folder.PLAIN).exists()
+        self.folder, self.plain = folder, (folder.parent / job_folder.PLAIN).exists()
         size = sum(file.stat().st_size for file in folder.glob("*.csv"))
         table = pd.DataFrame(samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)))
         table.loc[table.what == NODE, "number"] = "0"
@@ -157,6 +175,20 @@ class SampledJob:
         idle = max(0.0, 1 - cores / threads)
         # And only the time in which they could run: little, where they mostly wait for something else.
         return min(waiting, cores * waiting / (1 - waiting), idle)
+
+    def needs(self) -> list[Need]:
+        """List the memory of a node and the cores of a task; none where a job script did not ask for them."""
+        try:
+            cpus, tasks = map(float, (self.folder / samples.ASKED).read_text().split())
+        except (OSError, ValueError):
+            return []
+        nodes, gb = pd.concat(self.rows[NODE].values()), 2**30 / 1e6
+        of_ranks = [(rows.cores + rows.loader_cores.fillna(0)).max() for rows in self.rows[RANK].values()]
+        # A task of torchrun has all ranks of its node.
+        cores = pd.Series([nodes.cores.max() / max(tasks, 1), *of_ranks]).max()
+        memory = round(nodes.memory_limit_mb.max() / gb, 2), nodes.memory_mb.max() / gb
+        needs = [Need("--mem", "G", *memory), Need(CORES, "", cpus, cores)]
+        return [need for need in needs if need.asked > 0 and need.used >= 0]
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> pd.DataFrame:
         """Return the samples of the longest time, once it is judged, that a rank and its GPUs did nothing.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.monitor.sampled_job import LEAST_MOMENTS, Place, SampledJob, parse_cores
+from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob, parse_cores
 from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
@@ -108,7 +108,7 @@ class Verdict:
     `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
     `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
     trainings together, `of_runs` of each, by its CSV; NaN where it is not known. `notes` tell what could
-    not be seen.
+    not be seen, and `enough` what less to ask for next time, if anything.
     """
 
     findings: list[Issue]
@@ -120,6 +120,7 @@ class Verdict:
     joules_per_1000_images: float
     of_runs: dict[Path, float]
     notes: list[str]
+    enough: str
 
     def lines(self, name: str) -> list[str]:
         """Tell it, a finding on each line; the last one tells what was watched of the job called `name`."""
@@ -127,6 +128,7 @@ class Verdict:
         if self.notes:
             more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
             told.append(f"not seen: {self.notes[0]}{more}")
+        told += filter(None, [self.enough])
         watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
         for number, unit in ((self.energy_kwh, "kWh"), (self.joules_per_1000_images, "J per 1,000 images")):
             if number >= 0:
@@ -182,6 +184,7 @@ def judge_job(job: SampledJob) -> Verdict:
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
         notes=job.notes,
+        enough="" if unknown else _next_request(job, found.keys()),
     )
 
 
@@ -198,6 +201,19 @@ def keep(folder: Path, verdict: Verdict) -> None:
     for path, content in files.items():
         with replacing(path) as file:
             json.dump(content, file, indent=1)
+
+
+def _next_request(job: SampledJob, found: Found) -> str:
+    """Tell the options of sbatch that would have been enough, where they are less than what was asked for."""
+    needs = job.needs()
+    if found & {"waiting_for_loader", "shared_cores"}:  # whose remedy takes cores
+        needs = [need for need in needs if need.option != CORES]
+    less = [need for need in needs if need.enough < need.asked]
+    if not less:
+        return ""
+    options = " ".join(f"{need.option}={need.enough}{need.unit}" for need in less)
+    used = ", ".join(f"{need.used:.1f} of {need.option}={need.asked:g}{need.unit}" for need in less)
+    return f"next time {options} would be enough: the job used {used} at the peak."
 
 
 def _find_unused_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:

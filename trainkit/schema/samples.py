@@ -1,7 +1,8 @@
 """What the sampler writes of a job: its folder, its columns, a writer that survives a kill, a reader.
 
 `<job's folder>/monitor/` has a file per node, `<node>.csv`, with one row for each GPU, rank and the node
-itself at each moment; and `runs`, the paths of the CSVs of the trainings of that job, a line each.
+itself at each moment; `runs`, the paths of the CSVs of the trainings of that job, a line each; and, of a job
+script, `asked`: CPUs per task and tasks per node.
 """
 
 import csv
@@ -19,7 +20,7 @@ from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
-FOLDER, RUNS, NOTES, PERIOD = "monitor", "runs", "notes", 1.0  # the period in seconds
+FOLDER, RUNS, NOTES, ASKED, PERIOD = "monitor", "runs", "notes", "asked", 1.0  # the period in seconds
 LATEST = 2**33  # s since 1970: no sample is of the 23rd century
 # What a row is of.
 NODE, GPU, RANK = "node", "gpu", "rank"
