@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-STEPS, TRACED = 10, 3  # in a row: a GPU works off a queue
+STEPS, TRACED = 10, 3  # in a row, as a GPU works through a queue
 
 
 def main() -> None:

@@ -189,7 +189,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         type=list_of(at_least(1, MOST_IMAGES)),
         default=(None,),
         metavar="LIST",
-        help="images of an epoch (default: all)",
+        help="images per epoch (default: all)",
     )
     matrix.add_argument(
         "--repeats",

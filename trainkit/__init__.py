@@ -1,4 +1,4 @@
-"""What is the same in every stage. What a stage takes of it is here by name; README.md tells the rooms."""
+"""The code that all stages share. What a stage imports is listed here; README.md describes the rooms."""
 
 from importlib import import_module
 
@@ -6,7 +6,7 @@ from trainkit.runtime import errors
 
 errors.quiet_without_run()  # before PyTorch, whose loading it may interrupt
 
-# Loaded by whoever names one: a login node takes none of them, and has no time for PyTorch.
+# Imported on first use: a login node needs none of them, and PyTorch takes seconds to load.
 _WHERE = {
     "Net": "rank.model",
     "Recorder": "rank.recorder",

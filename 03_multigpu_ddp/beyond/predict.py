@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
         "--precision", choices=("fp32", "tf32", "bf16", "fp16"),
         help="what the layers compute in (default: as the run, by its record in results/runs)",
     )
-    parser.add_argument("--no-cuda", action="store_true", help="use the CPU even where there is a GPU")
+    parser.add_argument("--no-cuda", action="store_true", help="use the CPU even if there is a GPU")
     # fmt: on
     return parser.parse_args()
 
@@ -108,7 +108,7 @@ def network_of(path: Path) -> Net:
         weights = load_verified(path)
         if not isinstance(weights, dict):
             raise ValueError("it holds no weights by their names")
-    except Exception as error:  # whatever PyTorch makes of a damaged file
+    except Exception as error:  # PyTorch raises many kinds for a damaged file
         raise UserError(
             f"the weights {path} cannot be read ({errors.reason(error)}): give what --save-model has left."
         ) from None

@@ -23,7 +23,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("way", nargs="?", choices=WAYS, help="only this one (default: all three)")
     parser.add_argument("--seconds", type=above_0(1e6), default=5, metavar="S", help="for each (default: 5)")
-    parser.add_argument("--no-cuda", action="store_true", help="use the CPU even where there is a GPU")
+    parser.add_argument("--no-cuda", action="store_true", help="use the CPU even if there is a GPU")
     opts = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not opts.no_cuda
     torch.set_num_threads(1)  # one core is all that it takes

@@ -147,7 +147,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
     assert two == pytest.approx(alone, rel=1e-5)
 
 
-RESIDENT = "--loader resident keeps tensors on the device, and these samples are read one by one"
+RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
 NO_TEST = "--stop-at and --patience go by a test, and this training has none: leave them out"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
 
@@ -187,7 +187,7 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
         done = succeeded(script(*given, ranks=2, env={"STOP": stop}))
         if stop:
             assert "stopped after step 3 of epoch 1" in done.stdout
-            sentence = "each of its 2 ranks has a state of its own: start as many"
+            sentence = "each of its 2 ranks has its own state: start as many ranks"
             assert sentence in one_error(script(*given, ranks=1))
             done = succeeded(script(*given, ranks=2))
         assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.M)

@@ -120,7 +120,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
         ((30, 1, "nan"), "cannot be recorded (its row, column train_loss: 'nan' is not a"),
         ((30, 0, 1), "cannot be recorded (its row, column train_seconds: '0' is not a"),
         ((0, 1, 1), "cannot be recorded (its row, column images: '0' is not a"),
-        ((30, 1, "word"), "has a value that is no number (could not convert"),
+        ((30, 1, "word"), "has a value that is not a number (could not convert"),
     ],
 )
 def test_a_recorder_sums_up_over_the_ranks(

@@ -54,7 +54,7 @@ def test_tf32_is_set_for_all_layers_and_recorded(network: Callable, gpu: Callabl
     ("where", "network", "sentence"),
     [
         (None, Net, r"needs an NVIDIA GPU of compute capability 8.0 or newer \(A100, H100\), not CPU: "),
-        (((7, 5),), Net, "not a GPU: take such a one, or train with another --precision."),
+        (((7, 5),), Net, "not a GPU: use such a GPU, or another --precision."),
         (((9, 4), "6.4"), Net, "not a GPU: "),
         (
             ((9, 0),),

@@ -20,7 +20,7 @@ SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "
 SETTINGS += ["threads_per_worker", "debug"]
 BARS = ["global_batch", "world_size", "nodes"]
 COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
-MOST_APART = 0.05  # of the step: the sum of its phases, on a quiet machine
+MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it
 ROOM = 0.08  # of the widest bar: a segment that is narrower has no number in it
 
 

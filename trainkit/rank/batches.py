@@ -1,8 +1,8 @@
 """The batches of an epoch: one global order, cut into equal shares for the ranks.
 
 Epoch e has one permutation of the training set, made from (seed, e) and the same on every rank; an epoch
-of more images than there are (--train-size) has one after the other.
-Step k takes the k-th run of `batch_size` indices of it, and each rank a contiguous share of that.
+with more images than the data set has (--train-size) has several, one after the other.
+Step k takes the k-th block of `batch_size` indices, and each rank a contiguous share of that block.
 So N ranks together see exactly the batches that one process sees.
 """
 
@@ -23,7 +23,7 @@ from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = Split | Dataset  # any with a length and samples by number
-# Images per evaluation step, where --test-batch-size does not tell: a GPU would wait between small ones.
+# Images per evaluation step without --test-batch-size: between small steps a GPU would wait.
 TEST_BATCH = 250, 2_500  # on a CPU, on a GPU
 
 
@@ -32,7 +32,7 @@ def training(
 ) -> "Batches":
     """Return the training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
-    Of a Dataset they are what torch's DataLoader, which gets `loader`, such as a `collate_fn`, makes of it.
+    A Dataset is read by torch's DataLoader, which gets the arguments in `loader`, such as a `collate_fn`.
 
     Raises:
         UserError: if the global batch does not divide among the ranks or exceeds the data set, or a Dataset
@@ -64,9 +64,9 @@ def testing(
 
 
 class RankSampler(Sampler[list[int]]):
-    """The indices that one rank takes, in steps of `step_size`, from step `first_step` on.
+    """The indices of one rank, `step_size` per step, from step `first_step` on.
 
-    A DataLoader iterates over it. `indices()`: all of an epoch, int64 (n,).
+    A DataLoader iterates over it. `indices()` returns those of a whole epoch, int64 (n,).
     """
 
     step_size: int
@@ -74,21 +74,21 @@ class RankSampler(Sampler[list[int]]):
 
     def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """Yield the indices of each step, on `device`."""
-        # The order of the whole epoch goes there at once: a copy per step would make a GPU wait.
+        # The order of the whole epoch is copied at once: a copy per step would make a GPU wait.
         indices = self.indices().to(device)
         for start in range(self.first_step * self.step_size, len(indices), self.step_size):
             yield indices[start : start + self.step_size]
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not tensors: a loader process would fetch each from this one, where a thread fails if it is killed
-        # meanwhile.
+        # Not tensors: a loader process would fetch each from this one, and a thread here would fail if the
+        # loader process were killed meanwhile.
         return map(torch.Tensor.tolist, self.steps())
 
 
 class DistributedBatchSampler(RankSampler):
     """This rank's share of every batch of `epoch`: batch_size / world_size indices a step.
 
-    `size` is the number of images of an epoch (default: each of the `images` once).
+    `size` is the number of images per epoch (default: each of the `images` once).
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class DistributedBatchSampler(RankSampler):
 class UnpaddedTestSampler(RankSampler):
     """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
 
-    So the ranks may exchange something in each step. A rank with fewer samples than that has a step for each.
+    So the ranks can exchange data in each step. A rank with fewer samples than steps takes one per step.
     """
 
-    __test__ = False  # not a test case, whatever its name
+    __test__ = False  # its name looks like a test case to pytest
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
@@ -133,19 +133,19 @@ class UnpaddedTestSampler(RankSampler):
 
 
 def generator(seed: int, epoch: int) -> torch.Generator:
-    """Return random numbers that are the same on every rank and different in every epoch.
+    """Return a random generator that is the same on every rank and different in every epoch.
 
-    PyTorch's CPU generator reads the low 32 bits of its seed only, so both numbers are mixed into those.
+    PyTorch's CPU generator reads only the low 32 bits of its seed, so both numbers are mixed into those.
     """
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
 
 
 class Batches:
-    """Batches on `device`: what `split.prepare` makes of (n, ...) inputs, and their (n, ...) targets.
+    """Batches on `device`: (n, ...) inputs, prepared by `split.prepare`, and their (n, ...) targets.
 
-    Of MNIST: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
-    `len()` is the number of steps of an epoch; `set_epoch` picks the order that the next loop follows,
-    and the step at which it begins: 0, unless an earlier process has done the steps before.
+    For MNIST: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
+    `len()` is the number of steps in an epoch; `set_epoch` sets the order of the next loop,
+    and the step at which it begins: 0, unless an earlier process has done the first steps.
     """
 
     def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
@@ -158,7 +158,7 @@ class Batches:
         self.order.epoch, self.order.first_step = epoch, first_step
 
     def _offsets(self) -> list[tuple[int, int]]:
-        """For every step the pixels, down and right, by which its images are shifted: at most one."""
+        """Return for every step the shift of its images, down and right: at most one pixel."""
         first = self.order.first_step
         if not self.shift:
             return [(0, 0)] * (len(self) - first)
@@ -168,7 +168,7 @@ class Batches:
 
 
 class ResidentBatches(Batches):
-    """The data set lives on the device as it lies in memory (MNIST: 47 MB of bytes), and each batch is
+    """The data set is kept on the device in its raw form (MNIST: 47 MB of bytes), and each batch is
     prepared there."""
 
     def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
@@ -200,21 +200,21 @@ class WorkerBatches(Batches):
             pin_memory=is_gpu(device),
             **loader,
         )
-        # Now, before the training: at a fork, a thread of the process group that has just been at work may be
-        # about to enter Python, and in Python 3.11 the new process then waits for it, for ever.
+        # Fork now, before the training: later a thread of the process group could be about to enter Python
+        # at the fork, and in Python 3.11 the new process would then wait for it forever.
         if num_workers:
-            order.first_step = len(order)  # no steps: the processes have nothing to do yet
+            order.first_step = len(order)  # no steps yet: this only starts the processes
             self._samples()
             order.first_step = 0
 
     def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A new pass of the loader; the first one starts its processes.
+        """Start a new pass of the loader; the first pass starts its processes.
 
         Raises:
             UserError: if they cannot be started.
         """
-        # Slurm signals every process of a job, and the one that trains decides when to stop. The workers
-        # inherit that these signals wait, for ever.
+        # Slurm signals every process of a job, but the training process decides when to stop. The workers
+        # inherit the blocked signals and never see them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             samples = iter(self.loader)
@@ -225,7 +225,7 @@ class WorkerBatches(Batches):
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # PyTorch would raise a worker's death wherever the training stands just then, not in the loop below.
+        # PyTorch would raise a worker's death anywhere in the training, not in the loop below.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return samples
 
@@ -235,7 +235,7 @@ class WorkerBatches(Batches):
                 batch = _on(self.device, batch)
                 yield (_shifted(batch[0], offset), *batch[1:]) if any(offset) else batch
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # Samples are fetched from the process that made them, which may die just then.
+            # Samples are fetched from the process that made them, which may die meanwhile.
             died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
             if not died or not self.loader.num_workers or "in DataLoader worker process" in str(error):
                 raise
@@ -246,7 +246,7 @@ class WorkerBatches(Batches):
 
 
 def _obey_the_parent(worker: int) -> None:
-    """In a loader process: end on the parent's SIGTERM, though signals wait. PyTorch sends it at the end."""
+    """In a loader process, exit on the parent's SIGTERM, sent at the end, though the signal is blocked."""
 
     parent = multiprocessing.parent_process().pid
 
@@ -263,7 +263,7 @@ def _first(split: Data, n: int) -> Data:
 
 
 def _on(device: torch.device, batch: object) -> object:
-    """The batch, however it is nested, on the device."""
+    """Move a batch, however it is nested, to the device."""
     if isinstance(batch, torch.Tensor):
         # Only images have a channels_last layout.
         layout = torch.channels_last if batch.ndim == 4 else torch.preserve_format
@@ -276,7 +276,7 @@ def _on(device: torch.device, batch: object) -> object:
 
 
 def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
-    # What leaves at one edge comes in at the other: nearly always background.
+    # Pixels that leave at one edge come in at the other: nearly always background.
     return images.roll(offset, dims=(2, 3)) if any(offset) else images
 
 
@@ -288,13 +288,13 @@ def _make_batches(
     if options.loader == "resident":
         if loader or not isinstance(split, Split):
             raise UserError(
-                "--loader resident keeps tensors on the device, and these samples are read one by one: add "
+                "--loader resident keeps tensors on the device, but these samples are read one by one: add "
                 "--loader workers, and --num-workers for processes that read."
             )
         made = ResidentBatches(split, order, device, shift)
     else:
-        # Its own random numbers: beginning an epoch draws nothing from dropout's. By rank, as they seed its
-        # processes: else all ranks would crop alike.
+        # A separate generator, so that an epoch's start draws none of dropout's numbers. It differs by rank,
+        # as it seeds the loader processes: otherwise all ranks would crop alike.
         of_rank = generator(options.seed, process_group.rank())
         loader = {"num_workers": options.num_workers, "generator": of_rank} | loader
         made = WorkerBatches(split, order, device, shift, **loader)

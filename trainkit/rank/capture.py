@@ -1,4 +1,4 @@
-"""A part of the training step captured in a CUDA graph: one launch starts all of its kernels, as recorded."""
+"""Part of the training step captured in a CUDA graph: one launch starts all its recorded kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from trainkit.runtime.errors import UserError, first_line
 
 
 def check(model: nn.Module) -> None:
-    """Raise a UserError where no CUDA graph can be made."""
+    """Raise a UserError if no CUDA graph can be made."""
     if isinstance(model, nn.DataParallel):
         raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
     if not is_gpu(next(model.parameters()).device):
@@ -20,25 +20,25 @@ def check(model: nn.Module) -> None:
 
 
 def graphed(model: nn.Module, inputs: torch.Tensor) -> None:
-    """Make the forward and the backward pass a CUDA graph each, for `inputs` of this size."""
-    # Its trials are not to change the training's dropout.
+    """Capture the forward and the backward pass in a CUDA graph each, for `inputs` of this size."""
+    # The trial runs must not change the training's dropout.
     with _explained(), keeping_random_numbers(inputs.device):
         torch.cuda.make_graphed_callables(model.train(), (inputs,))
 
 
 class CapturedStep:
-    """Calls `step(*batch)`, which returns the loss: at first as it is, then as a CUDA graph.
+    """Calls `step(*batch)`, which returns the loss: eagerly at first, then as a CUDA graph.
 
     It writes to the same gradients and loss each time: `step` calls `zero_grad(set_to_none=False)`.
     """
 
     def __init__(self, step: Callable, model: nn.Module, stream: torch.cuda.Stream) -> None:
         self._step, self._stream, self._graph = step, stream, None
-        # Real steps before the capture: DDP looks at the clock in its first ten.
+        # Real steps before the capture: DDP reads the clock in its first ten.
         self._eager_steps = 11 if isinstance(model, DistributedDataParallel) else 3
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Raises a UserError if the step cannot be captured, or the batch has another size."""
+        """Run the step; raise a UserError if it cannot be captured, or the batch has another size."""
         if self._eager_steps:
             self._eager_steps -= 1
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -70,7 +70,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = error.__context__ or error  # what comes after it ends the capture only
+        cause = error.__context__ or error  # the later error only ends the capture
         if isinstance(cause, torch.cuda.OutOfMemoryError):
             raise
         raise UserError(

@@ -1,10 +1,10 @@
-"""Save the state of the training, go on from it later, and stop when Slurm asks.
+"""Save the state of the training, resume from it later, and stop when Slurm asks.
 
-A checkpoint is one file, `epoch-E-step-S.pt`: the training stood before step S (counted from 0) of
-epoch E. It holds the network, the optimizer, the learning rate schedule, every rank's random
-numbers, and the rows of the run's CSV, so that the run goes on under its own name. A network that is split
-over the ranks, and its optimizer, are in a folder beside it, `epoch-E-step-S.shards`, which the ranks write
-before: it counts from when the file is there, which has the checksums.
+A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E. It holds the
+network, the optimizer, the learning rate schedule, every rank's random numbers, and the rows of the run's
+CSV, so that the run continues under the same name. A network that is split over the ranks, and its
+optimizer, are in a folder next to the file, `epoch-E-step-S.shards`. The ranks write the folder first; it
+counts once the file, which has the checksums, exists.
 """
 
 import io
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
 
 VERSION = 2
-SPLIT = ("model", "optimizer")  # where each rank has a part
+SPLIT = ("model", "optimizer")  # of which each rank has a part
 LOCK = ".lock"
-KEPT = 2  # if the newest turns out damaged, there is the one before
+KEPT = 2  # if the newest is damaged, the one before it is used
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `--checkpoint-dir`; without that option it does nothing.
+    """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
 
-    All ranks make one and call its methods at the same points. With `--resume auto` the newest
-    checkpoint is loaded here, into `model`, `parts`, `each_rank` (by name; each has a state_dict), `log`.
-    From here on the signals USR2 and SIGTERM mean: save at the next step and stop.
+    Every rank creates one and calls its methods at the same points. With `--resume auto` it loads the newest
+    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `log`.
+    From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
         UserError: if the folder cannot be written to, is another run's, holds another training, or
-            nothing in it can be read.
+            no checkpoint in it can be read.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Checkpoints:
         sharded: "Sharded | None" = None,
         each_rank: dict[str, object] | None = None,
     ) -> None:
-        # Without the wrappers, so that every stage can load it.
+        # Without the wrappers, so every stage can load it.
         self._model, self._optimizer = unwrapped(model), parts["optimizer"]
         self._parts = {"model": self._model} | parts
         if sharded:  # rank 0 writes the rest, for all
             self._parts = {name: thing for name, thing in self._parts.items() if name not in SPLIT}
-        # What makes it this training and no other.
+        # What identifies this training.
         names = {"dataset": dataset, "model": class_name(model)}
         self._identity = options.shaping() | names
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
@@ -84,22 +84,22 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if self._folder:
             self._lock = process_group.on_rank_0(self._open_folder)
-            # One rank reads the file, so that all have the same one.
+            # Only one rank reads the file, so all ranks get the same one.
             newest = process_group.on_rank_0(lambda: _newest(self._folder))
             path, state = process_group.broadcast(newest)
             if state:
                 self._load(path, state)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._ask_to_stop)
-        # A job has them wait until somebody listens (slurm/job_env.sh).
+        # A job blocks them until the training can handle them (slurm/job_env.sh).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def epochs(self) -> range:
-        """Return the epochs that are still to be trained."""
+        """Return the epochs that remain to be trained."""
         return range(self._first_epoch, self._options.epochs + 1)
 
     def partial_epoch(self, epoch: int) -> PartialEpoch | None:
-        """Return what an earlier process did of `epoch`, or None."""
+        """Return the part of `epoch` that an earlier process trained, or None."""
         return self._part if epoch == self._first_epoch else None
 
     def requests(self) -> tuple[bool, bool]:
@@ -108,12 +108,12 @@ class Checkpoints:
         return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
 
     def save(self, epoch: int, part: PartialEpoch | None = None, stop: bool = False) -> None:
-        """Save the state before `epoch`, or after `part` of it; then stop, if all ranks are to.
+        """Save the state before `epoch`, or after `part` of it; with `stop`, all ranks then stop.
 
         Raises:
             Stopped: with `stop`.
-            UserError: if the weights are not numbers, or the file cannot be written; the checkpoints
-                before stay.
+            UserError: if the weights are not finite, or the file cannot be written; earlier checkpoints
+                are kept.
         """
         if not self._folder:
             return
@@ -122,7 +122,7 @@ class Checkpoints:
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": process_group.gather(random_states())}
         if self._each_rank:
-            content = io.BytesIO()  # as bytes, wherever its tensors are
+            content = io.BytesIO()  # as bytes, whichever device its tensors are on
             torch.save({name: one.state_dict() for name, one in self._each_rank.items()}, content)
             own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
             state |= {"each_rank": process_group.gather(own)}
@@ -130,7 +130,7 @@ class Checkpoints:
         if self._sharded:
             if not self._sharded.finite():  # asked of all ranks
                 raise diverged(f"the weights are no longer numbers after {where}")
-            # Of a damaged checkpoint, perhaps: nothing is written over files that are there.
+            # Perhaps left by a damaged checkpoint: existing files are never overwritten.
             process_group.on_rank_0(lambda: shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True))
             mistake = self._sharded.save(path.with_suffix(".shards"))
         process_group.on_rank_0(lambda: self._write(path, where, state, mistake))
@@ -138,14 +138,14 @@ class Checkpoints:
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
             process_group.on_rank_0(lambda: report_stop(text, self._folder))
-            process_group.leave()  # when rank 0 has saved: a rank that went before would end the whole step
+            process_group.leave()  # after rank 0 has saved: a rank that left earlier would end the whole step
             raise Stopped(text)
         self._first_epoch, self._part = epoch, part
 
     def finish(self, ended: bool) -> None:
-        """Remove the checkpoints in a job's own folder, from which nobody goes on after the end.
+        """Remove the checkpoints in a job's own folder, which are not needed after the end.
 
-        `ended`: the run is at its end, though there are more epochs.
+        `ended`: the run has ended before its last epoch.
         """
         keep = self._options.keep_checkpoints or (self.epochs() and not ended)
         job = job_folder.here()
@@ -162,7 +162,7 @@ class Checkpoints:
         self._stop_asked = True
 
     def _open_folder(self) -> FileLock | None:
-        """Make the folder this run's, for as long as the lock is held."""
+        """Claim the folder for this run, for as long as the lock is held."""
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
         lock = FileLock(self._folder / LOCK)
         try:
@@ -187,13 +187,13 @@ class Checkpoints:
         return lock
 
     def _load(self, path: Path, state: dict) -> None:
-        """Go on from `state`, the content of `path`, which may hold anything."""
+        """Resume from `state`, the content of `path`, which may hold anything."""
         try:
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
             if type(state["epoch"]) is not int or state["epoch"] < 1:
                 raise ValueError(f"its epoch is {state['epoch']}")
-            # Those of earlier programs do not name the model, which was Net, and what was not an option.
+            # Checkpoints of earlier versions lack the model's name (it was Net) and options added since.
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
@@ -205,7 +205,7 @@ class Checkpoints:
             if self._sharded:
                 self._sharded.load(path.with_suffix(".shards"))
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
-                # Another stage may have made the checkpoint.
+                # The checkpoint may come from another stage.
                 group.update({name: here[name] for name in KERNELS if name in here})
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
@@ -224,7 +224,7 @@ class Checkpoints:
 
     def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
         if len(packed) != process_group.count():
-            raise ValueError(f"each of its {len(packed)} ranks has a state of its own: start as many")
+            raise ValueError(f"each of its {len(packed)} ranks has its own state: start as many ranks")
         content = io.BytesIO(packed[process_group.rank()].numpy().tobytes())
         for name, state in torch.load(content, map_location="cpu", weights_only=True).items():
             self._each_rank[name].load_state_dict(state)
@@ -250,24 +250,24 @@ class Checkpoints:
                 raise OSError(mistake)
             if self._sharded:
                 state |= {"shards": _checksums(path.with_suffix(".shards"))} | dict.fromkeys(SPLIT)
-            self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
             with replacing(path, "wb") as file:
                 torch.save(state, file)
             for old in _checkpoints(self._folder)[:-KEPT]:
                 _remove(old)
         except (OSError, RuntimeError) as error:
-            shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)  # the disk may be full
             raise UserError(
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
-                "another --checkpoint-dir. The checkpoints and results before stay."
+                "another --checkpoint-dir. Earlier checkpoints and results are kept."
             ) from None
 
 
 def report_stop(text: str, folder: Path) -> None:
-    """Say that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
+    """Print that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:
-        UserError: if slurm/job_env.sh cannot be told.
+        UserError: if the note for slurm/job_env.sh cannot be written.
     """
     tell(text)
     try:
@@ -284,16 +284,16 @@ def _option_name(name: str) -> str:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first; no other file has such a name."""
+    """List the checkpoints in `folder`, oldest first; no other file has such a name."""
     names = {path: re.fullmatch(r"epoch-(\d+)-step-(\d+)\.pt", path.name) for path in folder.iterdir()}
     return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Return the checksums of the files of the ranks, by their names."""
+    """Return the checksums of the ranks' files, by file name."""
     files = list(folder.iterdir())
     for file in files:
-        check_regular(file)  # a pipe would be waited for
+        check_regular(file)  # reading a pipe would wait
     return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in files}
 
 
@@ -304,21 +304,21 @@ def _remove(path: Path) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict | None]:
-    """The newest checkpoint that can be read, and its content; a damaged one is named and put aside."""
+    """Return the newest readable checkpoint and its content; name damaged ones and set them aside."""
     found, unreadable = _checkpoints(folder), []
     for path in reversed(found):
         try:
             state = _read(path)
-        except Exception as error:  # whatever PyTorch makes of a damaged file
+        except Exception as error:  # PyTorch raises many kinds for a damaged file
             print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
             unreadable.append(path)
             continue
-        for broken in unreadable:  # else it would count as the newest when old ones are deleted
+        for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
         return path, state
     if found:
         raise UserError(
-            f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start anew."
+            f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start over."
         )
     return None, None
 
@@ -327,8 +327,8 @@ def load_verified(path: Path) -> object:
     """Return the tensors and numbers that torch.save has written to `path`.
 
     Raises:
-        ValueError: if it is no regular file, or holds anything else, which could run a program. Also whatever
-            PyTorch makes of a damaged file.
+        ValueError: if it is not a regular file, or holds anything else, which could run a program. For a
+            damaged file PyTorch also raises other errors.
     """
     check_regular(path)
     with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
@@ -336,7 +336,7 @@ def load_verified(path: Path) -> object:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # PyTorch advises to load it all the same
+    except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
         raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
 
 
@@ -353,10 +353,10 @@ def _read(path: Path) -> dict:
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
-    """Set this rank's; new ones, of `seed`, if there were other ranks or GPUs when they were saved."""
+    """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
     rank, ranks = process_group.rank(), process_group.count()
     if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
         return
     torch.manual_seed(seed + rank)
-    if ranks == 1:  # DataParallel's GPUs are all of one process
+    if ranks == 1:  # DataParallel's GPUs all belong to one process
         seed_gpus(seed)

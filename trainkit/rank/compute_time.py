@@ -1,4 +1,4 @@
-"""How long a rank works by itself in a step, without its waiting for the gradients of the others."""
+"""How long a rank works by itself in a step, without the time it waits for the others' gradients."""
 
 import math
 
@@ -9,18 +9,18 @@ from trainkit.runtime.device import between, is_gpu, moment
 
 
 class ComputeTime:
-    """The seconds from one exchange of gradients to this rank's own last gradient of the next.
+    """The seconds from one exchange of gradients to the moment this rank has its own gradients for the next.
 
     All ranks leave DistributedDataParallel's backward pass together, so a clock around the step shows the
     same on each of them, however slow one is. What differs is when a rank has computed its own gradients.
-    Where ranks also meet in the forward pass (SyncBatchNorm; the buffers of BatchNorm, which rank 0 sends),
-    that waiting counts as their own. Of a step that is captured in a CUDA graph nothing is known.
+    If ranks also meet in the forward pass (SyncBatchNorm; the buffers of BatchNorm, which rank 0 sends),
+    that waiting counts as their own work. A step captured in a CUDA graph cannot be measured.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._device = device
         self._seconds, self._steps, self._captured = 0.0, 0, False
-        self._measured: list[tuple] = []  # beginning and end of each step that is not in the sum yet
+        self._measured: list[tuple] = []  # beginning and end of each step not yet in the sum
         self._hooks = [
             (weights, weights.register_post_accumulate_grad_hook(self._gradient))
             for weights in model.parameters()
@@ -30,19 +30,19 @@ class ComputeTime:
         self._start()
 
     def begin(self) -> None:
-        """From now on this rank works by itself. The GPU has to be idle."""
+        """Start the clock: from now on this rank works by itself. The GPU has to be idle."""
         self._seconds += sum(between(*moments) for moments in self._measured)
         self._steps += len(self._measured)
         self._measured = []
         self._start()
 
     def end_of_step(self) -> None:
-        """A step without an update, such as GradScaler leaves out after an overflow, does not count."""
+        """End a step. One without an update, as GradScaler skips after an overflow, does not count."""
         if self._last is not None:
             self._start()
 
     def per_step(self) -> float:
-        """The mean over the steps since the last call, in seconds; NaN if none counted.
+        """Return the mean over the steps since the last call, in seconds; NaN if none counted.
 
         The GPU has to be idle.
         """
@@ -61,11 +61,11 @@ class ComputeTime:
         self._last, self._ended = weights, moment(self._device)
 
     def _exchanged(self, *_: object) -> None:
-        """Before the optimizer's step, when all ranks have all gradients."""
+        """Note the moment before the optimizer's step, when all ranks have all gradients."""
         if self._last is None:
             return
         self._measured.append((self._began, self._ended))
-        # To be called for one tensor is enough. Of a branch that the first step leaves out, none is chosen.
+        # A hook on one tensor is enough. It is not in a branch that the first step leaves out.
         for weights, hook in self._hooks:
             if weights is not self._last:
                 hook.remove()

@@ -1,4 +1,4 @@
-"""Data sets in memory: MNIST, digits that are generated, or your own.
+"""Data sets in memory: MNIST, generated digits, or your own.
 
 `python -m trainkit.rank.data` puts MNIST on disk first (trainkit/rank/staging.py).
 """
@@ -21,26 +21,26 @@ MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled
 class Split:
     """One part of a data set, for training or for testing; row i of `inputs` belongs to `targets[i]`.
 
-    `name` is what the record calls the data set. `prepare` makes of a batch of inputs, on the
-    device, what the model takes. `prepare_one` does it for one input, on the CPU, in the way of a
-    DataLoader's worker; without it such a worker calls `prepare` for a batch of one.
+    `name` is the data set's name in the record. `prepare` turns a batch of inputs, on the device, into
+    what the model takes. `prepare_one` does so for one input, on the CPU, as a DataLoader's worker
+    does; without it such a worker calls `prepare` on a batch of one.
     """
 
     name: str
     inputs: torch.Tensor
     targets: torch.Tensor
-    prepare: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor  # as they lie in memory
+    prepare: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor  # unchanged
     prepare_one: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def first(self, n: int) -> "Split":
-        """Return the first `n` samples of it."""
+        """Return the first `n` samples."""
         return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sample, prepared by itself, and its target: what a DataLoader's worker asks for."""
+        """Return one sample, prepared by itself, and its target, for a DataLoader's worker."""
         if self.prepare_one:
             return self.prepare_one(self.inputs[index]), self.targets[index]
         return self.prepare(self.inputs[index : index + 1])[0], self.targets[index]
@@ -54,7 +54,7 @@ def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
     Raises:
         UserError: if MNIST is missing, unreadable or damaged.
     """
-    # The sums take 0.15 s: somebody may have changed a file since it was staged.
+    # The checksums take 0.15 s: a file may have changed since it was staged.
     staging.check(dataset, data_dir, sums=True)
     if dataset == "synthetic":
         parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
@@ -66,7 +66,7 @@ def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
 
 
 def _read(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    # Behind a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
+    # After a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
     # here rather than by torchvision, whose import takes longer than reading all of MNIST.
     raw = staging.raw_dir(data_dir)
     pixels = np.fromfile(raw / f"{part}-images-idx3-ubyte", np.uint8, offset=16)
@@ -87,7 +87,7 @@ def normalize_one(image: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _torchvision_transform() -> Callable[[torch.Tensor], torch.Tensor]:
-    # Imported by those who use it: torchvision takes longer to import than MNIST to load.
+    # Imported only when used: torchvision takes longer to import than MNIST to load.
     from torchvision import transforms as t
 
     return t.Compose([t.ToPILImage(), t.ToTensor(), t.Normalize((MEAN,), (STD,))])

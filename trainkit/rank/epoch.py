@@ -1,4 +1,4 @@
-"""What an epoch amounts to: the numbers that travel between the loop, the log and the checkpoints."""
+"""The results of an epoch: the numbers passed between the loop, the log and the checkpoints."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Trained(NamedTuple):
     seconds: float
     loss: float
     learning_rate: float  # of the first step
-    samples: int | None = None  # of all ranks; None: as many as the steps are to have
+    samples: int | None = None  # of all ranks; None: steps times the batch size
 
 
 class Tested(NamedTuple):
@@ -33,7 +33,7 @@ NOT_TESTED = Tested(0, 0.0, math.nan, math.nan)
 
 
 class Metric(NamedTuple):
-    """A number that an evaluation tells besides loss and accuracy, such as Metric("recall", "cats", 0.5)."""
+    """A result of an evaluation besides loss and accuracy, such as Metric("recall", "cats", 0.5)."""
 
     metric: str
     of: str
@@ -42,16 +42,16 @@ class Metric(NamedTuple):
 
 @dataclass
 class PartialEpoch:
-    """The beginning of an epoch, as a checkpoint within it keeps it."""
+    """The part of an epoch done before a checkpoint within it."""
 
     steps: int
     seconds: float
     learning_rate: float  # of the first step
     losses: torch.Tensor  # (steps,), each the mean over all ranks
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of other numbers, by name
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same for other numbers, by name
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if these can be no epoch's: a file may hold anything."""
+        """Raise a ValueError if no epoch has such values: a file may hold anything."""
         lengths = [len(numbers) for numbers in (self.losses, *self.metrics.values())]
         if type(self.steps) is not int or lengths != [self.steps] * len(lengths):
             raise ValueError("its losses do not fit its steps")
@@ -63,12 +63,12 @@ def diverged(what: str) -> UserError:
     """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
     return UserError(
         f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
-        "The epochs before are recorded."
+        "The earlier epochs are recorded."
     )
 
 
 def why_ended(rows: list[dict[str, object]], options: Options) -> str:
-    """Return why a run with these epochs recorded ends before its last one, or "" if it goes on."""
+    """Return why a run with these recorded epochs ends before its last one, or "" if it goes on."""
     if not rows or rows[-1]["epoch"] >= options.epochs:
         return ""
     if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:

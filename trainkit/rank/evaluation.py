@@ -1,4 +1,4 @@
-"""The test set through the model, every sample counted once over all ranks."""
+"""Evaluation on the test set: every sample is counted once over all ranks."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from trainkit.runtime import clock, process_group
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:
-    """Evaluate on every test sample once: sums over this rank's share, then over the ranks.
+    """Evaluate the model on every test sample once: sum over this rank's share, then over the ranks.
 
     Args:
         loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.
@@ -30,7 +30,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     started = clock.start(device)
     network = _without_ddp(model)
-    with torch.no_grad():  # not inference_mode: the threads of DataParallel would not be in it
+    with torch.no_grad():  # not inference_mode, which DataParallel's threads do not inherit
         for inputs, targets in batches:
             output = network(inputs)
             total = loss(output, targets, reduction="sum")
@@ -44,7 +44,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:
-    """The network inside DistributedDataParallel, with rank 0's buffers on every rank.
+    """Return the network inside DistributedDataParallel, with rank 0's buffers on every rank.
 
     Its own forward would make the ranks meet at every step to send buffers (of BatchNorm, say), and
     they may have different numbers of steps.

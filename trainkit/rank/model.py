@@ -1,7 +1,7 @@
 """The classic MNIST network: 1,199,882 parameters, 71.6 MFLOP per training image, or others of its kind.
 
-And what is asked of any network: its weights, and how many operations it needs, which makes a speed a share
-of a peak.
+Also what the kit asks of any network: its weights, and its number of operations, from which a speed becomes
+a share of the hardware's peak.
 """
 
 import copy
@@ -18,7 +18,7 @@ from trainkit.rank.data import Split
 from trainkit.runtime.device import keeping_random_numbers
 from trainkit.schema.columns import DEFAULT_WIDTH
 
-INPUTS = 2  # for a count of operations: BatchNorm refuses a single one
+INPUTS = 2  # to count operations: BatchNorm refuses a single input
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # In here and not around the call: the threads of DataParallel would fall back to float16.
+        # Here and not around the call: DataParallel's threads would fall back to float16.
         kind = torch.float16 if self.precision == "fp16" else torch.bfloat16
         with torch.autocast(images.device.type, kind, enabled=self.precision != "fp32"):
             return F.log_softmax(self._logits(images).float(), dim=1)
@@ -68,14 +68,14 @@ class Dropout(nn.Dropout):
         if not self.training or x.device.type != "cpu":
             return super().forward(x)
         dropped = round(self.p * 256)
-        # Eight bytes to a draw; the bounds ask for all 64 bits.
+        # Eight bytes per draw; the bounds ask for all 64 bits.
         words = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
         mask = words.view(torch.uint8)[: x.numel()].as_strided(x.size(), x.stride()) >= dropped
         return x * mask.to(x.dtype).mul_(256 / (256 - dropped))
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of the network's class; fully_shard puts "FSDP" before that."""
+    """Return the name of the network's class, without the "FSDP" that fully_shard puts before it."""
     return type(unwrapped(model)).__name__.removeprefix("FSDP")
 
 
@@ -85,35 +85,35 @@ def trained_weights(model: nn.Module) -> int:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Take the network out of what DataParallel, DistributedDataParallel, torch.compile or Fabric wrap it in.
+    """Return the network without the wrapper of DataParallel, DDP, torch.compile or Fabric.
 
     They put "module." and "_orig_mod." before the names of the weights.
     """
     of_fabric = type(model).__name__ == "_FabricModule"
     if of_fabric or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         return unwrapped(model.module)
-    if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes seconds to import
+    if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose class takes seconds to import
         return unwrapped(model._orig_mod)
     return model
 
 
 def operations_per_image(model: nn.Module, train_set: Split) -> float:
-    """Count the operations of a forward and a backward pass for one image; NaN where nobody can.
+    """Count the operations of a forward and a backward pass for one image; NaN if they cannot be counted.
 
-    By PyTorch's formulas for matrix products and convolutions, of which a multiplication with its addition
-    is two operations; the rest is little, and not counted. A copy of the network computes it, in every rank
-    alike, as a network may talk to the other ranks. Nothing of it is left, random numbers neither.
+    PyTorch's formulas for matrix products and convolutions count a multiplication with its addition as two
+    operations; the rest is small and not counted. Every rank runs a copy of the network, as a network may
+    communicate with the other ranks. Nothing of the copy remains, and the random numbers do not change.
     """
     network = unwrapped(model)
     device = next(network.parameters()).device
-    tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for this one step
-    # Attention as matrix products: not every device's own kernel for it has a formula.
+    tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # one step is not worth it
+    # Attention as matrix products: some devices' fused kernels have no formula.
     counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
     try:
         with keeping_random_numbers(device), counter, attention:
             inputs = train_set.prepare(train_set.inputs[:INPUTS].to(device))
             copy.deepcopy(network).train()(inputs).square().mean().backward()
-    except Exception:  # a network with inputs and outputs of its own kind trains all the same
+    except Exception:  # a network with unusual inputs or outputs still trains
         return math.nan
     finally:
         torch.backends.cudnn.benchmark = tries

@@ -19,7 +19,7 @@ from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALE
 DEFAULT_RESULTS = Path(__file__).resolve().parents[2] / "results"
 DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
 LEARNING_RATES = ", ".join(f"{recipe} {lr}" for recipe, lr in DEFAULT_LR.items())
-MOST_IMAGES = 100_000_000  # of an epoch: the order of so many takes about 2 GB on every rank
+MOST_IMAGES = 100_000_000  # per epoch: their order takes about 2 GB on every rank
 
 
 def _option(
@@ -34,33 +34,33 @@ def _option(
 ) -> Field:
     """Declare an option; `kind` is an argparse type, the words to choose from, or None for a switch.
 
-    `shapes_training`: another value makes it another training, which a checkpoint does not go on
-    with. `column`: the column of the record that holds its value.
+    `shapes_training`: a checkpoint cannot be resumed with another value.
+    `column`: the column of the record that holds its value.
 
     Raises:
-        ValueError: for a column that the record does not have, or in which runs that are pooled may differ.
+        ValueError: if the record has no such column, or if pooled runs may differ in it.
     """
     if column and (column not in COLUMNS or COLUMNS[column].role > Role.REPEAT):
-        raise ValueError(f"column {column!r} is no setting of a run: trainkit/schema/columns.py has those.")
+        raise ValueError(f"column {column!r} is not a setting of a run: see trainkit/schema/columns.py.")
     if kind is None:
         reading = {"action": "store_true"}
     elif isinstance(kind, tuple):
         reading = {"choices": kind}
     else:
         reading = {"type": kind, "metavar": metavar}
-    if kind is not None and default is not None:  # the others say it themselves, or are switches
+    if kind is not None and default is not None:  # the others name it in their help, or are switches
         help += " (default: %(default)s)"
     argument = reading | {"help": help, "default": default}
     facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
     return field(default=default, metadata=facts)
 
 
-own = partial(_option, "this script")  # an option that one script has more than the others, for `parse`
+own = partial(_option, "this script")  # declares an option of one script, for `parse`
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run; `--help` tells what each one means."""
+    """The options of a run; `--help` explains each one."""
 
     # fmt: off
     epochs: int = _option(
@@ -119,14 +119,14 @@ class Options:
     dataset: str = _option(
         "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
     )
-    data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `make data` has put MNIST")
+    data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `make data` put MNIST")
     train_size: int | None = _option(
         "data", None, at_least(1, MOST_IMAGES), "N",
-        "images of an epoch (default: all): the first N; more than there are go through all again and again",
+        "images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
         shapes_training=True,
     )
     test_size: int | None = _option(
-        "data", None, at_least(1), "N", "evaluate on the first N images only (default: all)"
+        "data", None, at_least(1), "N", "evaluate only on the first N images (default: all)"
     )
     loader: str = _option(
         "data", "resident", ("resident", "workers"), None,
@@ -146,13 +146,13 @@ class Options:
         "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
         "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
     )
-    no_cuda: bool = _option("machine", False, None, None, "use the CPU even where there is a GPU")
+    no_cuda: bool = _option("machine", False, None, None, "use the CPU even if there is a GPU")
     timeout: int = _option(
         "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
     )
     debug: bool = _option(
         "machine", False, None, None,
-        "have each rank, PyTorch and NCCL write down what they do, in the job's folder or in DIR/debug/ of "
+        "have each rank, PyTorch and NCCL log what they do, in the job's folder or in DIR/debug/ of "
         "--results-dir; slower",
         column="debug",
     )
@@ -166,10 +166,10 @@ class Options:
     )
     resume: str = _option(
         "stop and go on", "never", ("never", "auto"), None,
-        "auto: go on from the newest checkpoint in --checkpoint-dir, if there is one",
+        "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
     )
     keep_checkpoints: bool = _option(
-        "stop and go on", False, None, None, "in a job: keep the checkpoints of a run that has ended well"
+        "stop and go on", False, None, None, "in a job: keep the checkpoints of a run that ended well"
     )
 
     results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
@@ -188,13 +188,13 @@ class Options:
 
     @property
     def debug_dir(self) -> Path | None:
-        """Where --debug writes to; None without it."""
+        """Return the folder that --debug writes to; None without it."""
         return (job_folder.here() or self.results_dir / "debug") if self.debug else None
 
     def for_devices(self, count: int, what: str = "processes") -> "Options":
-        """Return the options with the global batch size of so many devices, or of one if there is none.
+        """Return the options with the global batch size for `count` devices, or for one if there are none.
 
-        --batch-size-per-gpu leaves it open until then.
+        With --batch-size-per-gpu the global size is unknown until then.
 
         Raises:
             UserError: if --batch-size does not divide among them.
@@ -205,7 +205,7 @@ class Options:
         return self
 
     def shaping(self) -> dict[str, object]:
-        """Return the options that make it this training and no other."""
+        """Return the options that shape the training: another value makes another training."""
         # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
         also = {"epochs"} if self.recipe == "fast" else set()
         return {
@@ -215,7 +215,7 @@ class Options:
         }
 
     def settings(self) -> str:
-        """Tell the script's own options that shape the training and have no column, as `hidden=256 tied`."""
+        """Format the script's own options that shape the training without a column: `hidden=256 tied`."""
         own = [one for one in fields(self)[len(fields(Options)) :] if one.metadata["shapes_training"]]
         return in_words({one.name: getattr(self, one.name) for one in own if not one.metadata["column"]})
 
@@ -227,7 +227,7 @@ class Options:
 
 
 def in_words(settings: dict[str, object]) -> str:
-    """Tell settings as `hidden=256 tied`; what is None or switched off is as if it were not there."""
+    """Format settings as `hidden=256 tied`, without those that are None or switched off."""
     said = {name: value for name, value in settings.items() if value is not None and value is not False}
     return " ".join(name if value is True else f"{name}={value}" for name, value in said.items())
 
@@ -235,13 +235,13 @@ def in_words(settings: dict[str, object]) -> str:
 def parse(
     description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
 ) -> Options:
-    """Read the command line; with `known_only`, options that are not known are passed over.
+    """Read the command line; with `known_only`, unknown options are ignored.
 
     Args:
         added: the script's own options, each by its name.
 
     Raises:
-        UserError: for an option or a value that is not known or makes no sense.
+        UserError: if an option or a value is unknown or makes no sense.
     """
     parser, groups = Parser(description=description, formatter_class=argparse.HelpFormatter), {}
     more = [(name, object, one) for name, one in added.items()]
@@ -255,10 +255,10 @@ def parse(
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:
-    """Add the defaults that depend on other options; a UserError if they make no sense together."""
+    """Add the defaults that depend on other options; raise a UserError if they contradict each other."""
     if values["batch_size"] and values["batch_size_per_gpu"]:
         raise UserError(
-            "--batch-size is of all GPUs together and --batch-size-per-gpu of each: give one of them."
+            "--batch-size is for all GPUs together and --batch-size-per-gpu for each: give one of them."
         )
     if not values["batch_size_per_gpu"]:
         values["batch_size"] = values["batch_size"] or BASE_BATCH
@@ -283,11 +283,11 @@ def _completed(values: dict[str, object]) -> dict[str, object]:
 
 
 def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:
-    """See that the sizes fit the data and the processes.
+    """Check that the sizes fit the data and the processes.
 
     Args:
-        available: training images that there are, if that is known.
-        ranks: processes, which share every batch.
+        available: the number of training images, if known.
+        ranks: the number of processes that share every batch.
 
     Raises:
         UserError: if they do not.

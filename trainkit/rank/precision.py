@@ -1,8 +1,8 @@
-"""What the layers of a network compute in: fp32, tf32, bf16 or fp16, and which of them to take here.
+"""The precision that the layers compute in: fp32, tf32, bf16 or fp16, and which one to choose here.
 
-A network that can do bf16 and fp16 has the attribute `precision`, as `model.Net` has. Every other
-one computes in the type of its weights. TF32 is how newer GPUs of NVIDIA multiply float32 numbers: with
-10 bits behind the point in place of 23. It is a switch of the process, and no network knows of it.
+A network that supports bf16 and fp16 has the attribute `precision`, as `model.Net` has. Every other
+network computes in the type of its weights. With TF32, newer NVIDIA GPUs multiply float32 numbers with
+10 bits of mantissa instead of 23. It is a switch of the process, not of the network.
 """
 
 import copy
@@ -21,20 +21,20 @@ from trainkit.runtime.device import device_name, has_tf32, is_gpu, keeping_rando
 from trainkit.runtime.errors import UserError
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-CLEARLY = 1.1  # times as fast has to be what computes with fewer bits
-TURNS = 3  # of the trial, behind one that warms up
-MOST_INPUTS_ON_CPU = 128  # larger batches show the same there, and take seconds
+CLEARLY = 1.1  # fewer bits must be at least this many times as fast
+TURNS = 3  # of the trial, after one for warm-up
+MOST_INPUTS_ON_CPU = 128  # larger batches show the same and take seconds
 
 
 def precision_of(model: nn.Module) -> str:
-    """What the layers of `model` compute in, as the record calls it."""
+    """Return the precision that the layers of `model` compute in, as the record names it."""
     network = unwrapped(model)
     name = network.precision if hasattr(network, "precision") else _of_weights(network)
     return "tf32" if name == "fp32" and torch.backends.cuda.matmul.allow_tf32 else name
 
 
 def choose_precision(model: nn.Module, options: Options, train_set: Data) -> None:
-    """Have `model` compute as `--precision` says, or for "auto" in what pays here, alike on every rank.
+    """Set the precision of `model` to `--precision`; "auto" picks what pays here, the same on every rank.
 
     Raises:
         UserError: if the model or its device cannot compute in it.
@@ -44,14 +44,14 @@ def choose_precision(model: nn.Module, options: Options, train_set: Data) -> Non
     if wanted == "auto":
         names = process_group.broadcast(_worth_a_trial(model))
         wanted = names[0]
-        if len(names) > 1 and isinstance(train_set, Split):  # of others no batch is at hand to try on
+        if len(names) > 1 and isinstance(train_set, Split):  # other data sets have no batch at hand to try
             wanted = _worth_its_loss(names, model, options, train_set)
     set_precision(model, wanted)
     startup.mark("precision")
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
-    """Have `model` compute in `precision`, and the whole process with TF32 or without.
+    """Set the precision of `model`, and switch TF32 on or off for the whole process.
 
     Raises:
         UserError: if the model or its device cannot compute in it.
@@ -69,7 +69,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
     if precision == "tf32" and not has_tf32(_device(network)):
         raise UserError(
             "--precision tf32 needs an NVIDIA GPU of compute capability 8.0 or newer (A100, H100), not "
-            f"{device_name(_device(network))}: take such a one, or train with another --precision."
+            f"{device_name(_device(network))}: use such a GPU, or another --precision."
         )
     if own_choice:
         network.precision = precision if precision in ("bf16", "fp16") else "fp32"
@@ -85,18 +85,18 @@ def _device(network: nn.Module) -> torch.device:
 
 
 def _allow_tf32(allowed: bool) -> None:
-    """For both kinds of layers: by default PyTorch allows it in convolutions and not in matrix products."""
+    """Set TF32 for both kinds of layers: PyTorch's default allows it in convolutions only."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that others do not have
+        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that other versions lack
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _worth_a_trial(model: nn.Module) -> list[str]:
-    """What "auto" chooses from, the most exact first."""
+    """List what "auto" chooses from, the most exact first."""
     network = unwrapped(model)
     device, weights = _device(network), _of_weights(network)
     names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
-    # A CPU's name does not tell whether it has units for bf16; without them it computes in it, but slower.
+    # A CPU's name does not show whether it has units for bf16; without them bf16 works, but is slower.
     has_bf16 = not is_gpu(device) or torch.cuda.is_bf16_supported(including_emulation=False)
     if hasattr(network, "precision") and weights == "fp32" and has_bf16:
         names.append("bf16")
@@ -104,21 +104,21 @@ def _worth_a_trial(model: nn.Module) -> list[str]:
 
 
 def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_set: Split) -> str:
-    """The second of `names` if training steps are faster in it, clearly and in every turn; else the first.
+    """Return the second of `names` if training steps are clearly faster in every turn; else the first.
 
-    Steps of a copy of the network, with this run's optimizer and as many inputs as a device gets, in turns,
-    so that a busy moment of the machine meets both. Where a GPU waits for its kernels to be launched both are
-    equal but for noise, and the more exact one costs nothing. All ranks choose alike, as the clock of the
-    slowest one counts.
+    The trial runs steps of a copy of the network, with this run's optimizer and a device's share of a batch,
+    in turns, so that a busy moment of the machine affects both. If a GPU waits for kernel launches, the two
+    differ only by noise, and the more exact one costs nothing. All ranks choose the same, as the clock of the
+    slowest rank counts.
     """
     network = unwrapped(model)
     device = _device(network)
     devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else process_group.count()
-    batch, steps = options.batch_size // devices, 10  # in a row: a GPU works off a queue
+    batch, steps = options.batch_size // devices, 10  # in a row, as a GPU works through a queue
     if not is_gpu(device):
         batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
     inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
-    # The training's dropout is not to depend on this.
+    # The training's dropout must not depend on this.
     with keeping_random_numbers(device):
         trial = copy.deepcopy(network).train()
         optimizer, _ = optimizer_and_schedule(options, trial, steps_per_epoch=1)

@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, On
 
 from trainkit.rank.options import DEFAULT_LR, Options, in_words
 
-KERNELS = {"foreach", "fused"}  # how an optimizer computes, which shapes no number
+KERNELS = {"foreach", "fused"}  # how an optimizer computes; they change no result
 
 
 def optimizer_and_schedule(
@@ -18,13 +18,13 @@ def optimizer_and_schedule(
         fused = not isinstance(model, torch.nn.DataParallel)
         optimizer = torch.optim.Adam(weights, lr=lr, fused=fused, foreach=not fused)
         return optimizer, OneCycleLR(optimizer, lr, total_steps=options.epochs * steps_per_epoch)
-    # foreach: one kernel for all tensors in place of one for each.
+    # foreach: one kernel for all tensors instead of one for each.
     if options.recipe == "sgd":
         optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, nesterov=True, foreach=True)
     else:
         optimizer = torch.optim.Adadelta(weights, lr=lr, foreach=True)
     schedule = StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
-    # In images, so that it means the same at any batch: a step's learning rate is that of its last image.
+    # In images, which mean the same at any batch size: a step's learning rate is that of its last image.
     warmup_steps = options.lr_warmup_images // options.batch_size
     if warmup_steps > 1:
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
@@ -33,7 +33,7 @@ def optimizer_and_schedule(
 
 
 def own_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> str:
-    """Tell how an optimizer is not the one of `--recipe`, as `optimizer=AdamW lr=0.1`; "" if it is."""
+    """Describe how an optimizer differs from `--recipe`, as `optimizer=AdamW lr=0.1`; "" if it does not."""
     kind, of_recipe = type(optimizer), None
     if options.recipe in DEFAULT_LR:
         of_recipe, _ = optimizer_and_schedule(options, torch.nn.ParameterList([torch.zeros(1)]), 1)
@@ -45,7 +45,7 @@ def own_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> str:
 
 
 class _Chained(ChainedScheduler):
-    """How many steps were done, under the name that other schedules have for it."""
+    """A ChainedScheduler that counts its steps in `last_epoch`, as other schedules do."""
 
     @property
     def last_epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""The record of a training whose loop is not ours: Accelerate's, Fabric's, or your own."""
+"""The record of a training with a loop from elsewhere: Accelerate's, Fabric's, or your own."""
 
 import math
 import os
@@ -21,20 +21,20 @@ from trainkit.schema.columns import OWN_LOOP
 
 
 class Recorder:
-    """Writes the record of a training whose loop is not ours, and hears when it is to stop.
+    """Writes the record of a training with another loop, and reports when it has to stop.
 
-    Every rank makes one when the process group is there, and calls its methods at the same points; rank 0
-    writes. `first_epoch` is 1, or follows the last one of `load_state_dict`.
+    Every rank creates one after the process group, and calls its methods at the same points; rank 0
+    writes. `first_epoch` is 1, or follows the last epoch of `load_state_dict`.
 
     Args:
-        name: what the record calls the training.
+        name: the training's name in the record.
         model, optimizer: on the device that they train on, wrapped or not.
         batch_size: the global batch size: samples per optimizer step of all ranks together.
-        epochs: how many are planned.
+        epochs: the number planned.
         dataset: its name.
-        settings: what else makes it this training and no other, such as {"hidden": 256}.
-        precision: such as "bf16", where the layers do not compute in the type of the weights.
-        results_dir: by default that of the job, or `results` of this checkout.
+        settings: other settings that identify the training, such as {"hidden": 256}.
+        precision: such as "bf16", if the layers do not compute in the type of the weights.
+        results_dir: by default that of the job, or `results` in this checkout.
 
     Raises:
         UserError: if several processes have no process group, a setting cannot be recorded, or the results
@@ -70,9 +70,9 @@ class Recorder:
         self._agreement, self._asked, self._stop = None, False, False
 
     def should_stop(self) -> bool:
-        """Return whether USR2 or SIGTERM asked any rank to stop, on all ranks alike.
+        """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
 
-        To be called in every step. From the first call on such a signal does not end the process.
+        Call it in every step. From the first call on, such a signal does not end the process.
         """
         if self._agreement is None:
             self._agreement = Agreement(self._device)
@@ -87,29 +87,29 @@ class Recorder:
         self._asked = True
 
     def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
-        """Write the row of the next epoch, from what each rank has of its own.
+        """Write the row of the next epoch, from each rank's own numbers.
 
         Args:
-            samples: that this rank trained on; they are summed up.
-            seconds: that it took, by a clock that waited for the GPU; those of the slowest rank count.
-            loss: its mean loss per sample; recorded is that over the samples of all ranks.
+            samples: that this rank trained on; the record has the sum over all ranks.
+            seconds: that it took, by a clock that waited for the GPU; the slowest rank counts.
+            loss: its mean loss per sample; the record has the mean over the samples of all ranks.
             metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its share of the test
                 become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
 
         Raises:
-            UserError: if a number makes no sense, or the row cannot be written. The epochs before stay.
+            UserError: if a number makes no sense, or the row cannot be written. Earlier epochs are kept.
         """
         known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
         given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
         try:
             own = {name: float(value) for name, value in given.items()}
         except (TypeError, ValueError) as error:
-            told = f"epoch {self._epoch} has a value that is no number ({first_line(error)})"
+            told = f"epoch {self._epoch} has a value that is not a number ({first_line(error)})"
             raise UserError(f"{told}: give one for each name.") from None
         of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
             raise UserError(
-                f"the ranks give epoch {self._epoch} metrics of other names: give the same on all."
+                f"the ranks give epoch {self._epoch} metrics with different names: give the same on all."
             )
         count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
         slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
@@ -124,14 +124,14 @@ class Recorder:
         reset_peak_memory()
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint is to keep, so that the record goes on; rank 0's counts."""
+        """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
         return self._log.state() if self._log else {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on with the record of an earlier process, on every rank from rank 0's `state_dict`.
+        """Continue the record of an earlier process, on every rank from rank 0's `state_dict`.
 
         Raises:
-            UserError: if it is no such state, or the record cannot be written.
+            UserError: if it is not such a state, or the record cannot be written.
         """
         try:
             process_group.on_rank_0(lambda: self._log.go_on(state))
@@ -142,7 +142,7 @@ class Recorder:
             ) from None
 
     def finish(self, saved: Path | str | None = None) -> None:
-        """Say where the record is, or where a training that was stopped has `saved`: then its job comes back.
+        """Print where the record is, or where a stopped training has `saved`: its job is then requeued.
 
         Raises:
             UserError: if the job's folder cannot be written to.
@@ -153,7 +153,7 @@ class Recorder:
 
 
 def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
-    """Return the mean over the samples of all ranks, or over the ranks where nobody tells the samples."""
+    """Return the mean over the samples of all ranks, or over the ranks if their samples are unknown."""
     of_test = name in ("test_loss", "accuracy")
     weights = [one["test_samples" if of_test else "samples"] for one in of_ranks]
     weights = weights if any(weights) else [1] * len(weights)

@@ -1,4 +1,4 @@
-"""What surrounds the training step: the clock, the progress bar, the record, checkpoints, and going on."""
+"""What surrounds the training step: the clock, the progress bar, the record, checkpoints and resuming."""
 
 import math
 import platform
@@ -27,7 +27,7 @@ from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.place import Place
 
 if TYPE_CHECKING:
-    from trainkit.rank.sharded import Sharded  # takes long to import, and few need it
+    from trainkit.rank.sharded import Sharded  # takes long to import, and few scripts need it
 
 # Asking after every step would make each rank wait for the others.
 SECONDS_BETWEEN = 1.0
@@ -35,7 +35,7 @@ SECONDS_BETWEEN = 1.0
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """One training, which the loop of a stage goes through.
+    """One training, around the loop of a stage.
 
         for epoch in run.epochs():
             for inputs, targets in run.steps(epoch, train_batches):
@@ -44,31 +44,31 @@ class Run:
             run.end_of_epoch(epoch, evaluate(model, test_batches, loss_function))
         run.finish()
 
-    Every rank has one and calls all of this; rank 0 prints and writes. With `--resume auto` the
-    newest checkpoint is loaded here, into `model`, `optimizer` and `schedule`.
+    Every rank creates one and makes the same calls; rank 0 prints and writes. With `--resume auto` it loads
+    the newest checkpoint into `model`, `optimizer` and `schedule`.
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
     """
 
-    name: str  # what the record calls the run: "single", "dp", "ddp", or a name of your own
+    name: str  # the run's name in the record: "single", "dp", "ddp", or your own
     options: Options
     here: Place
     train_set: Data
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None
-    devices: int  # how many really compute, on all ranks together
+    devices: int  # the number that really compute, over all ranks
     _: KW_ONLY
     accumulate: int = 1  # micro-batches that each batch is cut into
-    # More of the training's state, by name: what has a state_dict() that a checkpoint is to keep, as second
-    # networks and optimizers.
+    # More state for the checkpoints, by name: objects with a state_dict(), such as second networks and
+    # optimizers.
     also: dict[str, object] = field(default_factory=dict)
-    # The same of what differs by rank: each gets its own back, from a checkpoint of as many ranks.
+    # State that differs by rank: each rank gets its own back, from a checkpoint of as many ranks.
     each_rank: dict[str, object] = field(default_factory=dict)
-    unit: str = "images"  # what a speed is told in
-    per_sample: int = 1  # how many of these a sample has, as a window has tokens
-    # A network that is split over the ranks: each rank then writes its own part of a checkpoint.
+    unit: str = "images"  # of the printed speed
+    per_sample: int = 1  # units in a sample, such as tokens in a window
+    # A network that is split over the ranks: each rank writes its own part of a checkpoint.
     sharded: "Sharded | None" = None
     flops: float | None = None  # of a forward and a backward pass for one sample; None: counted
     # The epoch whose steps are done, until the next one begins.
@@ -90,7 +90,7 @@ class Run:
         startup.mark("record")
 
     def _facts(self) -> dict[str, object]:
-        """Return the columns of the record that only the training itself knows."""
+        """Return the columns of the record that only the training knows."""
         parts = [self.model, self.optimizer, *self.also.values()]
         told = [own_optimizer(self.options, one) for one in parts if isinstance(one, torch.optim.Optimizer)]
         told.append(self.options.settings())
@@ -118,12 +118,12 @@ class Run:
         """Yield the batches of `epoch` that no earlier process has trained on, on the clock.
 
         Raises:
-            UserError: if a loss was not a number, a second or so later; the text tells the step.
+            UserError: if a loss was not a number, a second or so later; the text names the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
         self.trained = None
         device = batches.device
-        reset_peak_memory()  # the first epoch's has what cuDNN tries out, too
+        reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         batches.set_epoch(epoch, done.steps)
@@ -141,7 +141,7 @@ class Run:
             desc=f"epoch {epoch}",
             unit="step",
             leave=False,
-            # None: shown on a terminal, not in a log file. It may be closed.
+            # None: show it on a terminal, not in a log file. stderr may be closed.
             disable=None if process_group.is_rank_0() and sys.stderr else True,
         )
         started = clock.start(device)
@@ -157,7 +157,7 @@ class Run:
             stop, save, broken = self._agreement.ask(
                 *self._checkpoints.requests(), not losses.isfinite().all()
             )
-            # The first agreement is after the first step, and waits for its end.
+            # The ranks first agree after the first step, and wait for its end.
             if self._log and (told := startup.told("first step")):
                 bar.clear()
                 tell(told)
@@ -180,12 +180,12 @@ class Run:
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
     def add(self, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
-        """Take note of the loss of this step, and of other numbers by name: means over this rank's share.
+        """Record the loss of this step, and other numbers by name: means over this rank's share.
 
         Their means over steps and ranks are metrics of the epoch.
 
         Raises:
-            UserError: if a step has other names than the one before.
+            UserError: if the names differ from those of the step before.
         """
         numbers = {"loss": loss, **metrics}
         if not self._added:
@@ -198,8 +198,8 @@ class Run:
         self._added += 1
 
     def noise(self, *shape: int) -> torch.Tensor:
-        """Draw float32 (batch size / ranks, *shape) for this step: all ranks together draw what one would."""
-        # The orders of the epochs have the numbers from 1 on.
+        """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""
+        # The numbers from 1 on are for the orders of the epochs.
         random = generator(self.options.seed, -1 - self._before - self._added)
         noise = torch.randn(self.options.batch_size, *shape, generator=random)
         return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
@@ -207,11 +207,11 @@ class Run:
     def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:
         """Write the row of `epoch`, then a checkpoint.
 
-        Rank 0's `metrics` go to `<run_id>.metrics.tsv` beside the CSV, with those of `add`.
+        Rank 0's `metrics` go to `<run_id>.metrics.tsv` next to the CSV, with those of `add`.
 
         Raises:
-            UserError: if one of them cannot be written; what was written before stays. Also if the loop
-                over `steps` was left before its end, or nothing was tested for --stop-at or --patience.
+            UserError: if one of them cannot be written; what was written earlier is kept. Also if the loop
+                over `steps` was left early, or nothing was tested for --stop-at or --patience.
             Stopped: if a signal asked to stop.
         """
         if self.trained is None:
@@ -220,8 +220,8 @@ class Run:
             raise UserError(
                 "--stop-at and --patience go by a test, and this training has none: leave them out."
             )
-        # By the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown where
-        # a network is split: such ranks wait for each other in the middle of a step, too.
+        # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
+        # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
         told = [*self._of_steps, *metrics]
@@ -237,7 +237,7 @@ class Run:
         self._checkpoints.finish(self._ended)
 
     def _timed(self, batches: Batches) -> Iterator[Batch]:
-        """Yield the batches, and add up how long each one is waited for."""
+        """Yield the batches, and add up the time spent waiting for them."""
         loader = iter(batches)
         while True:
             asked = perf_counter()
@@ -261,7 +261,7 @@ class Agreement:
         self._met_at = monotonic()
 
     def due(self) -> bool:
-        """Return whether to meet now; to be called after every step."""
+        """Return whether to meet now; call it after every step."""
         self._steps += 1
         return self._steps >= self._due_after
 
@@ -271,9 +271,9 @@ class Agreement:
         now, due_after = monotonic(), 0
         if process_group.is_rank_0():  # its clock decides, so that all ranks meet at the same step again
             steps_per_second = self._steps / (now - self._met_at)
-            # At most twice as many as the last time: the first steps tell little about the others.
+            # At most twice as many as the last time: the first steps say little about the others.
             due_after = max(1, min(2 * self._due_after, steps_per_second * SECONDS_BETWEEN))
-        # The others add 0 to what rank 0 says, so the sum is rank 0's.
+        # The others add 0 to rank 0's value, so the sum is rank 0's.
         numbers = torch.tensor([*questions, due_after], dtype=torch.float64, device=self._device)
         *answers, due_after = process_group.sum_in_place(numbers).tolist()
         self._steps, self._due_after, self._met_at = 0, int(due_after), now
@@ -306,7 +306,7 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_finite(losses: torch.Tensor, epoch: int) -> None:
-    """Raise a UserError that tells the first of the steps whose loss is not a number."""
+    """Raise a UserError that names the first step whose loss is not a number."""
     broken = losses.isfinite().logical_not().nonzero()
     if len(broken):
         first = broken[0].item()

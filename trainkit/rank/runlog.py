@@ -1,4 +1,4 @@
-"""What a run tells: one line per epoch on the screen and one row per epoch in its CSV."""
+"""The output of a run: one line per epoch on the screen and one row per epoch in its CSV."""
 
 import math
 import os
@@ -29,10 +29,10 @@ from trainkit.schema.records import RunFiles, slow_rank
 
 
 class RunLog:
-    """The log of one run. Only rank 0 has one.
+    """The log of one run, on rank 0 only.
 
-    `facts` are columns of the record: the run's `stage`, and what `facts_of_run` does not know. `unit` is
-    that of the printed speed, and how many of it a sample has.
+    `facts` are columns of the record: the run's `stage`, and those that `facts_of_run` does not know. `unit`
+    is the unit of the printed speed, and how many of it a sample has.
     Raises UserError if the results directory cannot be written to.
     """
 
@@ -47,10 +47,10 @@ class RunLog:
     ) -> None:
         self._options, (self._unit, self._per_sample) = options, unit
         self._started = startup.process_start()
-        self._before_s = 0.0  # what earlier processes of this run took
+        self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
-        word = re.sub(r"[^\w.-]+", "-", facts["stage"])  # it is the name of a file, too
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"])  # part of a file name
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
         self._facts = facts_of_run(options, here, dataset, model) | facts
         self._facts |= {
@@ -125,26 +125,26 @@ class RunLog:
 
     @property
     def ended(self) -> str:
-        """Why the run has ended before its last epoch, or "" if it has not."""
+        """Return why the run ended before its last epoch, or "" if it did not."""
         return self._recorder.rows[-1]["ended"] if self._recorder and self._recorder.rows else ""
 
     def state(self) -> dict:
-        """Return what a checkpoint keeps of the log, so that the run can go on under its own name."""
+        """Return the log's state for a checkpoint, so that the run can continue under the same name."""
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
     def go_on(self, state: dict, copied: bool = False) -> None:
-        """Continue the run that `state` was kept of; epochs written after that count as not written.
+        """Continue the run whose `state` was saved; epochs written after that are discarded.
 
-        A record that is not this run's stays as it is, also that of a run whose checkpoints were `copied`
-        and which went on: then this one gets a name of its own.
+        A record that is not this run's is left alone, as is that of a run whose checkpoints were `copied`
+        and which went on: this run then gets another name.
 
         Raises:
             UserError: if the CSV cannot be written.
             ValueError: if `state` would write to another place.
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
-            raise ValueError("its run_id is no name of a file")
+            raise ValueError("its run_id is not a file name")
         if not 0 <= state["elapsed_s"] < math.inf:
             raise ValueError(f"its run has taken {state['elapsed_s']} s")
         facts, rows = state["facts"], state["rows"]
@@ -157,12 +157,12 @@ class RunLog:
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts
         self.run_id, self._before_s = self._facts["run_id"], state["elapsed_s"]
-        if rows:  # the limits may be others now
+        if rows:  # the limits may have changed
             rows[-1]["ended"] = why_ended(rows, self._options)
         self._recorder.go_on(facts, rows)
 
     def _elapsed_s(self) -> float:
-        """Seconds that the run's processes took so far, without the time between two of them."""
+        """Return the seconds that the run's processes took so far, without the time between them."""
         return self._before_s + time.monotonic() - self._started
 
     def finish(self, weights: dict[str, torch.Tensor]) -> None:
@@ -199,7 +199,7 @@ class RunLog:
 
 
 def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
-    """Return what is the same in all rows of a training, or of a measurement of its steps."""
+    """Return the columns that are the same in all rows of a training, or of a measurement of its steps."""
     return options.columns() | {
         "dataset": dataset,
         "model": class_name(model),
@@ -213,7 +213,7 @@ def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) 
 
 
 def _configuration(options: Options, here: Place, batch_per_device: int) -> str:
-    """Tell in a line how the processes were started, and what each has to do."""
+    """Describe in one line how the processes were started, and what each has to do."""
     started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
     learning_rate = f"learning rate {options.scaled_lr:.6g}"
     if options.lr_scale != "none":

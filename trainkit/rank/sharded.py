@@ -1,4 +1,4 @@
-"""A training of which each rank holds another part: each writes its own, and any number of ranks reads it."""
+"""A training split over the ranks: each rank writes its own part, and any number of ranks can read them."""
 
 import io
 import pickle
@@ -15,7 +15,7 @@ from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError, first_line, reason
 
 NEEDED = "2.9"
-# All that `dcp.save` names in what it writes about its files, but for the types of tensors.
+# All names in the metadata that `dcp.save` writes, except the types of tensors.
 NAMED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -29,7 +29,7 @@ NAMED = {
 
 
 def check_pytorch() -> None:
-    """Raise a UserError if this PyTorch cannot split a network over the ranks, or not save it then."""
+    """Raise a UserError if this PyTorch cannot split a network over the ranks, or cannot save it."""
     if torch.__version__ < NEEDED:
         raise UserError(
             f"a network that is split over the ranks needs PyTorch {NEEDED} or newer, and this is "
@@ -40,13 +40,13 @@ def check_pytorch() -> None:
 class Sharded:
     """A network that is split over the ranks, and its optimizer.
 
-    Either by `fully_shard`, or so that each rank has some of the layers, under names that no other rank has.
-    All ranks make one, and call its methods at the same points.
+    Either `fully_shard` splits it, or each rank has some of the layers, under names that no other rank has.
+    Every rank creates one, and calls its methods at the same points.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        # What the optimizer keeps goes by the names of the weights: their numbers are others on every rank.
+        # The optimizer's state goes by the names of the weights: their numbers differ between ranks.
         self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def parameters(self) -> int:
@@ -60,9 +60,9 @@ class Sharded:
         return all(process_group.gather(own))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gather all weights on rank 0, where they have to fit into memory, as of a network in one piece.
+        """Gather all weights on rank 0, where they have to fit into memory, as if the network were whole.
 
-        With NCCL each rank also needs room on its GPU for the largest part that another one has.
+        With NCCL each rank also needs room on its GPU for the largest part of any other rank.
         """
         own = {}
         for name, value in self._model.state_dict().items():
@@ -80,7 +80,7 @@ class Sharded:
         return own | {name: value for part in of_ranks for name, value in part.items()}
 
     def save(self, folder: Path) -> str:
-        """Write what this rank holds to `folder`, a new one; returns why that failed on a rank, or ""."""
+        """Write this rank's part to `folder`, a new one; return why that failed on a rank, or ""."""
         try:
             dcp.save(self._state(), checkpoint_id=folder)
         except dcp.api.CheckpointException as error:
@@ -88,10 +88,10 @@ class Sharded:
         return ""
 
     def load(self, folder: Path) -> None:
-        """Take what this rank holds from `folder`, whatever ranks have written it.
+        """Load this rank's part from `folder`, which any number of ranks may have written.
 
         Raises:
-            ValueError: if that is of another network or optimizer.
+            ValueError: if it comes from another network or optimizer.
         """
         state = self._state()
         try:
@@ -107,7 +107,7 @@ class Sharded:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what `dcp.save` has written about its files, and nothing else: a forged file runs no command."""
+    """Reads the metadata that `dcp.save` writes, and nothing else: a forged file runs no command."""
 
     def find_class(self, module: str, name: str) -> type:
         if name in NAMED.get(module, ()):
@@ -122,7 +122,7 @@ class _Reader(dcp.FileSystemReader):
             with (folder / ".metadata").open("rb") as file:
                 self._metadata = _Unpickler(file).load()
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        except Exception as error:  # whatever pickle makes of a damaged file
+        except Exception as error:  # pickle raises many kinds for a damaged file
             raise ValueError(first_line(error)) from None
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
@@ -132,7 +132,7 @@ class _Reader(dcp.FileSystemReader):
 
 class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
-        """Take what is no tensor, such as a learning rate; PyTorch's own would run what is in it."""
+        """Read what is not a tensor, such as a learning rate; PyTorch's own method would run code in it."""
         content = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), content)
         content.seek(0)
@@ -140,12 +140,12 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: all, but for a share of what fully_shard has split."""
+    """Return this rank's part of a tensor: its share if fully_shard has split it, else all of it."""
     return tensor.to_local() if _is_split(tensor) else tensor
 
 
 def _is_split(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # DTensor, which has come from another module than today's
+    return hasattr(tensor, "to_local")  # DTensor, whose module differs between releases
 
 
 def _reason(error: dcp.api.CheckpointException) -> str:

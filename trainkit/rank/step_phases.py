@@ -1,4 +1,4 @@
-"""The phases of a training step: timed on one rank, told apart over all ranks, printed and written down."""
+"""The phases of a training step: timed on one rank, split over all ranks, printed and recorded."""
 
 import secrets
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.place import Place
 from trainkit.schema.records import put_table
 
-TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can tell
-MOST_APART = 0.05  # of the step: the sum of its phases, on a quiet machine
+TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can time
+MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it
 
 
 def laps(phases: Iterator[str], device: torch.device, steps: int, every: int = 1) -> torch.Tensor:
-    """Go through `steps` training steps, and return the seconds between looks at the clock, float64.
+    """Run `steps` training steps, and return the seconds between readings of the clock, float64.
 
     Args:
-        phases: the training, which gives way at the end of each phase of `TIMED`.
-        every: phases from one look to the next.
+        phases: the training, which yields at the end of each phase of `TIMED`.
+        every: phases from one reading to the next.
     """
     clock.start(device)  # all ranks begin together
     moments = [moment(device)]
@@ -42,12 +42,12 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 
     Args:
         together: seconds of the phases of `TIMED`, (ranks, repeats, steps, 4).
-        alone: the same of steps within `no_sync`, in which no rank meets another.
+        alone: the same for steps within `no_sync`, in which no rank meets another.
     """
     data, forward, backward, optimizer = together.mean(2).unbind(2)
     computing = alone[..., TIMED.index("backward")].mean(2)
     added = backward - computing
-    # In each step the others wait for the rank whose own work takes longest. They do so in the backward pass.
+    # In each step the others wait, in the backward pass, for the rank whose own work takes longest.
     own = alone.sum(3)
     waiting = (own.amax(0) - own).mean(2).minimum(added.clamp(min=0))
     return {
@@ -61,16 +61,16 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def facts(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
-    """Return the columns that are the same in all lines of the file. Every rank calls it."""
+    """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     return {"run_id": run_id} | facts_of_run(options, here, dataset, model)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:
-    """Format a table of the phases, and how their sum compares with the step as a whole.
+    """Format a table of the phases, and compare their sum with the whole step.
 
     Args:
-        seconds: by phase, (ranks, repeats); `step`: those of the step as a whole, (ranks, repeats).
+        seconds: by phase, (ranks, repeats); `step`: those of the whole step, (ranks, repeats).
     """
     of_ranks = {phase: _milliseconds(values) for phase, values in seconds.items()}
     whole, total = _milliseconds(step).mean(), sum(values.mean() for values in of_ranks.values())
@@ -85,7 +85,7 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
         lines.append(f"{phase:<10}{mean:>9.2f}{mean / total:>7.1%}   {values.min():.2f}..{values.max():.2f}")
     lines.append(f"phases sum to {total:.2f} ms, the step takes {whole:.2f} ms ({total / whole:.1%})")
     if abs(total / whole - 1) > MOST_APART:
-        lines[-1] += ": more than 5 % apart, so the machine was not quiet. Repeat it, with more --repeats."
+        lines[-1] += ": more than 5 % apart, so the machine was not quiet. Run it again with more --repeats."
     return "\n".join(lines)
 
 
@@ -95,7 +95,7 @@ def _milliseconds(seconds: torch.Tensor) -> torch.Tensor:
 
 
 def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[str, torch.Tensor]) -> None:
-    """Write a line for each phase, rank and repeat, and tell where; the file is there whole or not at all.
+    """Write a line for each phase, rank and repeat, in one atomic step, and print the path.
 
     Args:
         facts: the columns that are the same in all lines.

@@ -1,4 +1,4 @@
-"""Generated digits of MNIST's shape, for machines that have no MNIST. Good for speeds, not for accuracies."""
+"""Generated digits of MNIST's shape, for machines without MNIST: fit to measure speed, not accuracy."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ _FONT = """
 
 
 def digits(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw images, uint8 (n, 1, 28, 28), and labels, int64 (n,): the same for the same seed.
+    """Draw images, uint8 (n, 1, 28, 28), and labels, int64 (n,), determined by the seed.
 
     The digits vary in size, place and brightness, under noise.
     """

@@ -112,7 +112,7 @@ class RunFiles:
         except ValueError as error:
             raise UserError(
                 f"epoch {row['epoch']} cannot be recorded ({error}): correct what the training tells of it. "
-                "The epochs before are recorded."
+                "The earlier epochs are recorded."
             ) from None
         self.rows.append(self._facts | row)
         self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
@@ -166,7 +166,7 @@ class RunFiles:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                "--results-dir. The epochs before are recorded."
+                "--results-dir. The earlier epochs are recorded."
             ) from None
 
 
