@@ -31,7 +31,7 @@ def main() -> None:
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)
     folder = opts.results_dir / "breakdown"
-    fix = "free the space, mend the permissions, or give another --results-dir."
+    fix = "free the space, fix the permissions, or give another --results-dir."
     process_group.on_rank_0(lambda: opts.dry_run or files.check_writable(folder, "the breakdown", fix))
 
     # From here to `schedule` as in mnist_ddp.py. A schedule has to know of all steps.

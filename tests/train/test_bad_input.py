@@ -75,7 +75,7 @@ def test_one_sentence_beyond_the_stages(
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is None, and no whole number from 1 on: start the processes"),
+        ({"RANK": "0"}, "WORLD_SIZE is None, not a whole number from 1 on: start the processes"),
         ({"RANK": "0", "WORLD_SIZE": "many", "LOCAL_RANK": "0"}, "WORLD_SIZE is 'many'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "give each process its own RANK, from 0 to"),
     ],

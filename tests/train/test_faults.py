@@ -125,7 +125,7 @@ def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_pat
     place.insert("ddp", f"epoch == 2 and setattr(os, 'fsync', {full})", before="run.end_of_epoch")
     told = failed(script(place.script("ddp"), *SMALL, "--epochs", 3, "--results-dir", tmp_path, ranks=2))
     assert "cannot be written (No space left on device): free the space" in told
-    assert "error on rank 1: rank 0 had to stop, and tells why." in told
+    assert "error on rank 1: rank 0 had to stop: see its error." in told
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
     assert not list(tmp_path.glob("runs/*.tmp"))
 

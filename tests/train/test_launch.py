@@ -141,8 +141,8 @@ trainkit.launch(train)
     assert '  File "<cell 1>", line 2, in train\n    return 1 / 0  # here\n' in done.stderr
 
 
-ENDED = "rank 1 ended with exit code {} before train returned: see what it printed (-9: somebody killed it, "
-ENDED += "perhaps for want of memory)."
+ENDED = "rank 1 ended with exit code {} before train returned: see what it printed (-9: it was killed, "
+ENDED += "perhaps for lack of memory)."
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
                 records.put_all_reduce(path, [row | facts for row in rows])
             except OSError as error:
                 message = f"its times cannot be written to {path} ({reason(error)})"
-                fix = "free the space, or mend the permissions"
+                fix = "free the space, or fix the permissions"
                 kept = Finding("all-reduce", WARNING, message, fix)
             found.append(kept)
     finally:

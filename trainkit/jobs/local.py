@@ -112,7 +112,7 @@ def start(
     visible = next(chosen, [str(index) for index in range(gpus)])[:gpus]
     executor = submitit.LocalExecutor(folder)
     executor.update_parameters(tasks_per_node=ranks, timeout_min=minutes, stderr_to_stdout=True)
-    # Ctrl-C is for this process alone, which then ends the others in an orderly way.
+    # Ctrl-C reaches only this process, which then ends the others in order.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sampled:
         (folder / samples.FOLDER).mkdir(exist_ok=True)  # the ranks note there what they record

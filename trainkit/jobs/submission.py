@@ -70,7 +70,7 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
     """
     opts, to_slurm = check(request, site)
     results_dir = opts.results_dir.absolute()
-    fix = "free the space, mend the permissions, or choose others, by --results-dir or in slurm/site.sh."
+    fix = "free the space, fix the permissions, or choose others, by --results-dir or in slurm/site.sh."
     check_writable(results_dir / "runs", "results", fix)
     check_writable(folder, "the job's logs", fix)  # a job without its log's folder fails without a log
     if not to_slurm:

@@ -1,4 +1,4 @@
-"""The clock of a run: it stops when the work is done and not merely queued, on the slowest rank."""
+"""The clock of a run: it stops when the slowest rank's work is done, not merely queued."""
 
 import time
 
@@ -9,13 +9,13 @@ from trainkit.runtime.device import wait_for
 
 
 def start(device: torch.device) -> float:
-    """A clock that starts when every rank is here and every GPU idle; for `stop`."""
+    """Start a clock when every rank has arrived and every GPU is idle; return the time for `stop`."""
     process_group.barrier()
     wait_for(device)
     return time.perf_counter()
 
 
 def stop(device: torch.device, started: float) -> float:
-    """Seconds since `started`, on the slowest rank."""
+    """Return the seconds since `started`, on the slowest rank."""
     wait_for(device)
     return process_group.largest(time.perf_counter() - started, device)

@@ -1,4 +1,4 @@
-"""What all command lines of the project share: a parser that tells a mistake in one sentence, and types."""
+"""What all command lines of the project share: types, and a parser that reports a mistake in one sentence."""
 
 import argparse
 import math
@@ -8,11 +8,11 @@ from typing import NoReturn
 
 from trainkit.runtime.errors import UserError
 
-LARGEST = 1e38  # about what a float32 holds
+LARGEST = 1e38  # about the largest float32
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser. Its mistakes are `UserError`s, and a half-written option is one."""
+    """argparse's parser. It raises mistakes as `UserError`s, and an abbreviated option is one."""
 
     def __init__(self, **how: object) -> None:
         how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | how
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """An argparse type: a whole number, `smallest` or more, up to `most`."""
+    """Return an argparse type: a whole number from `smallest` to `most`."""
 
     def whole_number(text: str) -> int:
         try:
@@ -39,7 +39,7 @@ def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def above_0(most: float = LARGEST) -> Callable[[str], float]:
-    """An argparse type: a number above 0, `most` or less."""
+    """Return an argparse type: a number above 0, `most` or less."""
 
     def positive_number(text: str) -> float:
         try:
@@ -54,12 +54,12 @@ def above_0(most: float = LARGEST) -> Callable[[str], float]:
 
 
 def time_limit(text: str) -> int:
-    """An argparse type: minutes, rounded up, of what `duration` takes."""
+    """Parse what `duration` takes, and return minutes, rounded up: an argparse type."""
     return math.ceil(duration(text) / 60)
 
 
 def duration(text: str) -> float:
-    """An argparse type: seconds above 0, of Slurm's [days-]hours:minutes:seconds or of minutes."""
+    """Parse Slurm's [days-]hours:minutes:seconds, or minutes, into seconds above 0: an argparse type."""
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
     try:
         if not parts:
@@ -71,12 +71,12 @@ def duration(text: str) -> float:
 
 
 def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
-    """An argparse type: values of `kind`, separated by commas."""
+    """Return an argparse type: values of `kind`, separated by commas."""
     return lambda text: tuple(kind(part.strip()) for part in text.split(","))
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], str]:
-    """An argparse type: one of `words`, to be used in a `list_of`."""
+    """Return an argparse type: one of `words`, for use in a `list_of`."""
 
     def word(text: str) -> str:
         if text not in words:
@@ -87,7 +87,7 @@ def one_of(words: Iterable[str]) -> Callable[[str], str]:
 
 
 def check_divides(number: int, parts: int, what: str, option: str = "--batch-size") -> None:
-    """Raise a UserError with the nearest numbers that would do if `number` is not a multiple of `parts`."""
+    """Raise a UserError that names the nearest valid numbers if `number` is not a multiple of `parts`."""
     if number % parts:
         below, above = number // parts * parts, -(-number // parts) * parts
         nearest = f"{below} or {above}" if below else f"{above}"

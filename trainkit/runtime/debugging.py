@@ -1,4 +1,4 @@
-"""--debug: what each rank knows of itself, and where it is when it stands still, in a file of its own."""
+"""--debug: each rank writes to its own file how it connects, and where it is when it hangs."""
 
 import faulthandler
 import os
@@ -30,12 +30,12 @@ RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # of glo
 
 
 def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
-    """Have NCCL, PyTorch and Python write down what they do, before the ranks meet.
+    """Have NCCL, PyTorch and Python log what they do, from before the ranks meet.
 
-    `debug-rank-N.txt` gets, behind what an earlier start of the job has left there, the variables that decide
-    how the ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt`
-    what NCCL tells; `flight-of-RANKS/rank-N` the last collectives, of NCCL after a timeout only. PyTorch's
-    own errors become more exact: see TORCH_DISTRIBUTED_DEBUG in its manual.
+    `debug-rank-N.txt` gets, after the lines of an earlier start of the job, the variables that decide how the
+    ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt` gets
+    NCCL's log; `flight-of-RANKS/rank-N` the last collectives, with NCCL only after a timeout. PyTorch's own
+    errors become more precise: see TORCH_DISTRIBUTED_DEBUG in its manual.
 
     Raises:
         UserError: if the folder cannot be written to.
@@ -46,15 +46,15 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
         "TORCH_DISTRIBUTED_DEBUG": "INFO",  # with DETAIL, DDP crashes on gloo (PyTorch 2.14)
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's own; without a dump we wait less
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's default; without a dump we wait less
         "TORCH_FR_DUMP_TEMP_FILE": f"{record.parent}/rank-",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{record.parent}/rank-",  # what an older PyTorch calls it
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{record.parent}/rank-",  # its name in an older PyTorch
     } | ({} if RECORDER else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})
     os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
     dist.set_debug_level_from_env()
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        record.unlink(missing_ok=True)  # an earlier run's
+        record.unlink(missing_ok=True)  # of an earlier run
         file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
@@ -62,10 +62,10 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         file.flush()
     except OSError as error:
         raise UserError(
-            f"--debug cannot write to {folder} ({error.strerror}): free the space, mend the permissions, or "
+            f"--debug cannot write to {folder} ({error.strerror}): free the space, fix the permissions, or "
             "give another --results-dir."
         ) from None
-    faulthandler.enable(file)  # and where NCCL aborts it
+    faulthandler.enable(file)  # also if NCCL aborts it
     faulthandler.dump_traceback_later(every, repeat=True, file=file)
     if RECORDER:
         threading.Thread(target=_write_collectives, args=(record, every), daemon=True).start()
@@ -76,15 +76,15 @@ def _write_collectives(path: Path, every: float) -> None:
         time.sleep(every)
         with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
             record = pickle.loads(RECORDER())
-            if group := record["pg_config"].pop("", None):  # torchfrtrace asks for the name in its entries
+            if group := record["pg_config"].pop("", None):  # torchfrtrace needs the name in its entries
                 record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
-            if record["entries"]:  # those of NCCL PyTorch writes by itself
+            if record["entries"]:  # PyTorch writes NCCL's by itself
                 with replacing(path, "wb") as file:
                     pickle.dump(record, file)
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
-    """Print on rank 0 where each rank is, and how it reaches rank 0."""
+    """Print, on rank 0, where each rank runs, and how it reaches rank 0."""
     cores = ",".join(map(str, sorted(machine.cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
@@ -94,18 +94,18 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     if rank == 0:
         for name in names:
             tell(name)
-        tell(f"where each rank stands, again and again, and what NCCL tells: {folder}/debug-rank-*.txt")
+        tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
         if len(names) > 1:
             tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")
 
 
 def _interface() -> str:
-    """The one that was asked for, else the one towards rank 0; gloo and NCCL may choose another."""
+    """Return the interface asked for, else the one towards rank 0; gloo and NCCL may choose another."""
     if asked := os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"):
         return asked
     with suppress(OSError, KeyError):
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])
-        with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, and chooses the way
+        with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, but picks the route
             way.connect((address, 1))
             own = way.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():

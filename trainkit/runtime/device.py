@@ -1,6 +1,6 @@
-"""What is asked of a device, a GPU or the CPU: which is whose, whether it computes, its memory and its time.
+"""Devices, GPUs and the CPU: which rank has which, whether it computes, its memory and its time.
 
-PyTorch calls AMD's GPUs "cuda", too. CUDA graphs are in trainkit/rank/capture.py.
+PyTorch also calls AMD's GPUs "cuda". CUDA graphs are in trainkit/rank/capture.py.
 """
 
 import os
@@ -19,12 +19,12 @@ from trainkit.runtime import machine
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.place import Place
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by which the ranks talk
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by which the ranks communicate
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Tell a GPU from the CPU."""
+    """Return whether the device is a GPU."""
     return device.type == "cuda"
 
 
@@ -34,13 +34,13 @@ def gpus() -> list[torch.device]:
 
 
 def choose_device(here: Place, use_cuda: bool) -> torch.device:
-    """Choose the GPU of this process, and try it; the CPU with --no-cuda, or where there is no GPU.
+    """Choose this process's GPU, and try it; choose the CPU with --no-cuda, or if there is no GPU.
 
     Raises:
         UserError: if PyTorch cannot use the GPUs, or the one chosen does not compute.
     """
     if use_cuda:
-        # Of several slices of cards (MIG) CUDA shows a process the first one only: name this rank's own.
+        # CUDA shows a process only the first of several slices of cards (MIG): name this rank's own.
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if slices[0].startswith("MIG-") and len(slices) > here.local_rank:
             os.environ["CUDA_VISIBLE_DEVICES"] = slices[here.local_rank]
@@ -48,25 +48,25 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
     if not visible:
         machine.keep_freed_memory()
         if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
-            # To its own cores, as srun does; these give it every core.
+            # Bind it to its own cores, as srun does; these launchers give it every core.
             cores = sorted(os.sched_getaffinity(0))
             if share := len(cores) // here.local_size:
                 os.sched_setaffinity(0, cores[here.local_rank * share :][:share])
         return torch.device("cpu")
-    # Of as many as ranks, that of the local rank; else srun, say, shows each its own, or process_group.py
-    # finds that two have the same.
+    # With as many GPUs as ranks, that of the local rank; else each rank sees its own, as with srun, or
+    # process_group.py finds that two have the same.
     device = torch.device("cuda", here.local_rank if len(visible) >= here.local_size else 0)
     try_gpu(device)
-    torch.backends.cudnn.benchmark = True  # all steps have the same shapes
+    torch.backends.cudnn.benchmark = True  # as all steps have the same shapes
     return device
 
 
 def usable_gpus() -> list[torch.device]:
-    """List the GPUs that PyTorch can use. Nobody trains on the CPU unasked.
+    """List the GPUs that PyTorch can use. Training never falls back to the CPU silently.
 
     Raises:
-        UserError: if it can use none, and some are there, or Slurm gave some. The practice cluster's GPUs are
-            virtual: there the CPU stands in.
+        UserError: if it can use none, although the node has some, or Slurm gave some. The practice cluster's
+            GPUs are virtual: there the CPU stands in.
     """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -74,10 +74,10 @@ def usable_gpus() -> list[torch.device]:
             return gpus()
         if os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return []
-        # NVIDIA's have device files, which a job that asked for none may not open; others only PyTorch knows.
+        # NVIDIA's GPUs have device files, which a job without GPUs may not open; others only PyTorch knows.
         files = list(Path("/dev").glob("nvidia[0-9]*"))
         count = sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else len(gpus())
-        # What PyTorch does not take for a number or name of a GPU hides all of them, and so it is meant.
+        # A value that PyTorch does not accept as a GPU's number or name hides all GPUs, as intended.
         if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
             count = 0
         count = count or gpus_given()
@@ -93,7 +93,7 @@ def usable_gpus() -> list[torch.device]:
 
 
 def gpus_given() -> int | None:
-    """Count the GPUs of this node that Slurm gave to all its tasks together; None where Slurm gave none."""
+    """Count the GPUs of this node that Slurm gave to all its tasks together; None if it gave none."""
     text = os.environ.get("SLURM_GPUS_ON_NODE", "")
     return int(text) if text.isdecimal() else None
 
@@ -102,7 +102,7 @@ def try_gpu(device: torch.device) -> None:
     """Make the GPU this process's own, and have it compute something.
 
     Raises:
-        UserError: if it cannot: no kernels for it, held by somebody, full, or broken.
+        UserError: if it cannot: PyTorch has no kernels for it, or it is in use, full, or broken.
     """
     try:
         torch.cuda.set_device(device)
@@ -110,13 +110,13 @@ def try_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         raise UserError(
             f"GPU {device.index} of {platform.node()} does not compute ({first_line(error)}): nvidia-smi "
-            "shows whether somebody else holds or fills it; take another GPU, or, where there is no kernel "
+            "shows whether another process uses or fills it; take another GPU, or, if there is no kernel "
             f"image for it, another PyTorch ({PREVIOUS_VERSIONS}), or add --no-cuda."
         ) from None
 
 
 def take_all_gpus(seed: int) -> None:
-    """Have a process that computes on all its GPUs try each of them, and seed them.
+    """Try and seed every GPU, for a process that computes on all of them.
 
     Raises:
         UserError: as `try_gpu`.
@@ -128,7 +128,7 @@ def take_all_gpus(seed: int) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name the GPU, or "CPU: " and the processor, from Linux's /proc/cpuinfo."""
+    """Return the GPU's name, or "CPU: " and the processor's, from Linux's /proc/cpuinfo."""
     if is_gpu(device):
         return torch.cuda.get_device_name(device)
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -138,21 +138,21 @@ def device_name(device: torch.device) -> str:
 
 
 def build() -> str:
-    """Tell what this PyTorch computes on: "CUDA 13.2", "ROCm 6.4" or "the CPU only"."""
+    """Return what this PyTorch computes on: "CUDA 13.2", "ROCm 6.4" or "the CPU only"."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only"
 
 
 def build_and_backend() -> str:
-    """Tell what this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
+    """Return what this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
     if not torch.distributed.is_nccl_available():
         return build()
     return f"{build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def driver() -> str:
-    """Tell NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", by what the kernel module says."""
+    """Return NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", from the kernel module."""
     with suppress(OSError):
         told = Path("/proc/driver/nvidia/version").read_text()
         if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", told):
@@ -161,7 +161,7 @@ def driver() -> str:
 
 
 def cards() -> str:
-    """Tell the GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
+    """Describe the GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
     properties = map(torch.cuda.get_device_properties, gpus())
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
     told = [f"{count} x {kind}" for kind, count in kinds.items()]
@@ -169,7 +169,7 @@ def cards() -> str:
 
 
 def card(device: torch.device) -> str:
-    """Tell which card of which host the GPU is, alike for slices (MIG) of one; "" where PyTorch does not."""
+    """Return the host and card of the GPU, the same for all its slices (MIG); "" if PyTorch has none."""
     properties = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return ""
@@ -178,13 +178,13 @@ def card(device: torch.device) -> str:
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
-    """List all GPUs on which this process has had memory, or its CPU."""
+    """List all GPUs on which this process has used memory, or its CPU."""
     return [gpu for gpu in gpus() if torch.cuda.max_memory_allocated(gpu)] if is_gpu(device) else [device]
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Megabytes (1e6 bytes) at the peak: allocated on the GPU since `reset_peak_memory`, or resident on a CPU
-    since the process started.
+    """Return the peak in megabytes (1e6 bytes): allocated on the GPU since `reset_peak_memory`, or resident
+    on a CPU since the process started.
     """
     if is_gpu(device):
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -192,19 +192,19 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def reset_peak_memory() -> None:
-    """Begin the peak of every GPU anew. That of a CPU is the process's own, for good."""
+    """Reset the peak of every GPU. That of a CPU is the process's and cannot be reset."""
     for gpu in gpus() if torch.cuda.is_initialized() else ():
         torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done all that is queued."""
+    """Wait until a GPU has finished its queue."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def moment(device: torch.device) -> "float | torch.cuda.Event":
-    """Take a moment of the GPU's own time, where there is one, as the CPU is ahead of it; for `between`."""
+    """Record a moment for `between`, in the GPU's own time if there is one, as the CPU runs ahead of it."""
     if not is_gpu(device):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -213,23 +213,23 @@ def moment(device: torch.device) -> "float | torch.cuda.Event":
 
 
 def between(began: "float | torch.cuda.Event", ended: "float | torch.cuda.Event") -> float:
-    """Seconds from one moment to the other; a GPU has to be at the later one."""
+    """Return the seconds from one moment to the other; a GPU must have reached the later one."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
 
 
 def seed_gpus(seed: int) -> None:
-    """Have GPU i draw the random numbers of `seed` + i; torch.manual_seed makes all of them draw alike."""
+    """Seed GPU i with `seed` + i; torch.manual_seed would make all of them draw the same numbers."""
     for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
         generator.manual_seed(seed + index)
 
 
 def random_states() -> list[torch.Tensor]:
-    """Read the states of this process's generators: the CPU's, then those of its GPUs."""
+    """Return the states of this process's generators: the CPU's, then those of its GPUs."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def set_random_states(states: list[torch.Tensor]) -> bool:
-    """Go on from what `random_states` has read; False, and nothing done, if there were other GPUs then."""
+    """Restore what `random_states` returned; return False, and change nothing, if the GPUs were others."""
     if len(states) != len(random_states()):
         return False
     torch.set_rng_state(states[0])
@@ -238,11 +238,11 @@ def set_random_states(states: list[torch.Tensor]) -> bool:
 
 
 def keeping_random_numbers(device: torch.device) -> AbstractContextManager:
-    """Leave the random numbers that follow as if nothing had been drawn within."""
+    """Restore the generators at the end of the block, as if nothing had been drawn in it."""
     return torch.random.fork_rng(devices=[device] if is_gpu(device) else [])
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Tell whether the device is a GPU with TF32."""
+    """Return whether the device is a GPU with TF32."""
     nvidia = is_gpu(device) and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)

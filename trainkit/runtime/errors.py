@@ -1,4 +1,4 @@
-"""One clear sentence instead of a traceback for every mistake a user can mend."""
+"""One clear sentence instead of a traceback for every mistake that a user can correct."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-# PyTorch's errors of what is between ranks.
+# PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -25,16 +25,16 @@ class UserError(Exception):
     """A mistake that the user can correct; its text says what is wrong and what to do."""
 
     def __str__(self) -> str:
-        """Return the text without what a terminal would obey: it may quote a file, or another program."""
+        """Return the text without control sequences: it may quote a file, or another program."""
         return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class PeerError(UserError):
-    """Another rank made the mistake, and tells it."""
+    """Another rank made the mistake, and reports it."""
 
 
 class Stopped(Exception):  # noqa: N818  not an error: the run did what it was asked to
-    """The run has saved its state and ends before its last epoch; the text says how it goes on."""
+    """The run has saved its state and ends before its last epoch; the text says how to continue."""
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -45,12 +45,12 @@ def run(main: Callable[[], int | None]) -> None:
     """
     startup.mark("imports")
     note("started")
-    if rank_of() is not None:  # NCCL aborts a rank that has waited for too long
+    if rank_of() is not None:  # NCCL aborts a rank that has waited too long
         with suppress(ValueError):  # a hard limit of 0
-            # Of 1 byte: too small for a file, and Linux does not start a program that collects dumps either.
+            # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     if sys.stdout:  # it may be closed
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
+        sys.stdout.reconfigure(errors="replace")  # the terminal may support ASCII only
     words = ""
     try:
         code = main()
@@ -67,8 +67,8 @@ def run(main: Callable[[], int | None]) -> None:
         if told := _told_by_pytorch(error):
             fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
-        # to stop knows why, so the others point there instead of adding a traceback each.
-        # The second is gloo's too, after its timeout, when the backward pass was waiting.
+        # to stop knows why, so the others refer to it instead of adding a traceback each.
+        # gloo also raises the second, after its timeout, if the backward pass was waiting.
         by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
         if isinstance(error, RuntimeError) and by_torch:
             fail(
@@ -80,13 +80,13 @@ def run(main: Callable[[], int | None]) -> None:
         raise
     note("finished", words)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # to be stopped now would make a failure of it
-    tell()  # while an error of the output can still be overlooked
+        signal.signal(number, signal.SIG_IGN)  # a signal now would turn success into failure
+    tell()  # flush while an output error can still be ignored
     sys.exit(code)
 
 
 def quiet_without_run() -> None:
-    """Have Ctrl-C and a UserError show no traceback, before `run` (behind `import torch`) or without it."""
+    """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, UserError):
@@ -98,7 +98,7 @@ def quiet_without_run() -> None:
 
 
 def tell(text: str | None = None) -> None:
-    """Print, and go on even if nobody can read it: `| head` has ended, or the disk of the log is full."""
+    """Print, and go on even if that fails: `| head` has ended, or the log's disk is full."""
     try:
         if text is not None:
             print(text)
@@ -109,7 +109,7 @@ def tell(text: str | None = None) -> None:
 
 
 def fail(text: str, state: str = "failed") -> NoReturn:
-    """End the process with this error; a rank from any thread, and whatever the others are stuck in."""
+    """End the process with this error, from any thread of a rank, whatever the others are stuck in."""
     text = f"error{_which_rank()}: {text}"
     note(state, text)
     tell()
@@ -121,7 +121,7 @@ def fail(text: str, state: str = "failed") -> NoReturn:
 
 
 def first_line(error: Exception) -> str:
-    """Pick the line of its text that tells why: NCCL's own words, else the first; C++ frames may follow."""
+    """Return the line of its text that gives the cause: NCCL's, else the first; C++ frames may follow."""
     text = str(error).strip()
     by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
     by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
@@ -129,28 +129,28 @@ def first_line(error: Exception) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Tell why something could not be saved; PyTorch hides the system's answer behind one of its own."""
+    """Return why something could not be saved; PyTorch's error hides the one of the operating system."""
     cause = error.__context__ if isinstance(error.__context__, OSError) else error
     return getattr(cause, "strerror", None) or first_line(cause)
 
 
 def printable(text: str) -> str:
-    """Strip text from logs, names of files and other programs of what a terminal would obey."""
+    """Remove control sequences from text of logs, file names and other programs."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _which_rank() -> str:
-    """Every rank tells its own error: a launcher may kill rank 0 before it could speak for all."""
+    """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
     return f" on rank {rank_of()}" if rank_of() else ""
 
 
 def _told_by_pytorch(error: Exception) -> str | None:
-    """What a full GPU or /dev/shm, or a network that was used in part, means; None for other errors."""
+    """Explain a full GPU or /dev/shm, or a network that was used in part; None for other errors."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "out of memory" in text or "ALLOC_FAILED" in text:
         return (
-            "the memory of this process's GPU is full: lower --batch-size, and see with nvidia-smi whether "
-            "anybody else uses that GPU."
+            "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether "
+            "another process uses that GPU."
         )
     if full := re.search(r"Too many open files|unable to .*shared memory\(shm\).*", text):
         return (

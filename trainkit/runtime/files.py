@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that are asked before work is done for them."""
+"""Files that are written whole or not at all, and folders that are checked before any work is done."""
 
 import os
 import secrets
@@ -13,17 +13,17 @@ from trainkit.runtime.errors import UserError
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
-    """A file to write to, which takes the place of `path` at once when the block ends well.
+    """Open a file to write to; it replaces `path` atomically when the block ends well.
 
-    A reader, a kill or a full disk never meets half a file: it is written beside `path` as a new
-    `.<name>.<random>.tmp`, synced, and renamed. A link at `path` is replaced, not followed. If the block
-    fails, what `path` held before stays.
+    A reader never sees half a file, even after a kill or on a full disk: it is written next to `path` as a
+    new `.<name>.<random>.tmp`, synced, and renamed. A link at `path` is replaced, not followed. If the block
+    fails, `path` keeps its old content.
 
     Raises:
         OSError: if it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    # A name that is not UTF-8 does not end a run.
+    # A name that is not UTF-8 must not end a run.
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
     try:
         with temporary.open(mode.replace("w", "x"), **text) as file:
@@ -38,13 +38,13 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe."""
+    """Raise a ValueError if there is no such file, or if it has no end, as a pipe."""
     if not path.is_file():
         raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
 
 
 def read_text(path: Path, most: int = 10**6) -> str:
-    """Read a small file that anybody may have put there; what is not UTF-8 becomes a question mark.
+    """Read a small file from any source; what is not UTF-8 becomes a question mark.
 
     Raises:
         ValueError: if there is no such file, if it has no end, or more than `most` bytes.
@@ -57,7 +57,7 @@ def read_text(path: Path, most: int = 10**6) -> str:
 
 
 def check_writable(folder: Path, what: str, fix: str) -> None:
-    """Make `folder` if it is not there, and see that a file in it can be written.
+    """Make `folder` if it does not exist, and check that a file can be written to it.
 
     Raises:
         UserError: "<what> cannot be written to <folder> (<reason>): <fix>".
@@ -65,7 +65,7 @@ def check_writable(folder: Path, what: str, fix: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(4096))  # an empty file fits on a full disk
+            probe.write(bytes(4096))  # an empty file would fit on a full disk
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:

@@ -1,16 +1,16 @@
-"""A job's own folder: its checkpoints, its samples, and the word that its ranks leave in it.
+"""A job's own folder: its checkpoints, its samples, and the notes that its ranks leave in it.
 
-| name | what it says |
+| name | meaning |
 |---|---|
 | `rank-N.started` | rank N runs, on the node that the file names |
-| `rank-N.finished`, `.failed`, `.lost` | in its place: how it ended, and the error (lost: its peers left) |
+| `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
-| `stopped` | the run has saved, and stopped by a signal; in the file the folder of its checkpoints |
-| `checkpoints`, `monitor` | what rank/checkpoint.py has saved; the samples (schema/samples.py) |
-| `plain` | the job's script knows nothing of the kit (runtime/plain.py); it may write `stopped` itself |
+| `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `checkpoints`, `monitor` | the files of rank/checkpoint.py; the samples (schema/samples.py) |
+| `plain` | the job's script does not use the kit (runtime/plain.py); it may write `stopped` itself |
 
-srun often reports another exit code than that of the rank that failed, and a log mixes the ranks' lines. From
-the notes jobs/why.py tells which rank it was; one that is still "started" when all is over was killed.
+srun often reports an exit code other than the failed rank's, and a log mixes the ranks' lines. From the notes
+jobs/why.py finds which rank it was; a rank that is still "started" after the end was killed.
 """
 
 import os
@@ -26,15 +26,15 @@ NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
 
 def here() -> Path | None:
-    """Return the folder of the job that this process belongs to; None outside of a job."""
+    """Return the folder of this process's job; None outside of a job."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else None
 
 
 def note(state: str, text: str = "") -> None:
-    """In a job, leave word that this rank has started, finished, failed or lost its peers.
+    """In a job, leave a note that this rank has started, finished, failed or lost its peers.
 
-    It replaces the rank's earlier note. On a full disk there is none: the error that is noted counts more.
+    It replaces the rank's earlier note. A full disk is ignored: the error itself matters more than its note.
     """
     folder = here()
     if folder is None or rank_of() is None:
@@ -46,27 +46,27 @@ def note(state: str, text: str = "") -> None:
         with suppress(OSError):  # there was none; renaming also works on a full disk
             path.with_suffix(".started").rename(path)
     if state == "failed":
-        with suppress(OSError):  # a link can be made once only, whatever the clocks of the nodes say
+        with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
             (folder / "first-failed").symlink_to(path.name)
     with suppress(OSError):
         path.write_text(f"{text}\n" if text else "")
 
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
-    """Find the notes of the ranks that are in one of `states`, by rank."""
+    """Return the notes of the ranks that are in one of `states`, by rank."""
     found = {path: NOTE.fullmatch(path.name) for path in folder.glob("rank-*")}
     return dict(sorted((int(name[1]), path) for path, name in found.items() if name and name[2] in states))
 
 
 def first_failed(folder: Path) -> Path | None:
-    """Find the note of the rank that failed first."""
+    """Return the note of the rank that failed first."""
     first = folder / "first-failed"
-    failed = notes(folder, "failed")  # on some file systems there are no links
+    failed = notes(folder, "failed")  # some file systems have no links
     return first.resolve() if first.exists() else next(iter(failed.values()), None)
 
 
 def note_stop(checkpoints: Path) -> None:
-    """In a job, leave word that the run has saved in `checkpoints`, and stopped, by a signal.
+    """In a job, leave a note that the run has saved in `checkpoints` and stopped after a signal.
 
     Raises:
         OSError: if it cannot be written.
@@ -76,6 +76,6 @@ def note_stop(checkpoints: Path) -> None:
 
 
 def stopped(folder: Path) -> str | None:
-    """Return where the run of this job that a signal has stopped saved; None if there is none."""
+    """Return where this job's run saved before a signal stopped it; None if none was stopped."""
     path = folder / "stopped"
     return path.read_text().strip() if path.exists() else None

@@ -34,17 +34,17 @@ class RankError(UserError):
 
 
 def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -> Result:
-    """Call `train(*arguments)` in so many fresh processes, and return what it returns in rank 0.
+    """Call `train(*arguments)` in `workers` fresh processes, and return rank 0's result.
 
     Each process is a rank as with torchrun: `process_group.join` finds the others, and takes one GPU each.
-    What they print appears here at once. Nothing of them stays, so call this as often as you like, also where
-    CUDA is in use. `train` may be defined in a cell: it is sent by value, with the globals that it names. Its
-    result comes back by pickle: best numbers, or tensors on the CPU. Ctrl-C ends all ranks, and so does the
-    end of this process.
+    What they print appears here at once. They leave nothing behind, so call this as often as you like, even
+    if CUDA is in use. `train` may be defined in a cell: it is sent by value, with the globals that it names.
+    Its result comes back by pickle: numbers are best, or tensors on the CPU. Ctrl-C ends all ranks, and so
+    does the end of this process.
 
     Raises:
         RankError: if `train` fails in a rank, or the rank is killed; the others are ended.
-        UserError: if `workers` is no number of processes, or `train` or its result cannot be sent.
+        UserError: if `workers` is not a number of processes, or `train` or its result cannot be sent.
     """
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers is {workers!r}: give a whole number from 1 on; with GPUs, one for each.")
@@ -62,7 +62,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
         }  # fmt: skip
         output, theirs = os.pipe()
         printing = threading.Thread(target=_show, args=[output], daemon=True)
-        # Sessions of their own: Ctrl-C is for this process alone, which then ends them in an orderly way.
+        # Separate sessions: Ctrl-C reaches only this process, which then ends the ranks in order.
         how = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs, "start_new_session": True}
         try:
             printing.start()
@@ -80,20 +80,20 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             for process in ranks:
                 process.wait()
             os.close(theirs)
-            printing.join(PATIENCE_SECONDS)  # until nobody has the other end of the pipe
+            printing.join(PATIENCE_SECONDS)  # until the other end of the pipe is closed
         if failed:
             lost = job_folder.notes(folder, "lost")
             silent = next((rank for rank in failed if rank not in lost), failed[0])
             why = (
                 f"rank {silent} ended with exit code {ranks[silent].returncode} before train returned: see "
-                "what it printed (-9: somebody killed it, perhaps for want of memory)."
+                "what it printed (-9: it was killed, perhaps for lack of memory)."
             )
             if first := job_folder.first_failed(folder):
                 trace = first.with_suffix(".traceback")
                 why = first.read_text().removeprefix("error on ")
                 why += trace.read_text() if trace.exists() else ""
             raise RankError(why)
-        if not (folder / "result").exists():  # a Run that a signal has stopped tells how it goes on
+        if not (folder / "result").exists():  # a Run stopped by a signal says how to continue
             raise RankError(job_folder.notes(folder, "finished")[0].read_text())
         try:
             return pickle.loads((folder / "result").read_bytes())
@@ -102,11 +102,11 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
 
 
 def _send(train: Callable, arguments: tuple, folder: Path) -> None:
-    # Sources that are in no file, as a cell's: for tracebacks, and for who compiles functions.
+    # Sources that are in no file, as a cell's: for tracebacks, and for compilers of functions.
     sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
     try:
         call = pickle.dumps((sys.path, sources, cloudpickle.dumps((train, arguments))))
-    except Exception as error:  # of any kind: every object has its own way to refuse
+    except Exception as error:  # of any kind: each object refuses pickling in its own way
         raise UserError(
             f"train, or something that it uses, cannot be sent to other processes ({first_line(error)}): "
             "open files, connections and locks inside of train."
@@ -125,7 +125,7 @@ def _show(output: int) -> None:
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float = math.inf) -> None:
-    """Until the ranks have ended, or for `seconds`, fewer once one has failed."""
+    """Wait until the ranks have ended, or for `seconds`, fewer once one has failed."""
     until = time.monotonic() + seconds
     while any(process.poll() is None for process in ranks) and time.monotonic() < until:
         if _failed(ranks, folder):
@@ -134,14 +134,14 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float = math.inf
 
 
 def _signal(ranks: list[subprocess.Popen], number: signal.Signals) -> None:
-    """Send it to the ranks and to what they have started, which may outlive them."""
+    """Send the signal to the ranks and to the processes they started, which may outlive them."""
     for process in ranks:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
 def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
-    """The ranks that have ended without the note that they finished, whatever their exit codes."""
+    """List the ranks that ended without a note that they finished, whatever their exit codes."""
     ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
     return [rank for rank in ended if rank not in job_folder.notes(folder, "finished")]
 
@@ -149,7 +149,7 @@ def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
 def _rank(folder: Path) -> None:
     """Call train in this process, which is one of the ranks."""
     threading.Thread(target=_end_with_the_caller, args=[folder], daemon=True).start()
-    # Whole lines, as those of all ranks go into one pipe: PYTHONUNBUFFERED would send their ends apart.
+    # Whole lines, as all ranks write into one pipe: PYTHONUNBUFFERED would send line ends separately.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         sys.path[:], sources, call = pickle.loads((folder / "call").read_bytes())
@@ -170,14 +170,14 @@ def _rank(folder: Path) -> None:
 
 
 def _end_with_the_caller(folder: Path) -> None:
-    """Wait until nobody can read what this rank prints, then end it, its processes and `folder`."""
+    """Wait until the reader of this rank's output is gone, then end it, its processes and `folder`."""
     watch = select.poll()
-    watch.register(1, 0)  # of a pipe whose reader is gone it tells without being asked, see poll(2)
+    watch.register(1, 0)  # a closed reader is always reported, see poll(2)
     watch.poll()
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv.pop())  # options.parse is not to see it
+    folder = Path(sys.argv.pop())  # options.parse must not see it
     errors.run(lambda: _rank(folder))

@@ -1,4 +1,4 @@
-"""The machine under a rank: the commit it runs, and how its cores and memory are used."""
+"""The machine of a rank: the commit it runs, and the use of its cores and memory."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def git_commit() -> str:
-    """The commit of the script's checkout, or else of this one, with "-dirty" if it was changed since."""
+    """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
     command = ["git", "describe", "--always", "--dirty"]
     for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
         with suppress(OSError):  # there is no git
@@ -23,7 +23,7 @@ def git_commit() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Stop glibc from giving the activations back to the kernel after every step.
+    """Stop glibc from returning the activations to the kernel after every step.
 
     By default it returns large blocks at once, and the next step faults each of their pages in
     again: 9,000 faults in a step of 128 images, 73,000 in one of 1,024. Values from mallopt(3);
@@ -37,15 +37,15 @@ def keep_freed_memory() -> None:
 
 
 def cores() -> tuple[str, set[int]]:
-    """This host, by the number of its boot, and the cores of it that this process may use."""
+    """Return the id of this host's boot, and the cores that this process may use."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(), os.sched_getaffinity(0)
 
 
 def limit_threads(of_all_ranks: list[tuple[str, set[int]]]) -> None:
-    """Lower the number of this rank's threads to its share of its cores, given the `cores` of every rank.
+    """Limit this rank's threads to its share of its cores, given the `cores` of every rank.
 
-    Where threads share a core, each step waits for one that does not run. The CPUs that Slurm gives a rank
-    need not be its own: on the practice cluster all nodes are one machine.
+    If threads share a core, each step waits for one that is not running. The CPUs that Slurm gives a rank
+    may be shared: on the practice cluster all nodes are one machine.
     """
     host, own = cores()
     users = Counter(core for other_host, others in of_all_ranks if other_host == host for core in others)

@@ -1,4 +1,4 @@
-"""Who this process is among all that train together, by the variables that its launcher sets."""
+"""Which rank this process is, by the environment variables that its launcher sets."""
 
 import os
 import random
@@ -19,28 +19,28 @@ class Place:
     rank: int = 0  # over all processes
     local_rank: int = 0  # over those of this node
     size: int = 1  # the number of processes, or world size
-    local_size: int = 1  # of these on this node
+    local_size: int = 1  # the number of them on this node
     nodes: int = 1
     launcher: str = "python"  # or one of LAUNCHERS
     device: "torch.device | None" = None  # before it is chosen
 
 
-# What starts processes with RANK, LOCAL_RANK and WORLD_SIZE, and the variable by which each is known; the
-# first that is set counts. Those of submitit set the three themselves (trainkit/jobs/local.py).
+# The launchers that set RANK, LOCAL_RANK and WORLD_SIZE, and the variable that identifies each; the first
+# that is set counts. submitit's processes set the three themselves (trainkit/jobs/local.py).
 LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR", "srun": "SLURM_STEP_ID"}
 OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
 # Inside an srun step. The batch script has the first two as well, and there they are 0.
 OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
 NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
-# Also what tells the rank to who sees only how the process was started.
+# Also the variables with the rank, for code that sees only a process's environment.
 RANKS = "RANK", "SUBMITIT_LOCAL_GLOBALID", "SLURM_PROCID"
 
 
 def read() -> Place:
-    """Read the place of this process; it is the only one where no launcher tells another.
+    """Return the place of this process; without a launcher's variables it is the only one.
 
     Raises:
-        ValueError: if the variables contradict each other; its text tells what to do.
+        ValueError: if the variables contradict each other; its text says what to do.
     """
     launcher = launcher_of(os.environ)
     if launcher == "python":
@@ -59,19 +59,19 @@ def read() -> Place:
 
 
 def launcher_of(env: Mapping[str, str]) -> str:
-    """Tell what started a process with these variables: one of LAUNCHERS, "env" by hand, or "python"."""
+    """Return what started a process with these variables: one of LAUNCHERS, "env" by hand, or "python"."""
     if {*OF_PYTORCH} & env.keys():
         return next((name for name, mark in LAUNCHERS.items() if mark in env), "env")
     return "srun" if {OF_STEP[0], OF_STEP[2]} <= env.keys() else "python"
 
 
 def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
-    """Find the rank in these variables, even where the others are missing; None if it is in none."""
+    """Return the rank from these variables, even if the others are missing; None if none has it."""
     return next(filter(None, map(env.get, RANKS)), None)
 
 
 def free_port() -> int:
-    """Return a free port to meet at, below those that the system hands out by itself (32768 and up)."""
+    """Return a free port to meet at, below those that the system assigns itself (32768 and up)."""
     while True:
         port = random.randrange(10_000, 30_000)
         with socket.socket() as probe, suppress(OSError):
@@ -87,7 +87,7 @@ def _number(name: str, smallest: int, default: int | None = None) -> int:
         number = smallest - 1
     if number < smallest:
         raise ValueError(
-            f"{name} is {text!r}, and no whole number from {smallest} on: start the processes with torchrun "
+            f"{name} is {text!r}, not a whole number from {smallest} on: start the processes with torchrun "
             "or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
         )
     return number

@@ -1,4 +1,4 @@
-"""A script that knows nothing of the kit, as a rank of a job.
+"""Run a script that does not use the kit, as a rank of a job.
 
 `python -m trainkit.runtime.plain script.py ...` is `python script.py ...` with the variables of torchrun, and
 holds no signal back.
@@ -17,7 +17,7 @@ from trainkit.runtime import errors, job_folder, place
 
 
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
-    """Become the script, in this process, or in a child where this one is to note its exit code (`noted`).
+    """Run the script in place of this process, or with `noted` in a child, whose exit code is noted.
 
     USR2, which comes a minute before the time limit, ends only a script that asks Python for that.
     """
@@ -36,7 +36,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     if not noted:
         os.execv(sys.executable, command)
     libc = ctypes.CDLL(None)
-    # The child ends with this process, whatever ends that.
+    # The child ends with this process, however that ends.
     child = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
     for number in errors.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))

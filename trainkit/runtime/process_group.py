@@ -1,4 +1,4 @@
-"""Joining, talking in and leaving the process group; the place and the device of this process among all."""
+"""Join, use and leave the process group; the place and the device of this process in it."""
 
 import atexit
 import gc
@@ -12,24 +12,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  first imported within a group, it would hold that for good
+import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
 from trainkit.runtime import debugging, machine, place, startup
 from trainkit.runtime.device import BACKENDS, card, choose_device, gpus, is_gpu
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
 from trainkit.runtime.place import Place
 
-PATIENCE_SECONDS = 20  # beyond twice --timeout, with processes that meet
+PATIENCE_SECONDS = 20  # beyond twice --timeout, for processes that do meet
 
 
 def alone(use_cuda: bool, debug_dir: Path | None = None) -> Place:
-    """Take the place of the only process, in the stages that are one; `debug_dir` is as in `join`.
+    """Return the place of the only process, in the stages with one; `debug_dir` is as in `join`.
 
     Raises:
         UserError: if a launcher started several processes: each would train the whole model.
     """
     here = _place()
-    # In a batch script this process stands for the whole job; in an srun step only for the step.
+    # In a batch script this process is the whole job; in an srun step only part of the step.
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1") if here.launcher == "python" else str(here.nodes)
     if here.size > 1 or nodes != "1":
         raise UserError(
@@ -45,24 +45,24 @@ def alone(use_cuda: bool, debug_dir: Path | None = None) -> Place:
 def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
     """Meet the other processes: nccl between GPUs, gloo between CPUs.
 
-    A rank that waits for a peer longer than `timeout` seconds gives up, so that a job with a lost
-    or sleeping rank ends instead of holding its GPUs until the time limit. With a `debug_dir` every rank
-    writes down there where it is (see debugging.py).
+    A rank that waits for a peer longer than `timeout` seconds gives up, so a job with a lost or hanging
+    rank ends instead of holding its GPUs until the time limit. With a `debug_dir` every rank
+    logs where it is (see debugging.py).
 
     Raises:
         UserError: if the environment contradicts itself, PyTorch cannot use the GPUs, two ranks have one GPU,
             or the ranks, or NCCL, cannot connect.
     """
-    # Where it is, a rank tells twice before the others give up on it.
+    # A rank logs where it is twice before the others give up on it.
     here = _with_device(_place(), use_cuda, debug_dir, every=timeout / 2)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     what_to_do = (
-        "see that all of them run, every node resolves the address, and nothing else uses the port. "
-        "`python slurm/doctor.py --job` looks; SITE_NETWORK_INTERFACE in slurm/site.sh chooses the network."
+        "check that all of them run, every node resolves the address, and nothing else uses the port. "
+        "`python slurm/doctor.py --job` tests it; SITE_NETWORK_INTERFACE in slurm/site.sh sets the network."
     )
     unable = f"the {here.size} processes could not meet at {where}"
-    # PyTorch asks something that says nothing again and again, each time for the whole timeout. Ranks may
-    # come a whole timeout apart, and to connect then takes a while.
+    # PyTorch asks a silent server again and again, each time for the whole timeout. Ranks may
+    # arrive a whole timeout apart, and connecting then takes a while.
     silent = f"{unable} (something there is silent): {what_to_do}"
     watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [silent])
     watch.daemon = True
@@ -78,7 +78,7 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
 
 
 def joined(device: torch.device) -> Place:
-    """Take the place of this process in a process group that somebody else has made.
+    """Return the place of this process in a process group that other code has made.
 
     Raises:
         UserError: if a launcher started several processes, and there is no group yet.
@@ -87,7 +87,7 @@ def joined(device: torch.device) -> Place:
     if here.size > 1 and not dist.is_initialized():
         raise UserError(
             f"this is one of {here.size} processes, and there is no process group yet: call "
-            "torch.distributed.init_process_group before, or what does it for you, as Accelerator() does."
+            "torch.distributed.init_process_group first, or what calls it for you, such as Accelerator()."
         )
     nodes = max(here.nodes, len({*gather(platform.node())}))
     return replace(here, rank=rank(), size=count(), nodes=nodes, device=device)
@@ -114,13 +114,13 @@ def _settled(here: Place, debug_dir: Path | None) -> Place:
 
 
 def _meet(here: Place, timeout: timedelta) -> None:
-    """Find the others by the store that rank 0, or torchrun, keeps, and make the process group."""
+    """Find the others through the store of rank 0, or torchrun, and make the process group."""
     store = dist.HashStore()
     if here.size > 1:
         store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))
     how = {"backend": BACKENDS[here.device.type]}
     if is_gpu(here.device):
-        # Another rank on the same card NCCL does not allow.
+        # NCCL does not allow two ranks on the same card.
         own = card(here.device)
         store.set(f"card of {here.rank}", own)
         for other in range(here.rank) if own else ():
@@ -130,9 +130,9 @@ def _meet(here: Place, timeout: timedelta) -> None:
                     f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
                     f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
                     "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
-                    "--gpu-bind=closest, and of each card on one slice only, or add --no-cuda."
+                    "--gpu-bind=closest, and on one slice of each card only, or add --no-cuda."
                 )
-        # After --timeout PyTorch would hold the GPUs for another minute, to leave a dump in the home folder.
+        # After --timeout PyTorch would hold the GPUs for another minute, to write a dump to the home folder.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         how["device_id"] = here.device
@@ -140,13 +140,13 @@ def _meet(here: Place, timeout: timedelta) -> None:
 
 
 def leave() -> None:
-    """Wait for the others and close the process group. Nothing to do for one process.
+    """Wait for the others and close the process group; do nothing for one process.
 
-    The group's threads end with its last user, such as DistributedDataParallel, and that has to be
-    before Python ends: they may still have tensors to give back, and one that asks for Python's lock
-    (the GIL) too late is ended by force within C++ code, which aborts a run that went well. We are the last
-    user, since DistributedDataParallel would wait for the threads without giving up that lock, which they may
-    wait for (PyTorch 2.4 to 2.9 at least).
+    The group's threads end with its last user, such as DistributedDataParallel, and that has to be before
+    Python ends: they may still have tensors to release, and a thread that asks for Python's lock (the GIL)
+    too late is killed within C++ code, which aborts a run that went well. This function is the last user, as
+    DistributedDataParallel would wait for the threads without releasing that lock, which they may need
+    (PyTorch 2.4 to 2.9 at least).
     """
     if dist.is_initialized():
         dist.barrier()
@@ -162,20 +162,20 @@ def _end_threads(backends: list) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Nothing to do for one process."""
+    """Wait until every rank has arrived; do nothing for one process."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def sum_in_place(values: torch.Tensor) -> torch.Tensor:
-    """Make `values` their sum over all ranks, and return it."""
+    """Replace `values` by their sum over all ranks, and return it."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def largest(value: float, device: torch.device) -> float:
-    """The largest `value` of any rank: the slowest rank's seconds, the fullest device's memory."""
+    """Return the largest `value` of any rank: the slowest rank's seconds, the fullest device's memory."""
     if not dist.is_initialized():
         return value
     number = torch.tensor(value, dtype=torch.float64, device=device)
@@ -184,7 +184,7 @@ def largest(value: float, device: torch.device) -> float:
 
 
 def broadcast(value: object) -> object:
-    """Rank 0's `value`, on every rank; it must be picklable."""
+    """Return rank 0's `value` on every rank; it must be picklable."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -193,24 +193,24 @@ def broadcast(value: object) -> object:
 
 
 def on_rank_0(action: Callable[[], object]) -> object:
-    """Call `action` on rank 0 only, and return its value there, None elsewhere.
+    """Call `action` on rank 0 only; return its value there and None elsewhere.
 
     Raises:
-        Exception: what `action` raises, on rank 0; PeerError on the others then, so that none waits.
+        Exception: what `action` raises, on rank 0; the others then raise a PeerError, so none waits.
     """
     value = mistake = None
     if is_rank_0():
         try:
             value = action()
-        except Exception as error:  # whatever it is, the others have to know
+        except Exception as error:  # of any kind: the others have to know
             mistake = error
     if broadcast(mistake is not None):
-        raise mistake or PeerError("rank 0 had to stop, and tells why.")
+        raise mistake or PeerError("rank 0 had to stop: see its error.")
     return value
 
 
 def gather(value: object) -> list:
-    """The `value` of every rank, in the order of the ranks; it must be picklable."""
+    """Return the `value` of every rank, in rank order; it must be picklable."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -219,15 +219,15 @@ def gather(value: object) -> list:
 
 
 def count() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The rank of this process; 0 where there is one process only."""
+    """Return the rank of this process; 0 if it is the only one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_rank_0() -> bool:
-    """True on rank 0, and where there is one process only."""
+    """Return whether this is rank 0, or the only process."""
     return rank() == 0

@@ -1,4 +1,4 @@
-"""How long a process takes until its first training step is done, and with what: one clock for all of it."""
+"""How long a process takes until its first training step is done, and for what, by one clock."""
 
 import os
 import time
@@ -9,21 +9,21 @@ _told: list[bool] = []
 
 
 def process_start() -> float:
-    """When this process started, on the clock of `time.monotonic`, which nobody sets back (proc(5), stat)."""
+    """Return when this process started, by `time.monotonic`, which never goes back (proc(5), stat)."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
 
 
 def mark(what: str) -> None:
-    """Note that `what` is done: the time since the last mark went into it."""
+    """Note that `what` is done, and took the time since the last mark."""
     _done.append((what, time.monotonic()))
 
 
 def told(last: str) -> str:
-    """The seconds from the start of the process until now, when `last` is done, and what went into what.
+    """Format the seconds from the process's start until now, when `last` is done, and those of each part.
 
-    Told once: what a process trains after that has no start of its own, and gets "".
+    Later calls return "": further trainings in the process did not start it.
     """
     if _told:
         return ""

@@ -1,8 +1,8 @@
-"""torchrun, with the same options, that hands USR2 and SIGTERM on to its ranks.
+"""Run torchrun, with the same options, and forward USR2 and SIGTERM to its ranks.
 
-Where Slurm keeps the processes of a job in cgroups, it signals those that srun has started: torchrun, and not
-the ranks, which are to save and stop. torchrun itself dies of USR2, and kills its ranks on SIGTERM. In the
-ranks these signals wait until the run listens: a script without a `Run` has to unblock them itself.
+If Slurm keeps a job's processes in cgroups, it signals those that srun started: torchrun, and not the ranks,
+which have to save and stop. torchrun itself dies on USR2, and kills its ranks on SIGTERM. In the ranks these
+signals are blocked until the run handles them: a script without a `Run` has to unblock them itself.
 """
 
 import signal
@@ -16,8 +16,7 @@ from trainkit.runtime.errors import STOP_SIGNALS
 
 
 def main() -> None:
-    """Run torchrun, and end as the ranks do."""
-    # They wait for the thread. The ranks inherit that, until they listen (trainkit/rank/checkpoint.py).
+    """Run torchrun, and exit as the ranks do."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on, daemon=True).start()
     from torch.distributed import run  # takes seconds, in which a signal may come
@@ -28,7 +27,7 @@ def main() -> None:
 def _hand_on() -> None:
     while True:
         number = signal.sigwait(STOP_SIGNALS)
-        while not (ranks := psutil.Process().children()):  # none has been started yet
+        while not (ranks := psutil.Process().children()):  # none has started yet
             time.sleep(0.1)
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""The columns of a run's record, each once: how it is read, what it says of a run, how it is told.
+"""The columns of a run's record, each declared once: how to read it, what it says of a run, how to print it.
 
-What a file has to have, what is equal in all runs that are compared, how a configuration reads, and what a
-run that is proposed is told all follow from `COLUMNS`. And the words of options and records, each once.
+What a file must have, what must be equal in runs that are compared, how a configuration reads, and the
+options of a proposed run all follow from `COLUMNS`. Also the words of options and records, each once.
 """
 
 import math
@@ -12,35 +12,35 @@ from enum import IntEnum
 
 ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
 FLOAT32 = 3.5e38  # the largest one, rounded up
-# The stages of the tutorial, in its order, and how they read. Any other name is somebody's own training.
+# The stages of the tutorial, in its order, and how they read. Any other name is a user's own training.
 SINGLE, DP, DDP = "single", "dp", "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
 STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
 TUTORIAL_MODEL = "Net"
 DEFAULT_WIDTH = 32
-BASE_BATCH = 64  # without --batch-size, and that for which --lr is given where a rule scales it
+BASE_BATCH = 64  # the default --batch-size, and the one that --lr is for if a rule scales it
 # The rules of --lr-scale: the power of the batch size with which the learning rate grows.
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
 def lr_factor(rule: str, batch: int) -> float:
-    """Return what the rule of --lr-scale multiplies the learning rate by; 1 for a rule that is not known."""
+    """Return the factor on the learning rate by the rule of --lr-scale; 1 for an unknown rule."""
     return (batch / BASE_BATCH) ** LR_SCALES.get(rule, 0)
 
 
 class Role(IntEnum):
-    """What a column says of a run, in the order in which the settings are told and sorted by."""
+    """What a column says of a run, in the order in which settings are printed and sorted."""
 
     # Settings: a speedup says something about the number of workers only if all of these are equal.
-    TASK = 1  # also what makes a table of its own
+    TASK = 1  # another value also makes another table
     LOADING = 2
     TRAINING = 3
     COMPUTING = 4
     SIZE = 5
-    LAYOUT = 6  # what a speedup is about: another one is another configuration
+    LAYOUT = 6  # what a speedup compares: another value is another configuration
     REPEAT = 7  # differs between runs of one configuration
     MEASUREMENT = 8
-    FACT = 9  # where and by what it ran
+    FACT = 9  # where and with what it ran
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Column:
     """One column of a record.
 
     Args:
-        read: makes a value of a cell; a ValueError for what no run writes.
+        read: turns a cell into a value; a ValueError for what no run writes.
         role: what it says of a run.
-        words: what it is called in a sentence.
+        words: its name in a sentence.
         label: how a value reads in a label.
         option: the option of the stages that sets it.
-        default: that option's, also for what a file does not tell.
+        default: that option's default, also for values missing in a file.
         unsaid: the value that a label leaves out, if it is not the default.
-        before: what held for files of earlier programs, which lack it; None: all have it.
-        follows: the columns that decide on it: where the first differs, nobody needs to be told this one.
+        before: the value for files of earlier versions, which lack it; None: all have it.
+        follows: the columns that determine it: if the first differs, this one need not be named.
     """
 
     read: Callable[[str], object]
@@ -70,13 +70,13 @@ class Column:
     follows: tuple[str, ...] = ()
 
     def in_words(self, value: object) -> str:
-        """Return the value as a label tells it, or "" if it goes without saying."""
+        """Return the value as it reads in a label, or "" if it goes without saying."""
         usual = self.default if self.unsaid is None else self.unsaid
         return "" if value == usual else self.label.format(value)
 
 
 def text(longest: int = 200) -> Callable[[str], str]:
-    """Make a reader of printable text of up to so many characters."""
+    """Return a reader of printable text of up to `longest` characters."""
 
     def read(cell: str) -> str:
         if len(cell) > longest or not cell.isprintable():
@@ -89,7 +89,7 @@ def text(longest: int = 200) -> Callable[[str], str]:
 
 
 def number(kind: type, least: float, most: float = MOST, nan: bool = False) -> Callable[[str], float]:
-    """Make a reader of numbers of `kind` within these bounds, with `nan` also of nan."""
+    """Return a reader of numbers of `kind` within these bounds; with `nan` it also accepts nan."""
 
     def read(cell: str) -> float:
         if nan and cell == "nan":
@@ -107,9 +107,9 @@ def flag(cell: str) -> bool:
     return bool(number(int, 0, 1)(cell))
 
 
-OWN_LOOP = "own"  # the recipe of a training whose loop is not ours (rank/recorder.py)
-UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs pool among each other
-# In the order of the file. results/README.md tells the meanings.
+OWN_LOOP = "own"  # the recipe of a training with another loop (rank/recorder.py)
+UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs are pooled with each other
+# In the order of the file. results/README.md explains them.
 # fmt: off
 COLUMNS: dict[str, Column] = {
     "run_id": Column(text(), Role.FACT),

@@ -1,10 +1,9 @@
 """The CSV that every run writes, with the columns of columns.py: a writer that survives a kill, a reader.
 
-One file per run, one row per epoch; beside it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
-training that has metrics of its own, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are
-replaced as a whole after every epoch, so that a reader, a kill or a full disk never meets half a row. Many
-runs may stand in one such file (compare/packed.py). And the file that a job of the doctor leaves, a row per
-size of its all-reduce.
+One file per run, one row per epoch; next to it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
+training with its own metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are replaced as a
+whole after every epoch, so a kill or a full disk never leaves half a row. One such file may hold many runs
+(compare/packed.py). This module also has the file of a job of the doctor, a row per size of its all-reduce.
 """
 
 import csv
@@ -21,7 +20,7 @@ from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, tex
 
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
-# Column -> what reads its cells and refuses those that no run writes.
+# Column -> the reader of its cells, which refuses those that no run writes.
 Columns = dict[str, Callable[[str], object]]
 OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
 # Of the file beside it: how long the rank worked by itself (compute_time.py), and waited for its batches.
@@ -53,8 +52,7 @@ ALL_REDUCE_COLUMNS: Columns = {
     "job": text(),
     "started_at": text(),
 }
-SLOW = 1.25  # from so many times the median of the others on, a rank is called slow
-# What a training of one's own may call or choose as it likes.
+SLOW = 1.25  # a rank is called slow from this many times the median of the others on
 NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch")
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
@@ -68,15 +66,15 @@ class RecordError(UserError):
 class RunFiles:
     """Writes `<results_dir>/runs/<run_id>.csv`.
 
-    `rows` are the rows so far, `of_ranks` and `metrics` those of the files beside it.
+    `rows` are the rows so far, `of_ranks` and `metrics` those of the files next to it.
 
     Args:
-        results_dir: created if it is not there.
+        results_dir: created if it does not exist.
         facts: the columns that are the same in every row of the run.
 
     Raises:
         UserError: if the directory cannot be written to, or a name or setting of the run could not be read
-            back: before the training, and not after an epoch whose result would be lost.
+            back: before the training, not after an epoch whose result would be lost.
     """
 
     def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
@@ -90,7 +88,7 @@ class RunFiles:
         self.rows: list[dict[str, object]] = []
         self.of_ranks: list[dict[str, object]] = []
         self.metrics: list[dict[str, object]] = []
-        fix = "free the space, mend the permissions, or give another --results-dir."
+        fix = "free the space, fix the permissions, or give another --results-dir."
         check_writable(self.path.parent, "results", fix)
 
     def add(
@@ -99,10 +97,10 @@ class RunFiles:
         metrics: Iterable[dict[str, object]] = (),
         **row: object,
     ) -> None:
-        """Append the row of one epoch, those of its devices and its metrics, and put the files in place.
+        """Append the row of one epoch, those of its devices and its metrics, and replace the files.
 
         Raises:
-            UserError: if a number makes no sense, or they cannot be written; those of the epochs before stay.
+            UserError: if a number makes no sense, or they cannot be written; earlier epochs are kept.
         """
         metrics = [*metrics]
         try:
@@ -111,7 +109,7 @@ class RunFiles:
                 _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
         except ValueError as error:
             raise UserError(
-                f"epoch {row['epoch']} cannot be recorded ({error}): correct what the training tells of it. "
+                f"epoch {row['epoch']} cannot be recorded ({error}): correct the numbers of the training. "
                 "The earlier epochs are recorded."
             ) from None
         self.rows.append(self._facts | row)
@@ -120,9 +118,9 @@ class RunFiles:
         self._write()
 
     def may_continue(self, facts: dict[str, object], rows: list[dict[str, object]], copied: bool) -> bool:
-        """Return whether the file of the run with `facts` is not there, or has the `rows` that it knows of.
+        """Return whether the file of the run with `facts` is missing, or has the `rows` of its checkpoint.
 
-        The file may have more, unless the checkpoints were `copied`: then another run has written these.
+        The file may have more rows, unless the checkpoints were `copied`: then another run wrote them.
         """
         path = self.path.with_name(f"{facts['run_id']}.csv")
         if not path.exists():
@@ -136,19 +134,19 @@ class RunFiles:
         return same and not (copied and len(written) > len(known))
 
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
-        """Continue the file of an earlier process of the run, which had written `rows`, and those beside it.
+        """Continue the file of an earlier process of the run, which had written `rows`, and those next to it.
 
-        `facts`, `run_id` among them, stay as they were there.
+        `facts`, including `run_id`, keep their values from there.
 
         Raises:
             UserError: if the file cannot be written.
         """
         self.path = self.path.with_name(f"{facts['run_id']}.csv")
         self._facts |= facts
-        # Of what its checkpoint shares with this process: an earlier program may have had fewer columns.
+        # Only what its checkpoint shares with this process: an earlier version may have had fewer columns.
         self.rows = [ADDED | self._facts | row for row in rows]
         epochs = {row["epoch"] for row in rows}
-        with suppress(RecordError):  # somebody may have removed it
+        with suppress(RecordError):  # it may have been removed
             self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
         with suppress(RecordError):  # most runs have none
             self.metrics = [row for row in read_metrics(self.path) if row["epoch"] in epochs]
@@ -157,7 +155,7 @@ class RunFiles:
 
     def _write(self) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
             put_table(self.path, COLUMNS, self.rows)
             parts = ("ranks", RANK_COLUMNS, self.of_ranks), ("metrics", METRIC_COLUMNS, self.metrics)
             for kind, columns, rows in parts:
@@ -181,19 +179,19 @@ def verdict_file(path: Path) -> Path:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """Read the rows of a run's CSV, or of the several that it has, each cell as its column says.
+    """Read the rows of a CSV of one or more runs, each cell as its column says.
 
     Raises:
-        RecordError: if the file cannot be read, is empty or damaged, has another schema, or a cell that
+        RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
             no run writes.
     """
     return _read(path, OF_A_RUN, ADDED)
 
 
 def read_ranks(path: Path) -> list[dict[str, object]]:
-    """Read the rows of the file beside a run's CSV, each cell as `RANK_COLUMNS` says.
+    """Read the rows of the ranks next to a run's CSV, each cell as `RANK_COLUMNS` says.
 
-    `run_id` tells whose row it is where the CSV has several runs, and is "" elsewhere.
+    `run_id` is the row's run if the CSV has several runs, else "".
 
     Raises:
         RecordError: as `read`.
@@ -203,7 +201,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """Read the rows of the metrics beside a run's CSV, each cell as `METRIC_COLUMNS` says.
+    """Read the rows of the metrics next to a run's CSV, each cell as `METRIC_COLUMNS` says.
 
     Raises:
         RecordError: as `read`.
@@ -212,7 +210,7 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
 
 
 def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
-    """Sort the rows of a file by the `run_id` of their run."""
+    """Group the rows of a file by the `run_id` of their run."""
     found: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         found.setdefault(row["run_id"], []).append(row)
@@ -220,7 +218,7 @@ def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object
 
 
 def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write rows with the columns of `ALL_REDUCE_COLUMNS` to `path`, into a folder that is made if need be.
+    """Write rows with the columns of `ALL_REDUCE_COLUMNS` to `path`, whose folder is created if needed.
 
     Raises:
         OSError: if it cannot be written.
@@ -239,9 +237,9 @@ def read_all_reduce(path: Path) -> list[dict[str, object]]:
 
 
 def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
-    """Tell in a clause which rank holds up the others, by the mean of its own seconds over all epochs.
+    """Return a clause that names a rank that holds up the others, by its mean seconds over all epochs.
 
-    "" if none is `SLOW`, if there is only one, or if the seconds of one are not known.
+    "" if none is `SLOW`, if there is only one rank, or if the seconds of one are unknown.
     """
     by_rank: dict[int, list[tuple[float, str]]] = {}
     for row in of_ranks:
@@ -299,12 +297,12 @@ def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, objec
 
 
 def no_formula(cell: object) -> object:
-    """Quote a text that begins like a formula: a spreadsheet would compute it."""
+    """Quote a text that begins like a formula, which a spreadsheet would compute."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
 def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
-    """Write the rows to `path`, which is there whole or not at all; raises an OSError if it cannot be."""
+    """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, **dialect)
         writer.writeheader()
@@ -314,6 +312,6 @@ def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]],
 def _to_text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
-    if isinstance(value, float):  # what is no number the reader takes as nan only
+    if isinstance(value, float):  # the reader accepts nan, but not inf
         return f"{value:.6g}" if math.isfinite(value) else "nan"
     return str(value)

@@ -1,7 +1,7 @@
-"""What the sampler writes of a job: its folder, its columns, a writer that survives a kill, a reader.
+"""The samples of a job: their folder, their columns, a writer that survives a kill, a reader.
 
-`<job's folder>/monitor/` has a file per node, `<node>.csv`, with one row for each GPU, rank and the node
-itself at each moment; `runs`, the paths of the CSVs of the trainings of that job, a line each; and, of a job
+`<job's folder>/monitor/` has a file per node, `<node>.csv`, with a row for each GPU, each rank and the node
+itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; and, for a job
 script, `asked`: CPUs per task and tasks per node.
 """
 
@@ -21,24 +21,24 @@ from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
 FOLDER, RUNS, NOTES, ASKED, PERIOD = "monitor", "runs", "notes", "asked", 1.0  # the period in seconds
-LATEST = 2**33  # s since 1970: no sample is of the 23rd century
-# What a row is of.
+LATEST = 2**33  # s since 1970: no sample is from the 23rd century
+# What a row describes.
 NODE, GPU, RANK = "node", "gpu", "rank"
-# Column -> the kinds of rows that have it. An empty cell: it cannot be read here.
+# Column -> the kinds of rows that have it. An empty cell: the value cannot be read here.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "time": (NODE, GPU, RANK),  # s, since 1970
     "what": (NODE, GPU, RANK),
     "number": (GPU, RANK),  # of the GPU in nvidia-smi, or the rank
     "name": (GPU, RANK),  # of the GPU; of a rank, R, S, D or T: the state of its process in /proc
     "memory_mb": (NODE, GPU, RANK),  # in use; of a rank with its loader workers, of a node by the job
-    "memory_limit_mb": (NODE, GPU),  # all of the GPU's; of a node what the job may have (--mem), or all
+    "memory_limit_mb": (NODE, GPU),  # all of the GPU's; of a node what the job may use (--mem), or all
     "cores": (NODE, RANK),  # in use, of a rank by its own process, of a node by the job
     "core_list": (NODE, RANK),  # that may be used, such as 0-1,4
-    "waiting": (RANK,),  # 0 to 1: of the time that its threads could run, how long they waited for a core
+    "waiting": (RANK,),  # 0 to 1: the share of the time its threads could run that they waited for a core
     "loaders": (RANK,),  # loader workers
     "loader_cores": (RANK,),  # that they use together
     "ranks": (GPU,),  # those with a process on this GPU, such as 0+1; - if none, ? if only others' are seen
-    "utilisation": (GPU,),  # %, of the time in which at least one kernel ran
+    "utilisation": (GPU,),  # % of the time in which at least one kernel ran
     "power_w": (GPU,),
     "power_limit_w": (GPU,),
     "energy_j": (GPU,),  # a counter
@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "clock_limit_mhz": (GPU,),
     "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
     "temperature_c": (GPU,),
-    "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: of older samples, empty in new ones
+    "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: in older samples, empty in new ones
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
@@ -68,14 +68,14 @@ class Writer:
         header = HEADER.encode()
         self._file.seek(0)
         there = self._file.read(len(header))
-        if len(there) < len(header) and header.startswith(there):  # new, or a full disk has cut it short
+        if len(there) < len(header) and header.startswith(there):  # new, or cut short by a full disk
             self._file.truncate(0)
             self._put(header)
-        else:  # the last line of one that was killed may lack its end; an empty line is no row
+        else:  # after a kill the last line may lack its end; an empty line is no row
             self._put(b"\n")
 
     def add(self, rows: Iterable[dict[str, object]]) -> None:
-        """Write rows with some of `COLUMNS`, so that a kill of the job, or of the node, cannot take them."""
+        """Write rows with some of `COLUMNS`, synced so that they survive a kill of the job or the node."""
         text = io.StringIO(newline="")
         csv.DictWriter(text, COLUMNS, lineterminator="\n").writerows(
             {name: _to_text(value) for name, value in row.items()} for row in rows
@@ -87,7 +87,7 @@ class Writer:
             self._file.close()
 
     def _put(self, text: bytes) -> None:
-        while text:  # a disk that is nearly full takes a part, and refuses the rest
+        while text:  # a nearly full disk takes a part, and refuses the rest
             text = text[self._file.write(text) :]
         try:
             os.fsync(self._file.fileno())
@@ -97,10 +97,10 @@ class Writer:
 
 
 def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
-    """Read the samples of all nodes in the order of time, with a column `node`; an empty cell is NaN or "".
+    """Read the samples of all nodes, ordered by time, with a column `node`; an empty cell is NaN or "".
 
-    Of very many only those of one second in `every` are read. What a kill or a full disk has cut short is
-    left out: a line, or a file that ends within its header.
+    With `every`, only the samples of one second in so many are read. What a kill or a full disk has cut short
+    is left out: a line, or a file that ends within its header.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -112,7 +112,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 first = file.readline()
                 if first != HEADER and HEADER.startswith(first):
-                    continue  # a full disk, or the end of the node: those of the other nodes are still good
+                    continue  # a full disk, or the end of the node: the other nodes' files are still good
                 lines = csv.reader(file)
                 header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
@@ -123,7 +123,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                         if every > 1 and float(cells[time]) % every >= 1:
                             continue
                         row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
-                        if 0 <= row["time"] < LATEST:  # as NaN has no place in an order
+                        if 0 <= row["time"] < LATEST:  # NaN cannot be ordered
                             rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
             told = getattr(error, "strerror", None) or error
@@ -138,14 +138,14 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
 
 
 def natural(name: str) -> list[object]:
-    """Return a key to sort by, so that n2 comes before n10."""
+    """Return a sort key by which n2 comes before n10."""
     return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def runs(folder: Path) -> list[Path]:
     """List the CSVs of the trainings that ran in this job, in their order; none if it had none with a record.
 
-    Of a recording that was put together by hand they are in its folder `training`.
+    A recording that was put together by hand has them in its folder `training`.
     """
     try:
         lines = read_text(folder / RUNS).splitlines()
@@ -155,7 +155,7 @@ def runs(folder: Path) -> list[Path]:
 
 
 def note_run(path: Path) -> None:
-    """In a job that is sampled, leave word that its training writes the CSV `path`."""
+    """In a sampled job, note that its training writes the CSV `path`."""
     job = job_folder.here()
     if job and (job / FOLDER).is_dir():
         with suppress(OSError), (job / FOLDER / RUNS).open("a") as file:
