@@ -4,21 +4,17 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 """
 
 import math
-from pathlib import Path
 
 from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
-from trainkit.rank.model import unwrapped
 from trainkit.rank.options import MOST_IMAGES, Options
 from trainkit.rank.sharded import Sharded, check_pytorch
-from trainkit.runtime import files
 from trainkit.runtime.command_line import above_0, at_least
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import fsdp, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import gpt_data
@@ -32,16 +28,7 @@ OPTIONS = {
     "width": options.own(
         64, at_least(1), "N", "numbers for each token", shapes_training=True, column="width"
     ),
-    "context": options.own(
-        64, at_least(2, 2**16), "T", "tokens that the network sees at a time", shapes_training=True
-    ),
-    "vocabulary": options.own(
-        128, at_least(len(gpt_data.WORDS), 2**16), "N", "rows of the table of words; GPT-2 has 50304",
-        shapes_training=True,
-    ),
-    "shards": options.own(
-        2, at_least(1, 10_000), "N", f"files of {gpt_data.SHARD:,} tokens to train on", shapes_training=True
-    ),
+    **gpt_data.OPTIONS,
     "how": options.own("ddp", ("ddp", "shard"), None, "all of the network on each rank, or a share of it"),
     "compile": options.own(False, None, None, "have torch.compile make fewer and larger kernels"),
     "checkpoint_activations": options.own(
@@ -51,10 +38,6 @@ OPTIONS = {
         "fp32", ("fp32", "tf32", "bf16"), None, "what the layers compute in; bf16 on GPUs that have it"
     ),
     "recipe": options.own("adamw", ("adamw",), None, "warm-up, then a cosine", column="recipe"),
-    "loader": options.own("mapped", ("mapped",), None, "tokens are read from disk", column="loader"),
-    "epochs": options.own(
-        3, at_least(1), "N", "passes over the text, or over --train-size windows", shapes_training=True
-    ),
     "lr": options.own(
         0.003, above_0(), "X", "learning rate, with --lr-scale that of batch 64", shapes_training=True
     ),
@@ -155,36 +138,6 @@ def optimizer_and_schedule(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-class Best:
-    """The weights of the lowest validation loss so far, in best.pt of the folder of the checkpoints."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.loss = folder, math.inf
-
-    def state_dict(self) -> dict[str, float]:
-        return {"loss": self.loss}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.loss = state["loss"]
-
-    def keep(self, loss: float, model: nn.Module, sharded: Sharded | None) -> None:
-        """Keep the weights if `loss` is lower than before; all ranks call it, and rank 0 writes."""
-        if self.folder and loss < self.loss:
-            self.loss = loss
-            weights = sharded.weights() if sharded else unwrapped(model).state_dict()
-            process_group.on_rank_0(lambda: self._write(weights))
-
-    def _write(self, weights: dict[str, torch.Tensor]) -> None:
-        path = self.folder / "best.pt"
-        try:
-            with files.replacing(path, "wb") as file:
-                torch.save(weights, file)
-        except (OSError, RuntimeError) as error:
-            raise errors.UserError(
-                f"{path} cannot be written ({errors.reason(error)}): give another --checkpoint-dir."
-            ) from None
-
-
 def main() -> None:
     check_pytorch()
     opts = options.parse(__doc__, **OPTIONS)
@@ -215,7 +168,8 @@ def main() -> None:
     optimizer, schedule = optimizer_and_schedule(opts, model, opts.epochs * len(train_batches))
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
-    sharded, best = Sharded(model, optimizer) if opts.how == "shard" else None, Best(opts.checkpoint_dir)
+    sharded = Sharded(model, optimizer) if opts.how == "shard" else None
+    best = gpt_metrics.Best(opts.checkpoint_dir)
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
     more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)

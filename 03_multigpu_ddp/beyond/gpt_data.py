@@ -14,6 +14,7 @@ from random import Random
 from trainkit import batches, errors, options
 from trainkit.runtime import files, startup
 from trainkit.rank.options import Options
+from trainkit.runtime.command_line import at_least
 from trainkit.runtime.device import is_gpu
 from trainkit.runtime.place import Place
 
@@ -49,6 +50,27 @@ RULES: dict[str, dict[str, float]] = {
     "SLEEP": _of_words("sleep run wait sing jump"),
 }
 WORDS = sorted({word for rule in RULES.values() for text in rule for word in text.split()} - RULES.keys())
+
+
+# How gpt.py reads its text.
+# fmt: off
+OPTIONS = {
+    "context": options.own(
+        64, at_least(2, 2**16), "T", "tokens that the network sees at a time", shapes_training=True
+    ),
+    "vocabulary": options.own(
+        128, at_least(len(WORDS), 2**16), "N", "rows of the table of words; GPT-2 has 50304",
+        shapes_training=True,
+    ),
+    "shards": options.own(
+        2, at_least(1, 10_000), "N", f"files of {SHARD:,} tokens to train on", shapes_training=True
+    ),
+    "loader": options.own("mapped", ("mapped",), None, "tokens are read from disk", column="loader"),
+    "epochs": options.own(
+        3, at_least(1), "N", "passes over the text, or over --train-size windows", shapes_training=True
+    ),
+}
+# fmt: on
 
 
 def entropy_rate() -> float:
