@@ -173,7 +173,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     for name, most, help in sizes:
         parser.add_argument(name, type=at_least(1, most), metavar="N", help=help)
-    parser.add_argument("--local", action="store_true", help="run here, also where there is a Slurm")
+    parser.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     parser.add_argument(
         "--out",
         type=Path,

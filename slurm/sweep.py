@@ -156,7 +156,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     trainings.add_argument(
         "--plain", metavar="FILE.py",
-        help="a script that knows nothing of the kit, on each of --gpus; behind it stand its own arguments "
+        help="a script that does not use the kit, on each of --gpus; after it come its own arguments "
         "(YOUR_TRAINING.md)",
     )  # fmt: skip
     matrix.add_argument(
@@ -246,7 +246,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="LIMIT",
         help=f"of a job, as HH:MM:SS or in minutes (default: {submission.DEFAULT_MINUTES})",
     )
-    jobs.add_argument("--local", action="store_true", help="run here, also where there is a Slurm")
+    jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the sweep (default: a new one in results/sweeps/)"
@@ -266,7 +266,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         name for name in sorted(of_ours) if getattr(own, name) != parser.get_default(name)
     ]:
         option = "--" + wrong[0].removeprefix("--").replace("_", "-")
-        parser.error(f"{option} is for no plain script: arguments of {own.plain} stand behind its name")
+        parser.error(f"{option} is not for plain scripts: put the arguments of {own.plain} after its name")
     return own, theirs
 
 

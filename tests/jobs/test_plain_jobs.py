@@ -151,7 +151,7 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     done = succeeded(checkout.python(*arguments, *plain, cwd=script.parent))
     assert "2 runs, 1 of them finished" in done.stdout and "[2/2] train-2gpu-r1 finished" in done.stdout
     done = checkout.python(*arguments, "--batch-size", 64, *plain)
-    assert f"--batch-size is for no plain script: arguments of {script} stand behind" in done.stderr
+    assert f"--batch-size is not for plain scripts: put the arguments of {script} after" in done.stderr
 
 
 @pytest.mark.parametrize("given", ["", "nowhere.py", "README.md"])

@@ -476,8 +476,8 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--script README.md", "README.md does not end in .py"),
         ("ddp", "--gpus 3 --script mnist_ddp.py", "--batch-size 64 does not divide among 3 processes"),
         ("ddp", "--plain nowhere.py --gpus 3", "there is no script nowhere.py, here or in "),
-        ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is for no plain script: .* behind its name"),
-        ("ddp", "--script a.py --plain mnist_ddp.py", "--script is for no plain script"),
+        ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain scripts: .* after its name"),
+        ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain scripts"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(

@@ -225,7 +225,7 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     too_short = checkout.python("results/compare.py", "--train-size", 200)
     assert (too_short.returncode, too_short.stderr) == (
         1,
-        "error: --train-size 200 has not one step with batch 256 on each of 1 GPU(s): raise it, or lower "
+        "error: --train-size 200 is not one step with batch 256 on each of 1 GPU(s): raise it, or lower "
         "--batch-size.\n",
     )
     checkout.plant("single", "raise errors.UserError('planted')")
@@ -259,7 +259,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
 
     other = checkout.start_sweep(*arguments, "--epochs", 2)
     assert other.returncode == 1
-    assert "is of a sweep with the options" in other.stderr
+    assert "belongs to a sweep with the options" in other.stderr
 
 
 def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
@@ -317,11 +317,11 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--script mine.py", "there is no script mine.py"),
         ("--stages single --gpus 2", "no run is left (stage single uses 1 GPU, not 2)"),
         ("--data-dir nowhere", "no usable MNIST in nowhere"),
-        ("--resume auto --checkpoint-dir somewhere", "every job's own matter"),
+        ("--resume auto --checkpoint-dir somewhere", "are for single jobs"),
         ("--out /proc/nowhere", "cannot be written to"),
         ("--out trainkit", "has other things in it"),
         ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
-        ("--batch-size-per-gpu 32", "is what --scaling weak makes of --batch-size"),
+        ("--batch-size-per-gpu 32", "is set here by --scaling weak"),
         ("--spend 1", "--spend is the limit of --until-known"),
         ("--until-known", "--until-known needs a goal"),
         ("--until-known --target 97 --gpus 2 --no-cuda", "--until-known starts on 1 GPU: add 1 to --gpus"),

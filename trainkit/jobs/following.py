@@ -1,7 +1,7 @@
-"""How a submitted job is doing, and why it failed.
+"""The state of a submitted job, and why it failed.
 
-That is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
-slurm/job_env.sh tells why it failed; of local processes, from what the ranks leave in the job's folder, and
+It is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
+slurm/job_env.sh writes why it failed; for local processes, from the ranks' notes in the job's folder, and
 from their logs (why.py). submitit's own result files are not used: without `sacct` it never learns that a job
 failed.
 """
@@ -25,16 +25,16 @@ from trainkit.jobs.why import Evidence
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, printable
 
-VERDICT_SECONDS = 15  # that the sampler has to end by itself
-PEERS_SECONDS = 2  # that the ranks beside one that failed have to end by themselves
-PATIENCE_SECONDS = 300  # with a Slurm that does not answer: its daemon may just be restarted
+VERDICT_SECONDS = 15  # for the sampler to end by itself
+PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
+PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
 
-# The last words of a job script and of a Python program; the first pattern that is found counts.
+# The last words of a job script and of a Python program; the first pattern found counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
 
 
 class State(NamedTuple):
-    """How a job is doing.
+    """The state of a job.
 
     `name` is queued, running, done, failed, or unknown while Slurm does not answer. `detail` is
     the reason for waiting, the last line of progress, where the results are, or the error.
@@ -46,10 +46,10 @@ class State(NamedTuple):
 
 @dataclass
 class Handle:
-    """A submitted job of so many `tasks`; `SlurmHandle` or `LocalHandle`.
+    """A submitted job with `tasks` processes; a `SlurmHandle` or a `LocalHandle`.
 
-    `log` has the output of rank 0 and of the job script; the other ranks' are beside it, and so are
-    submitit's files. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV.
+    `log` has the output of rank 0 and of the job script; the other ranks' logs and submitit's files
+    are next to it. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV.
     """
 
     job_id: str
@@ -61,7 +61,7 @@ class Handle:
     stop_command: ClassVar[str] = "scancel"
 
     def state(self) -> State:
-        """Ask how the job is doing, without waiting for it.
+        """Return the job's current state, without waiting for its end.
 
         Raises:
             UserError: if Slurm has not answered for `PATIENCE_SECONDS`.
@@ -73,17 +73,17 @@ class Handle:
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """End the job, if it has not ended."""
+        """Cancel the job, unless it has ended."""
         raise NotImplementedError
 
     def how_to_follow(self) -> str:
-        """Name the commands that show the job and stop it, one per line."""
+        """Return the commands that show the job and stop it, one per line."""
         output, results = shlex.quote(str(self.log)), shlex.quote(str(self.results))
         stop = f"stop     {self.stop_command} {self.job_id}"
         return f"output   tail -n +1 -F {output}\nresults  ls {results}\n{stop}"
 
     def verdict(self) -> list[str]:
-        """Return what the job's sampler told at its end (trainkit.monitor.cli); nothing if there was none."""
+        """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
         lines = _lines(self.log)
         starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
         return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]
@@ -97,7 +97,7 @@ class Handle:
         return lines[-1] if lines else None
 
     def _last_words(self) -> str | None:
-        """What the logs end with, when nobody could tell why."""
+        """Return the error that the logs end with, if there is no better reason."""
         lines = self._all_lines()
         return next((line for words in LAST_WORDS for line in lines if re.match(words, line)), None)
 
@@ -128,7 +128,7 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = int(facts.get("Restarts", 0))
             return State("queued", f"{reason}, restart {restarts}" if restarts else reason)
-        # What Slurm forgot is judged by the last word of slurm/job_env.sh.
+        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh.
         well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
         if state == "GONE" and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
@@ -149,9 +149,9 @@ class SlurmHandle(Handle):
 
 @dataclass
 class LocalHandle(Handle):
-    """Processes of this machine; the job's number is that of the process that controls them.
+    """Processes on this machine; the job's number is that of the process that controls them.
 
-    `ended` tells whether that process has. Of a child that was only just started /proc would not tell.
+    `ended` returns whether that process has. /proc would not show it for a child that has only just started.
     `sampler` then has some seconds for its verdict.
     """
 
@@ -181,7 +181,7 @@ class LocalHandle(Handle):
         return State("failed", reasons[0] or f"see {self.log.parent}")
 
     def _end_peers(self) -> None:
-        """As srun --kill-on-bad-exit: they would wait for the rank that failed, or was killed."""
+        """End the other ranks, as srun --kill-on-bad-exit does: they would wait for the one that failed."""
         import psutil
 
         with suppress(psutil.Error):
@@ -200,13 +200,13 @@ class LocalHandle(Handle):
 
 
 def follow(handle: Handle) -> int:
-    """Show how the job is doing until it has ended, and return 0 if it went well, else 1.
+    """Show the job's state until it has ended, and return 0 if it went well, else 1.
 
-    Every change is a line.
+    Each change is printed on a line.
 
     Raises:
         UserError: as `Handle.state`.
-        KeyboardInterrupt: for Ctrl-C. It stops local processes; a job of Slurm goes on.
+        KeyboardInterrupt: on Ctrl-C. It stops local processes; a Slurm job goes on.
     """
     shown = None
     try:

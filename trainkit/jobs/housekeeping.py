@@ -1,4 +1,4 @@
-"""What the folder of all jobs holds, and the removal of what is no longer needed: slurm/jobs.py."""
+"""List the folders of all jobs, and remove those no longer needed: slurm/jobs.py."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from trainkit.runtime import job_folder
 from trainkit.runtime.errors import printable
 from trainkit.schema import samples
 
-# Folders of job_env.sh: of a job, and of an older one whose number came again.
+# Folders of job_env.sh: of a job, and of an older one whose number was reused.
 NUMBERED = re.compile(r"(\d+)(-\d{8}-\d{6})?")
 MONITORED = re.compile(r"monitored-\d{8}-\d{6}-[0-9a-f]{6}")
 SUBMITTED = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{6}")
@@ -29,10 +29,10 @@ ENDED = ("COMPLETED", "ended", *slurm.FAILED)
 
 @dataclass(frozen=True)
 class JobFolder:
-    """A folder of a job: its notes and checkpoints, or what submit.py keeps, or both where there is no Slurm.
+    """A folder of a job: its notes and checkpoints, or what submit.py keeps, or both without Slurm.
 
-    `state` is Slurm's word, or RUNNING, ended or unknown. `newest` is the checkpoint to go on from, if
-    there is one: the job did not finish, or was to keep them.
+    `state` is Slurm's, or RUNNING, ended or unknown. `newest` is the checkpoint to resume from, if there
+    is one: the job did not finish, or was asked to keep them.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class JobFolder:
         return self.state in ENDED
 
     def row(self, jobs_dir: Path) -> tuple[str, ...]:
-        """Return its cells in the list: name, last change, size, state, and the checkpoint to go on from."""
+        """Return its cells in the list: name, last change, size, state, and the checkpoint to resume from."""
         when = datetime.fromtimestamp(self.path.stat().st_mtime)
         on_from = f"to go on from: {self.newest.name}" if self.newest else ""
         name = printable(str(self.path.relative_to(jobs_dir)))
@@ -52,13 +52,13 @@ class JobFolder:
 
 
 def look(jobs_dir: Path) -> list[JobFolder]:
-    """List the folders of the user's jobs, the oldest first."""
+    """List the folders of the user's jobs, oldest first."""
     found = [_judge(path, jobs_dir) for path in _folders(jobs_dir)]
     return sorted(found, key=lambda folder: folder.path.stat().st_mtime)
 
 
 def remove(folder: JobFolder) -> str | None:
-    """Remove the folder of a job that has ended; returns why it could not be, if so."""
+    """Remove the folder of a job that has ended; return the reason if that fails."""
     checkpoints = folder.path / "checkpoints"
     try:
         # A later job may have been sent there, by --checkpoint-dir.
@@ -72,17 +72,17 @@ def remove(folder: JobFolder) -> str | None:
 
 
 def size(folder: Path) -> int:
-    """Count the bytes in it; of a link, its own."""
+    """Count the bytes in a folder; a link counts as itself."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # of a job that runs
+            with suppress(OSError):  # the job may be running
                 total += Path(place, name).lstat().st_size
     return total
 
 
 def _folders(jobs_dir: Path) -> Iterator[Path]:
-    """By name, owner and content: a folder called 2024 may also be the user's photographs."""
+    """Yield jobs' folders, by name, owner and content: a folder called 2024 may be the user's photographs."""
     kinds = ((jobs_dir, NUMBERED, OF_A_JOB), (jobs_dir, MONITORED, OF_A_JOB))
     for place, name, marks in (*kinds, (jobs_dir / "submitit", SUBMITTED, OF_SUBMITIT)):
         if place.is_symlink() and place != jobs_dir:
@@ -110,7 +110,7 @@ def _judge(path: Path, jobs_dir: Path) -> JobFolder:
 
 
 def _state_here(job: Path) -> str:
-    """Of processes of this machine, or of another one with the same folders."""
+    """Return the state of processes of this machine, or of another one that shares the folders."""
     mark = os.fsencode(f"{job_folder.VARIABLE}={job}")
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is another user's

@@ -1,6 +1,6 @@
 """The processes of a job: what submitit calls in each of them, and starting them on this machine.
 
-Whatever trains here without Slurm is started by `start`: submit.py, sweeps, `make compare` and the
+`start` starts all trainings here without Slurm: those of submit.py, sweeps, `make compare` and the
 benchmarks.
 """
 
@@ -21,7 +21,7 @@ from trainkit.jobs.stages import REPOSITORY
 from trainkit.runtime import job_folder, place, plain
 from trainkit.schema import samples
 
-# submitit announces every step; the log is to have the stage's lines only.
+# submitit announces every step; the log should have only the stage's lines.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
 DAY_MINUTES = 24 * 60
 # Device nodes of NVIDIA's GPUs, of AMD's, and of both in Windows' Linux.
@@ -33,8 +33,8 @@ VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # on AMD's GPUs the f
 class Rank:
     """What submitit calls in every process of a job: the stage script, as `srun python` would start it.
 
-    It ends by SystemExit, with the stage's own exit code and last words. `visible_gpus` is for local
-    processes, for which submitit sets a CUDA_VISIBLE_DEVICES; on a node that is Slurm's business.
+    It ends by SystemExit, with the stage's exit code and last words. `visible_gpus` is for local
+    processes, for which submitit sets CUDA_VISIBLE_DEVICES; on a node Slurm does that.
     """
 
     script: Path
@@ -47,11 +47,11 @@ class Rank:
         import submitit
 
         # submitit survives SIGTERM, and answers USR2 by putting the job back into the queue itself.
-        # Here both are for the stage (trainkit.rank.checkpoint), and end a process that saves no checkpoints.
+        # Here the stage handles both (trainkit.rank.checkpoint); they end a process without checkpoints.
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        # Not by submitit's TorchDistributedEnvironment: it would show each process one GPU only, does
-        # not expect MASTER_PORT to be set, and takes ports that the system hands out by itself.
+        # Not with submitit's TorchDistributedEnvironment: it would show each process only one GPU, does
+        # not expect MASTER_PORT to be set, and takes ports that the system assigns itself.
         job = submitit.JobEnvironment()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.global_rank), str(job.num_tasks)
         os.environ["LOCAL_RANK"] = str(job.local_rank)
@@ -84,16 +84,16 @@ def start(
     sampled: bool = False,
     plain: bool = False,
 ) -> LocalHandle:
-    """Start the ranks of a job on this machine, where nothing has prepared an environment for them.
+    """Start the ranks of a job on this machine, in an environment prepared here.
 
     Args:
         folder: new; for the logs, checkpoints and notes.
-        gpus: of the whole job, which every rank sees. Ranks on CPUs take equal shares of the cores.
+        gpus: of the whole job, all visible to every rank. Ranks on CPUs get equal shares of the cores.
         threads: of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
-        minutes: time limit; shortly before, the ranks are told to save a checkpoint and end.
-        checkpoints: save them, and go on from them.
-        sampled: also start what samples them, and ends the log with its verdict (trainkit.monitor.cli).
-        plain: the script knows nothing of the kit (runtime/plain.py).
+        minutes: time limit; shortly before it, the ranks are asked to save a checkpoint and end.
+        checkpoints: save them, and resume from them.
+        sampled: also start the sampler, which ends the log with its verdict (trainkit.monitor.cli).
+        plain: the script does not use the kit (runtime/plain.py).
     """
     import submitit
 
@@ -115,7 +115,7 @@ def start(
     # Ctrl-C reaches only this process, which then ends the others in order.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sampled:
-        (folder / samples.FOLDER).mkdir(exist_ok=True)  # the ranks note there what they record
+        (folder / samples.FOLDER).mkdir(exist_ok=True)  # where the ranks note their records
     if plain:
         (folder / job_folder.PLAIN).touch()
         (folder / "checkpoints").mkdir()
@@ -130,7 +130,7 @@ def start(
 
 
 def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
-    """Samples the job, also when this program has ended, and tells its verdict in the log."""
+    """Start the sampler, which outlives this program and writes its verdict to the log."""
     place = folder / samples.FOLDER
     with log.open("ab") as told, (place / "log").open("w") as complaints:
         return subprocess.Popen(
@@ -143,22 +143,22 @@ def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
 
 
 def has_ended(job_id: str, folder: Path) -> bool:
-    """Tell whether the process has that controls the ranks of the job in `folder`."""
-    try:  # the number may belong to another program by now
+    """Return whether the process that controls the ranks of the job in `folder` has ended."""
+    try:  # the number may now belong to another program
         return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
     except OSError:
         return True
 
 
 def submitted(folder: Path) -> tuple[str, bool]:
-    """Return the number of the job that submitit has sent from `folder`, "" if none, and if it is Slurm's."""
+    """Return the number of the job that submitit sent from `folder`, "" if none, and whether Slurm has it."""
     name = next((path.name for path in folder.glob("[0-9]*_submitted.pkl")), "")
     scripts = folder.glob("*submission*.sh")  # with a dot in front if submit.py was killed
     return name.removesuffix("_submitted.pkl"), next(scripts, None) is not None
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """Return this environment without the shape of the job that this shell may be in, for another job."""
+    """Return this environment without the variables of a job that this shell may be in, for another job."""
     own = dict(os.environ)
     if "SLURM_JOB_ID" in own:
         own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
@@ -166,15 +166,15 @@ def outside_of_jobs() -> dict[str, str]:
 
 
 def new_name(word: str) -> str:
-    """Make a name that no other job's folder has had, as numbers come again; housekeeping.py knows it."""
+    """Make a folder name that no other job has had, as numbers are reused; housekeeping.py recognises it."""
     return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def gpus_here() -> int:
-    """Count the GPUs that PyTorch sees here; without loading it, which is slow, if there can be none.
+    """Count the GPUs that PyTorch sees here, without loading it, which is slow, if there can be none.
 
     Raises:
-        UserError: if there are some and PyTorch cannot use them.
+        UserError: if there are GPUs that PyTorch cannot use.
     """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
@@ -185,7 +185,7 @@ def gpus_here() -> int:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Have these environment variables and no others; submitit starts its processes with ours."""
+    """Replace the environment in the block; submitit's processes inherit it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(variables)

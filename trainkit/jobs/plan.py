@@ -1,7 +1,7 @@
-"""What a comparison on GPUs runs: on how many, at which batch sizes, and how long an epoch is.
+"""Plan a comparison on GPUs: the numbers of GPUs, the batch sizes, and the length of an epoch.
 
-Two of these are measured, by short runs on one GPU, the probes. At a small batch a fast GPU waits for its
-kernels to be launched, and an epoch of 60 ms is noise.
+The last two come from short runs on one GPU, the probes. At a small batch a fast GPU waits for kernel
+launches, and an epoch of 60 ms is noise.
 """
 
 import math
@@ -15,30 +15,30 @@ from trainkit.rank.staging import TRAIN_IMAGES
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import DDP, DP, SINGLE
 
-BATCH_SIZES = (256, 1024, 4096)  # of a GPU, to choose from
+BATCH_SIZES = (256, 1024, 4096)  # per GPU, to choose from
 NEAR_THE_BEST = 0.9
 EPOCH_SECONDS = 3  # on one GPU
 FEWEST_STEPS = 20  # of an epoch, at the largest batch
 EPOCHS = 4  # one to warm up, three to measure
 REPEATS = 3
-AROUND_SECONDS = 13  # of a run, outside of its epochs
+AROUND_SECONDS = 13  # of a run, outside its epochs
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a run on one GPU showed."""
+    """The results of a run on one GPU."""
 
     batch_size: int
     images_per_s: float
     eval_seconds: float
 
     def run_seconds(self, epochs: int, train_size: int) -> float:
-        """Estimate how long a run on one GPU takes; on several it has about as much to do."""
+        """Estimate the time of a run on one GPU; on several it is about the same."""
         return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
 
 
 def probes_of(runs: Iterable[list[dict]]) -> list[Probe]:
-    """Return the probes by the rows of their records, the smallest batch first; of a batch the latest."""
+    """Return the probes from the rows of their records, smallest batch first; the latest for each batch."""
     latest = {}
     for rows in runs:
         steady = [row for row in rows if not row["warmup"]] or rows
@@ -49,36 +49,36 @@ def probes_of(runs: Iterable[list[dict]]) -> list[Probe]:
 
 
 def device_counts(gpus: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and `gpus` itself."""
+    """Return 1, 2, 4 and so on, and `gpus` itself."""
     return *(2**i for i in range((gpus - 1).bit_length())), gpus
 
 
 def batch_sizes(gpus: int, given: int | None, train_size: int | None) -> list[int]:
-    """Return the batch sizes of one GPU to choose from: those that all numbers of GPUs can share.
+    """Return the batch sizes per GPU to choose from: those that divide among all numbers of GPUs.
 
     Raises:
-        UserError: if an epoch of `train_size` images has not one step with any of them on every GPU.
+        UserError: if an epoch of `train_size` images is shorter than one step with each of them.
     """
     shared_by = math.lcm(*device_counts(gpus))
     batches = [-(-batch // shared_by) * shared_by for batch in ([given] if given else BATCH_SIZES)]
     fitting = [batch for batch in batches if batch * gpus <= (train_size or MOST_IMAGES)]
     if not fitting:
         raise UserError(
-            f"--train-size {train_size or MOST_IMAGES} has not one step with batch {batches[0]} on each of "
+            f"--train-size {train_size or MOST_IMAGES} is not one step with batch {batches[0]} on each of "
             f"{gpus} GPU(s): raise it, or lower --batch-size."
         )
     return fitting
 
 
 def choose_batch(probes: Sequence[Probe]) -> Probe:
-    """Choose the probe with the smallest batch of those that are nearly as fast as the fastest."""
+    """Choose the probe with the smallest batch among those nearly as fast as the fastest."""
     best = max(probe.images_per_s for probe in probes)
     near = [probe for probe in probes if probe.images_per_s >= NEAR_THE_BEST * best]
     return min(near, key=lambda probe: probe.batch_size)
 
 
 def choose_train_size(probe: Probe, gpus: int) -> int:
-    """Choose the images of an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
+    """Choose the images for an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
     largest = probe.batch_size * gpus
     images = max(round(probe.images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
     if images < TRAIN_IMAGES:
@@ -87,7 +87,7 @@ def choose_train_size(probe: Probe, gpus: int) -> int:
 
 
 def summary(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
-    """Say what was measured, and chosen."""
+    """Describe what was measured, and chosen."""
     speeds = ", ".join(f"{probe.images_per_s:,.0f} at batch {probe.batch_size}" for probe in probes)
     length = f" ({train_size / TRAIN_IMAGES:g} passes over MNIST)" if train_size > TRAIN_IMAGES else ""
     measured = f"measured on one GPU, images/s: {speeds}\n" if probes else ""
@@ -95,7 +95,7 @@ def summary(probes: Sequence[Probe], batch_size: int, train_size: int) -> str:
 
 
 def matrix(gpus: int, batch_size: int, train_size: int, repeats: int) -> list[Grid]:
-    """Plan strong scaling, with the same global batch on all GPUs, and weak, with the same on each.
+    """Plan strong scaling, with the same global batch, and weak scaling, with the same batch per GPU.
 
     Every row has its baseline, the run on one GPU with the same global batch.
     """

@@ -1,4 +1,4 @@
-"""What slurm/site.sh says, for the programs on the login node; only the standard library is needed."""
+"""The settings of slurm/site.sh, for the programs on the login node; needs only the standard library."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from trainkit.runtime.errors import UserError
 
 
 class Site(NamedTuple):
-    """What slurm/site.sh says, with the defaults of slurm/site_env.sh.
+    """The settings of slurm/site.sh, with the defaults of slurm/site_env.sh.
 
-    `sbatch` are the SBATCH_* variables, those of this shell included. `jobs_dir` has a folder per job.
-    `monitor` tells whether jobs are sampled.
+    `sbatch` has the SBATCH_* variables, including this shell's. `jobs_dir` has a folder per job.
+    `monitor` is whether jobs are sampled.
     """
 
     sbatch: dict[str, str]
@@ -26,7 +26,7 @@ def read_site() -> Site:
     """Run slurm/site.sh, if there is one, as a job does.
 
     Raises:
-        UserError: if it cannot be read to its end, as slurm/site_env.sh tells.
+        UserError: if it cannot be read to its end; slurm/site_env.sh gives the reason.
     """
     script = 'set -euo pipefail; set -a; source "$1" >&2; env -0'
     done = slurm.ask("bash", "-c", script, "site", str(REPOSITORY / "slurm" / "site_env.sh"), seconds=120)

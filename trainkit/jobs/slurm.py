@@ -1,6 +1,6 @@
-"""Slurm's commands: how they are run, what their answers mean, and what to do when they refuse.
+"""Slurm's commands: run them, interpret their answers, and advise when they refuse.
 
-Only the standard library is needed: the doctor asks Slurm before any environment exists.
+It needs only the standard library: the doctor asks Slurm before any environment exists.
 """
 
 import re
@@ -12,10 +12,10 @@ from trainkit.runtime.errors import UserError, printable
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 
-# States of a job, from the man page of squeue, and of ours: GONE. Every other state is a running job's.
+# States of a job, from the man page of squeue, and our own: GONE. Every other state is that of a running job.
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 FAILED = {
-    "FAILED": "",  # for this one the ranks' notes and logs tell why
+    "FAILED": "",  # the ranks' notes and logs give the reason
     "TIMEOUT": "it reached its time limit: give more --time",
     "CANCELLED": "it was cancelled",
     "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
@@ -25,11 +25,11 @@ FAILED = {
     "DEADLINE": "it could not end before its deadline",
     "GONE": "Slurm does not know this job (it forgets a job some minutes after its end)",
 }
-# Reasons for which a job would wait for ever, unless an administrator changes the cluster.
+# Reasons for which a job would wait forever, unless an administrator changes the cluster.
 NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 
 # What Slurm says when it refuses a job (slurm_errno.c) or never starts it (NEVER), and what to do about
-# it; the first pattern that is found counts.
+# it; the first pattern found counts.
 REFUSALS = {
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
@@ -49,7 +49,7 @@ REFUSALS = {
 
 
 def why_not_here() -> str:
-    """Return why jobs cannot be submitted from this machine; "" if they can, or a controller is only down."""
+    """Return why this machine cannot submit jobs; "" if it can, or the controller is just down."""
     if not shutil.which("sbatch"):
         return "sbatch is not on PATH"
     told = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
@@ -59,11 +59,11 @@ def why_not_here() -> str:
 def ask(
     *command: str, seconds: float = ANSWER_SECONDS, input: str | None = None, **where: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; it never raises.
+    """Run a command to its end; never raise.
 
     Args:
-        seconds: one that takes longer is ended, and has exit code 124. One that is not there has 127.
-        input: what it reads.
+        seconds: a command that takes longer is ended, with exit code 124. A missing one has 127.
+        input: its standard input.
         where: `cwd` and `env`, as for `subprocess.run`.
     """
     try:
@@ -71,7 +71,7 @@ def ask(
             command,
             capture_output=True,
             text=True,
-            errors="surrogateescape",  # as Python does for what is not UTF-8 in paths and variables
+            errors="surrogateescape",  # as Python does for paths and variables that are not UTF-8
             input=input or "",
             timeout=seconds,
             **where,
@@ -83,10 +83,10 @@ def ask(
 
 
 def job_facts(job_id: str) -> dict[str, str]:
-    """Ask `scontrol show job` for such facts as JobState, Reason, ExitCode, NodeList and Restarts.
+    """Ask `scontrol show job` for facts such as JobState, Reason, ExitCode, NodeList and Restarts.
 
-    While Slurm does not answer, JobState is UNKNOWN and Reason what it says. For a job that it forgot
-    there is only JobState, from accounting where there is any, else GONE.
+    While Slurm does not answer, JobState is UNKNOWN and Reason its message. For a job that it has
+    forgotten there is only JobState, from accounting if there is any, else GONE.
     """
     shown = ask("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
@@ -98,25 +98,25 @@ def job_facts(job_id: str) -> dict[str, str]:
 
 
 def cluster() -> str:
-    """Return the cluster's name; empty if Slurm does not tell."""
+    """Return the cluster's name; empty if Slurm does not name it."""
     told = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
     return told[1] if told else ""
 
 
 def default_partition() -> str | None:
-    """Return the partition of jobs that name none; None if there is no such, or Slurm does not answer."""
+    """Return the default partition; None if there is none, or Slurm does not answer."""
     names = ask("sinfo", "--noheader", "--format=%P").stdout.split()
     return next((name.rstrip("*") for name in names if name.endswith("*")), None)
 
 
 def most_gpus(partition: str | None = None) -> int:
-    """Return the most GPUs of any node, of a partition or of all of them; 0 if Slurm does not tell."""
+    """Return the largest number of GPUs on a node, of a partition or of all; 0 if unknown."""
     chosen = [f"--partition={partition}"] if partition else []
     return max(map(_gpus, ask("sinfo", "--noheader", "--format=%G", *chosen).stdout.split()), default=0)
 
 
 def check_path(path: Path) -> None:
-    """See that Slurm takes the path of a log as it is.
+    """Check that Slurm accepts the path of a log unchanged.
 
     Raises:
         UserError: if not.
@@ -129,17 +129,17 @@ def check_path(path: Path) -> None:
 
 
 def sbatch_message(text: str) -> str:
-    """Return what sbatch says on stderr, without what only says that it comes from sbatch."""
+    """Return what sbatch says on stderr, without the prefixes that name sbatch."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("Try ")]
     empty = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"
     return "; ".join(dict.fromkeys(re.sub(empty, "", line) for line in lines))
 
 
 def advice(told: str) -> str:
-    """Advise on a refusal, `told` by sbatch, or on one of the reasons in `NEVER`."""
+    """Return advice on a refusal by sbatch, its text in `told`, or on one of the reasons in `NEVER`."""
     return next(fix for words, fix in REFUSALS.items() if re.search(words, told))
 
 
 def _gpus(gres: str) -> int:
-    """GPUs of a node, from Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" (two kinds: 4) or "(null)"."""
+    """Count a node's GPUs from Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" (two kinds: 4) or "(null)"."""
     return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)*:(\d+)", gres)))

@@ -1,6 +1,6 @@
-"""The stages: where they are, what they run on, and the shape of a job of each.
+"""The stages: where they are, what they run on, and the shape of their jobs.
 
-Only the standard library is needed.
+It needs only the standard library.
 """
 
 import re
@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Stage:
     """A stage, and what it runs on: one process per GPU, or one process with all GPUs of a node.
 
-    `own` is true if `script` is a user's own in place of the stage's; it runs on the same. One that is
-    `plain` knows nothing of the kit, and gets its own arguments only.
+    `own` is true if `script` is a user's own instead of the stage's; it runs on the same. A `plain` script
+    does not use the kit, and gets only its own arguments.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Stage:
 
     @property
     def label(self) -> str:
-        """What its runs are called, also in names of jobs and folders, where other signs would do harm."""
+        """Return the name of its runs, also for jobs and folders, without characters that would do harm."""
         return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
 
     def with_script(self, text: str, plain: bool = False) -> "Stage":
         """Return the stage with the user's own script, a path from the current folder or from the stage's.
 
         Raises:
-            UserError: if it is not there, or no Python script.
+            UserError: if it does not exist, or is not a Python script.
         """
         script = next((place for place in (Path(text), self.script.parent / text) if place.is_file()), None)
         if script is None:
@@ -72,17 +72,17 @@ class Resources:
 
     @property
     def tasks(self) -> int:
-        """The processes of the whole job."""
+        """Return the number of processes of the whole job."""
         return self.nodes * self.tasks_per_node
 
     @property
     def gpus(self) -> int:
-        """The GPUs of the whole job."""
+        """Return the number of GPUs of the whole job."""
         return self.nodes * self.gpus_per_node
 
 
 def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Resources:
-    """Shape a job of `stage` with `gpus` on all nodes together; 0: a process per node, on its CPU.
+    """Return the shape of a job of `stage` with `gpus` in all; 0: one process per node, on its CPU.
 
     Raises:
         UserError: if the stage cannot use that many, or they do not divide among the nodes.

@@ -1,8 +1,8 @@
-"""Send a stage to Slurm, or run it here where there is no Slurm: what every submit.py shares.
+"""Send a stage to Slurm, or run it here if there is no Slurm: the code that every submit.py shares.
 
 submitit writes the batch script, calls sbatch and, on the nodes, calls `Rank` in every process. The
-script sources slurm/job_env.sh, as the job scripts of the stages do, so that both go the same way:
-the same site file, environment, meeting point, return to the queue and explanation of a failure.
+script sources slurm/job_env.sh, as the job scripts of the stages do, so both have the same site file,
+environment, meeting point, return to the queue and explanation of a failure.
 
 PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
 """
@@ -38,11 +38,11 @@ DEFAULT_MINUTES = 30
 
 @dataclass(frozen=True)
 class Request:
-    """One job that is asked for.
+    """A request for one job.
 
     `arguments` are options of the stage script. `minutes` is the time limit; it and `partition`
-    overrule the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
-    the processes of this machine have so many `threads` (`local.start`).
+    override the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
+    each process on this machine then has `threads` threads (`local.start`).
     """
 
     stage: Stage
@@ -55,18 +55,18 @@ class Request:
 
     @property
     def job_name(self) -> str:
-        """A user's own script is not one of our trainings on MNIST."""
+        """Return the job's name; a user's own script is not one of our trainings on MNIST."""
         return self.stage.label if self.stage.own else f"mnist-{self.stage.name}"
 
 
 def submit(request: Request, site: Site, folder: Path) -> Handle:
-    """Submit a job, or start local processes where there is no Slurm; it is not waited for.
+    """Submit a job, or start local processes if there is no Slurm, without waiting for the end.
 
     Its logs go to `folder`, a `new_folder`.
 
     Raises:
-        UserError: for options that the stage would refuse, data that is not there, a folder that
-            cannot be written to, and what sbatch refuses. Nothing was submitted then.
+        UserError: for options that the stage would refuse, missing data, a folder that cannot be
+            written to, and a refusal by sbatch. Nothing was submitted then.
     """
     opts, to_slurm = check(request, site)
     results_dir = opts.results_dir.absolute()
@@ -99,7 +99,7 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
         site.jobs_dir / job.job_id,
         results_dir / "runs",
     )
-    # Not every Slurm refuses at once what it can never do.
+    # Not every Slurm refuses at once a job that it can never start.
     reason = handle.state().detail
     if reason in slurm.NEVER:
         handle.cancel()
@@ -109,14 +109,14 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
 
 
 def new_folder(request: Request, site: Site) -> Path:
-    """Return a folder that no other job has had; it is not made."""
+    """Return a folder name that no other job has had; the folder is not created."""
     return site.jobs_dir / "submitit" / local.new_name(request.job_name)
 
 
 def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     """Return the job that was submitted with this `folder`; None if there is none.
 
-    One whose submitter was killed before it could name the pickle after the job ends by itself.
+    A job ends by itself if its submitter was killed before it could name the pickle after the job.
     """
     job_id, by_slurm = local.submitted(folder)
     if not job_id:
@@ -131,7 +131,7 @@ def preview(request: Request, site: Site) -> str:
     """Return what `submit` would do: the batch script that sbatch would get, or the local processes.
 
     Raises:
-        UserError: as `submit`, as far as that can be told without writing anything.
+        UserError: as `submit`, as far as can be checked without writing anything.
     """
     _, to_slurm = check(request, site)
     if not to_slurm:
@@ -147,11 +147,11 @@ def preview(request: Request, site: Site) -> str:
 
 
 def check(request: Request, site: Site) -> tuple[options.Options, bool]:
-    """Return the options, checked as the stage will do itself, and whether the job goes to Slurm.
+    """Return the options, checked as the stage will check them, and whether the job goes to Slurm.
 
     Raises:
-        UserError: for a wrong option, data that is not there, what this machine has not if it is to stand
-            in for Slurm, and a job that cannot be told to sbatch as it is meant.
+        UserError: for a wrong option, missing data, resources that this machine lacks if it stands in
+            for Slurm, and a job that sbatch cannot be given as it is meant.
     """
     arguments = [f"--checkpoint-dir={site.jobs_dir}", *request.arguments]
     opts = read_options(request.stage, arguments, site)
@@ -168,28 +168,28 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
 
 
 def why_local(here: bool) -> str:
-    """Return why a job runs on this machine, for which `here` asks; "" if it goes to Slurm."""
+    """Return why a job runs on this machine, as `here` requests; "" if it goes to Slurm."""
     why = "--local" if here else slurm.why_not_here()
     return why if here or not why else f"no Slurm here ({why})"
 
 
 def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
-    """Parse the options of the stage, with the site's folders; a user's own script may know more.
+    """Parse the options of the stage, with the site's folders; a user's own script may have more.
 
-    Those of a plain one are its own business: there are the site's folders only.
+    The options of a plain script are not parsed: only the site's folders are returned.
 
     Raises:
-        UserError: for an option that is not known or makes no sense.
+        UserError: if an option is unknown or makes no sense.
     """
     places = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
     return options.parse(stage.label, [*places, *(() if stage.plain else arguments)], known_only=stage.own)
 
 
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
-    """See that the batch divides among processes or GPUs, and that the data is enough, where it is ours.
+    """Check that the batch divides among processes or GPUs, and that our data sets have enough samples.
 
     Raises:
-        UserError: if it is not so.
+        UserError: if not.
     """
     available = None if stage.own else staging.TRAIN_IMAGES
     if stage.process_per_gpu:
@@ -200,13 +200,13 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
 
 
 def _check_machine(request: Request, opts: options.Options) -> None:
-    """Raise a UserError if this machine, in the place of Slurm, has not what is asked for."""
+    """Raise a UserError if this machine, which stands in for Slurm, lacks what is asked for."""
     if request.resources.nodes > 1:
         raise UserError(
             f"{why_local(request.here)}, and this machine is one node, not {request.resources.nodes}: leave "
             "out --nodes, or submit on a login node."
         )
-    # Without any, ranks on the CPU stand in for as many as are asked for.
+    # Without GPUs, ranks on the CPU stand in for as many as requested.
     gpus = 0 if opts.no_cuda else local.gpus_here()
     if 0 < gpus < request.resources.gpus:
         on_cpu = "" if request.stage.plain else ", or add --no-cuda to train on its CPU"
@@ -217,7 +217,7 @@ def _check_machine(request: Request, opts: options.Options) -> None:
 
 
 def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
-    """Call sbatch; raises a UserError if it refuses."""
+    """Call sbatch; raise a UserError if it refuses."""
     from submitit.core.utils import FailedJobError
 
     executor = _executor(request, folder, site.results_dir)
@@ -234,12 +234,12 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
 
 
 def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
-    """submitit's executor, told what the stage's job script tells sbatch and srun."""
+    """Return submitit's executor, with the options that the stage's job script gives sbatch and srun."""
     import submitit
 
     shape = request.resources
 
-    # The text of slurm_python goes into the job's shell as it is, so job_env.sh decides what it means.
+    # The text of slurm_python goes into the job's shell unchanged, so job_env.sh decides what it means.
     in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python'
     executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=in_the_job)
     executor.update_parameters(
@@ -271,16 +271,16 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
 
 
 def _overrides(request: Request, site: Site) -> dict[str, str]:
-    """The SBATCH_* variables. To sbatch they count more than the script's lines, so options are here too."""
+    """Return the SBATCH_* variables, which override the script's lines, so they include the options."""
     asked = {"SBATCH_PARTITION": request.partition, "SBATCH_TIMELIMIT": request.minutes}
     return site.sbatch | {name: str(value) for name, value in asked.items() if value}
 
 
 def main(stage_name: str, description: str) -> int:
-    """Submit what the command line of a submit.py asks for; returns the exit code.
+    """Submit the job that the command line of a submit.py asks for; return the exit code.
 
     Raises:
-        UserError: for everything the user can mend.
+        UserError: for every mistake that the user can correct.
     """
     request, own = _parse(STAGES[stage_name], description)
     site = read_site()
@@ -300,12 +300,12 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     parser = Parser(
         description=description,
         epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
-        "lists them.\nWhat stands behind -- goes there in any case: python submit.py -- --dry-run",
+        "lists them.\nWhat follows -- always goes there: python submit.py -- --dry-run",
     )
     add = parser.add_argument
     own_script = f"your own training, such as a copy of {stage.script.name} with another model"
     add("--script", metavar="FILE.py", help=own_script)
-    any_script = "a script that knows nothing of the kit; all that stands behind it are its own arguments"
+    any_script = "a script that does not use the kit; everything after it is its own arguments"
     add("--plain", metavar="FILE.py", help=f"{any_script} (YOUR_TRAINING.md)")
     here = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
     gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
@@ -316,14 +316,14 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add("--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)")
     limit = f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})"
     add("--time", type=time_limit, metavar="LIMIT", help=limit)
-    add("--local", action="store_true", help="run it on this machine, also where there is a Slurm")
+    add("--local", action="store_true", help="run it on this machine, even if there is a Slurm")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
-    add("--wait", action="store_true", help="show how the job is doing until it has ended")
+    add("--wait", action="store_true", help="show the job's state until it has ended")
     mine, theirs = split(sys.argv[1:])
     own, unknown = parser.parse_known_args(mine)
     if own.plain and (unknown or own.script):
         wrong = unknown[0] if unknown else "--script"
-        parser.error(f"{wrong} is for no plain script: arguments of {own.plain} stand behind its name")
+        parser.error(f"{wrong} is not for plain scripts: put the arguments of {own.plain} after its name")
     if own.script or own.plain:
         stage = stage.with_script(own.script or own.plain, plain=bool(own.plain))
     for_the_stage = (*unknown, *theirs)
@@ -336,7 +336,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split off what goes to the training in any case: what stands behind -- or a plain script."""
+    """Split off what always goes to the training: what follows -- or a plain script."""
     for place, word in enumerate(arguments):
         if word == "--":
             return arguments[:place], arguments[place + 1 :]

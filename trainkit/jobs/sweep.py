@@ -1,7 +1,7 @@
-"""A sweep: the planned runs of a comparison; their folder, the queue they wait in, and what is shown.
+"""A sweep: the planned runs of a comparison, their folder, their queue, and what is printed.
 
-slurm/sweep.py and `make compare` are sweeps. Only numbers are looked at here, so that hundreds of
-runs are checked at once; PyTorch belongs to the jobs, pandas to the comparison of what they measured.
+slurm/sweep.py and `make compare` are sweeps. This module checks only numbers, so that hundreds of
+runs are checked at once; only the jobs load PyTorch, and only the comparison of their results pandas.
 """
 
 import math
@@ -31,9 +31,9 @@ from trainkit.schema import records
 from trainkit.schema.columns import DP
 
 EPOCHS = 3  # one to warm up, two to measure
-FINISHED = "finished"  # in the folder of a run whose plain script has ended well
+FINISHED = "finished"  # in the folder of a run whose plain script ended well
 ENDED = ("done", "failed")
-CSV_SECONDS = 60  # a shared file system may show a file that late on another machine
+CSV_SECONDS = 60  # a shared file system may show a new file this late on another machine
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PlannedRun:
         return f"{self.configuration}-r{self.repeat}"
 
     def arguments(self) -> list[str]:
-        """Return what the stage has to be told."""
+        """Return the options for the stage."""
         arguments = ["--batch-size", str(self.batch_size)]
         if self.num_workers is not None:
             arguments += ["--loader", "workers", "--num-workers", str(self.num_workers)]
@@ -83,7 +83,7 @@ class PlannedRun:
 class Grid:
     """The lists of which a sweep tries every combination; `PlannedRun` explains them.
 
-    `scaling` is strong (batch sizes are global), weak (they are of each GPU) or both. Above
+    `scaling` is strong (batch sizes are global), weak (they are per GPU) or both. Above
     `gpus_per_node` GPUs a run is spread over several nodes.
     """
 
@@ -99,11 +99,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all runs share, and their folder, which is all of the sweep's state: CSV and job of each.
+    """What all runs share, and their folder, which holds the sweep's whole state: CSV and job of each.
 
     `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
-    machine, also where there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
-    of a run. The script of a `plain` sweep knows nothing of the kit: its runs differ in their GPUs only.
+    machine, even if there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
+    of a run. The script of a `plain` sweep does not use the kit: its runs differ only in their GPUs.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -122,22 +122,22 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
-            raise UserError("--checkpoint-dir and --resume are every job's own matter: leave them out.")
+            raise UserError("--checkpoint-dir and --resume are for single jobs: leave them out.")
         if self.opts.batch_size_per_gpu:
             raise UserError(
-                "--batch-size-per-gpu is what --scaling weak makes of --batch-size here: give those two."
+                "--batch-size-per-gpu is set here by --scaling weak and --batch-size: give those two."
             )
 
     @property
     def on_cpu(self) -> bool:
-        """Tell whether CPU cores stand in for GPUs."""
+        """Return whether CPU cores stand in for GPUs."""
         return self.opts.no_cuda or (self.here and not self.gpus_here)
 
     def planned(self, grid: Grid) -> tuple[list[PlannedRun], Counter[str]]:
-        """Return the runs that make sense, and the reasons for those that do not, with their numbers.
+        """Return the runs that make sense, and the reasons against the others, with how many each concerns.
 
-        Repeats come one after the other, so that a busy hour of the cluster does not hit a single
-        configuration, and those on one GPU, with which the others are compared, come first.
+        All runs of a repeat come before the next repeat, so that a busy hour of the cluster does not hit a
+        single configuration, and those on one GPU, the baselines, come first.
 
         Raises:
             UserError: if none is left.
@@ -153,9 +153,9 @@ class Sweep:
                     run = PlannedRun(stage, shape, batch * factor, num_workers, train_size, repeat)
                     self._check(run)
                 except UserError as error:
-                    left_out[str(error).partition(":")[0]] += 1  # behind it is what a single job could do
+                    left_out[str(error).partition(":")[0]] += 1  # after the colon is advice for a single job
                 else:
-                    planned[run] = None  # once, also where strong and weak scaling or two equal words meet
+                    planned[run] = None  # once, even if strong and weak scaling give the same run
         if not planned:
             raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
         return list(planned), left_out
@@ -172,7 +172,7 @@ class Sweep:
             submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
 
     def claim(self, script: Path | None = None) -> FileLock:
-        """Make the folder this sweep's, for as long as the lock is held; `script` is a user's own.
+        """Claim the folder for this sweep, for as long as the lock is held; `script` is a user's own.
 
         Raises:
             UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
@@ -197,13 +197,13 @@ class Sweep:
                 file.write(mine)
         elif (was := known.read_text(errors="replace")) != mine:
             raise UserError(
-                f"{self.folder} is of a sweep with the options {printable(was[:1000])}, not {mine}: "
+                f"{self.folder} belongs to a sweep with the options {printable(was[:1000])}, not {mine}: "
                 "its rows could not be compared with these. Give another --out."
             )
         return lock
 
     def submit(self, run: PlannedRun, precision: str) -> Handle:
-        """Start `run`, every repeat with a seed of its own; its link `job` leads to the logs.
+        """Start `run`, every repeat with another seed; its link `job` leads to the logs.
 
         Raises:
             UserError: if it was refused.
@@ -220,11 +220,11 @@ class Sweep:
         folder = submission.new_folder(request, site)
         check_writable(place, "the run", "free the space.")
         (place / "job").unlink(missing_ok=True)
-        (place / "job").symlink_to(folder)  # before the job is there, which `attach` then finds in any case
+        (place / "job").symlink_to(folder)  # before the job, so that `attach` always finds it
         return submission.submit(request, site, folder)
 
     def attach(self, run: PlannedRun) -> Handle | None:
-        """Return the latest job of `run`, of an earlier call too, or None if there is none."""
+        """Return the latest job of `run`, also of an earlier call, or None if there is none."""
         place = self.folder / run.name
         try:
             folder = (place / "job").readlink()
@@ -233,9 +233,9 @@ class Sweep:
         return submission.find(folder, run.shape.tasks, place / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
-        """Return the CSVs of runs that went to their end, of the run called `name` or of all runs.
+        """Return the CSVs of finished runs, of the run called `name` or of all runs.
 
-        Of plain scripts, which may write none, it is a file without content.
+        Plain scripts may write none: theirs is an empty file.
         """
         if self.plain:
             return sorted(self.folder.glob(f"{name}/{FINISHED}"))
@@ -243,12 +243,12 @@ class Sweep:
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
     def device_hours(self) -> float:
-        """Sum up what all runs have taken, also those that failed after an epoch."""
+        """Return the sum over all runs, including those that failed after an epoch."""
         last = (rows[-1] for _, rows in self.csvs("*"))
         return sum(row["devices"] * row["elapsed_s"] for row in last) / 3600
 
     def precision(self) -> str:
-        """Return the one precision of all runs: the one asked for, or "auto" until a run has chosen."""
+        """Return the precision of all runs: the one requested, or "auto" until a run has chosen."""
         if self.plain:
             return ""
         chosen = (rows[0]["precision"] for _, rows in self.csvs("*"))
@@ -268,10 +268,10 @@ def run(
     run_seconds: float | None = None,
     constraints: Constraints | None = None,
 ) -> int:
-    """Finish the runs, at most `max_jobs` at a time, and compare; returns the exit code.
+    """Finish the runs, at most `max_jobs` at a time, and compare them; return the exit code.
 
-    The folder is claimed before. `run_seconds` is about how long one run takes, if that is known; with
-    `constraints` the last words are how many GPUs to ask for.
+    The caller has claimed the folder. `run_seconds` is about how long one run takes, if known; with
+    `constraints` it ends with how many GPUs to ask for.
 
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
@@ -281,9 +281,9 @@ def run(
 
 
 def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
-    """Run what is not finished, print what changes, and return the names of those that failed.
+    """Run what is not finished, print each change, and return the names of the runs that failed.
 
-    The command line of this program, with --out `go_on_in`, goes on after Ctrl-C.
+    After Ctrl-C, this program's command line with --out `go_on_in` continues.
 
     Raises:
         UserError: if a job is refused while none is active, or Slurm does not answer.
@@ -295,7 +295,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
     shown: dict[PlannedRun, State] = {}
     failed: list[str] = []
     if waiting and most > 1 and sweep.precision() == "auto":
-        print("the first run goes alone, and its precision holds for all (or give --precision)")
+        print("the first run goes alone, and sets the precision of all (or give --precision)")
     try:
         while waiting or active:
             precision = sweep.precision()
@@ -305,7 +305,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                     waiting.pop(0)
                     room = most
                 except UserError as error:
-                    room = len(active)  # as where a user may have only so many jobs: until one has ended
+                    room = len(active)  # perhaps the site limits a user's jobs: wait until one has ended
                     if not active:
                         raise
                     print(f"{waiting[0].name} waits for the end of another job: {error}", flush=True)
@@ -337,13 +337,13 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
 
 
 def _goes_on(sweep: Sweep, handle: Handle) -> bool:
-    """Tell whether a job of an earlier call is to be watched; a plain one also if it ended well meanwhile."""
+    """Return whether to watch a job of an earlier call; a plain one also if it has ended well meanwhile."""
     state = handle.state().name
     return state not in ENDED or (sweep.plain and state == "done")
 
 
 def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tuple[str, bool]:
-    """Tell how a run has ended, and whether it went well."""
+    """Return how a run has ended, in words, and whether it went well."""
     if sweep.plain and state.name == "done":
         (sweep.folder / run.name / FINISHED).touch()
         return "finished", True
@@ -363,13 +363,13 @@ def command_to_go_on(folder: Path) -> str:
 
 
 def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
-    """Print what is asked for, and how to come back to it."""
+    """Print what is planned, and how to continue it later."""
     tell(sweep, planned, run_seconds)
     print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
 
 
 def tell(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
-    """Print how much is asked for."""
+    """Print how many runs are planned, and how long they take."""
     todo = [run for run in planned if not sweep.finished(run.name)]
     told = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
     if run_seconds:
@@ -386,9 +386,9 @@ def tell(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = No
 
 
 def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = None) -> int:
-    """Compare what has finished, and answer how many GPUs to ask for if `constraints` are given.
+    """Compare the finished runs, and with `constraints` print how many GPUs to ask for.
 
-    Returns the exit code.
+    Return the exit code.
     """
     code = 0
     try:
@@ -397,7 +397,7 @@ def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = N
 
             print(flush=True)
             code = compare_and_answer(paths, sweep.folder, constraints)
-    finally:  # whatever becomes of the comparison
+    finally:  # even if the comparison fails
         if failed:
             print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
     return 1 if failed else code
@@ -406,7 +406,7 @@ def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = N
 def answer(sweep: Sweep, constraints: Constraints) -> dict:
     """Return `AnswerText.as_json` of the finished runs.
 
-    Where they support none, there are no `options` and `probes`, and the `sentence` tells why.
+    If they support none, there are no `options` and `probes`, and the `sentence` says why.
     """
     from trainkit.advice.answer import answer_for  # loads pandas
 
@@ -414,12 +414,12 @@ def answer(sweep: Sweep, constraints: Constraints) -> dict:
         if not (paths := _measured(sweep)):
             raise UserError("nothing has run")
         return answer_for(paths, constraints)[0].as_json()
-    except Exception as error:  # whatever it is, the runs that are left may tell more
+    except Exception as error:  # of any kind: the remaining runs may show more
         return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": first_line(error)}
 
 
 def _measured(sweep: Sweep) -> list[Path]:
-    """Return the CSVs of the finished runs, if any, and the folder of what the doctor has measured."""
+    """Return the CSVs of the finished runs, if any, and the folder with the doctor's measurements."""
     csvs, all_reduce = sweep.finished(), sweep.site.results_dir / "all_reduce"
     if sweep.plain:
         csvs = [csv for csv, _ in sweep.csvs("*")]

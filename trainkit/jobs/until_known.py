@@ -1,6 +1,6 @@
-"""A sweep that stops when it knows enough: one run at a time, the cheapest that tells something.
+"""A sweep that stops when it knows enough: one run at a time, the cheapest informative one.
 
-What is known after each says the advice room.
+The advice room says what is known after each run.
 """
 
 import math
@@ -16,7 +16,7 @@ from trainkit.schema.columns import DDP, DP, SINGLE
 
 
 class Step(NamedTuple):
-    """A run that may be next, why it, and about how many device-hours it takes."""
+    """A candidate for the next run, the reason for it, and about how many device-hours it takes."""
 
     run: PlannedRun
     why: str
@@ -24,9 +24,9 @@ class Step(NamedTuple):
 
 
 def run(asked: Sweep, planned: list[PlannedRun], constraints: Constraints, spend: float = math.inf) -> int:
-    """Run what the answer needs of the planned runs, for at most `spend` device-hours; returns the exit code.
+    """Run those planned runs that the answer needs, in at most `spend` device-hours; return the exit code.
 
-    The numbers of GPUs and the batches of `constraints` are those of the runs. The folder is claimed before.
+    The numbers of GPUs and the batches of `constraints` are those of the runs. The folder is already claimed.
 
     Raises:
         UserError: if a job is refused, or Slurm does not answer.
@@ -47,7 +47,7 @@ def run(asked: Sweep, planned: list[PlannedRun], constraints: Constraints, spend
 
 
 def of_use(planned: list[PlannedRun]) -> list[PlannedRun]:
-    """Leave out those on one device that tell nothing new: stage single is enough there, else ddp.
+    """Leave out redundant runs on one device: stage single is enough there, else ddp.
 
     Raises:
         UserError: if none is on one device.
@@ -67,11 +67,10 @@ def search(
     epochs: int = sweep.EPOCHS,
     hours_name: str = "GPU-hours",
 ) -> list[PlannedRun]:
-    """Run one run after the other, and say each time what is known; returns those that failed.
+    """Run one after the other, print each time what is known, and return the runs that failed.
 
-    `ask` returns the names of the finished runs, the device-hours that all runs have taken, and the answer
-    (`sweep.answer`) where the runs that it is given are to be chosen from; `finish` whether a run, of
-    `epochs`, went well.
+    `ask` gets the runs to choose from, and returns the names of the finished runs, the device-hours that all
+    runs have taken, and the answer (`sweep.answer`); `finish` returns whether a run, of `epochs`, went well.
     """
     failed: list[PlannedRun] = []
     while True:
@@ -79,7 +78,7 @@ def search(
         names, hours, answer = ask(among)
         finished = [run for run in planned if run.name in names]
         left = [run for run in among if run.name not in names]
-        usual = hours / max(len(finished), 1)  # more devices are done sooner: their hours differ little
+        usual = hours / max(len(finished), 1)  # more devices finish earlier: their hours differ little
         steps = list(_steps(left, finished, answer, usual, epochs))
         step = next((step for step in steps if hours + step.hours <= spend), None)
         if not step:
@@ -96,7 +95,7 @@ def search(
 
 
 def _without_failed(planned: list[PlannedRun], failed: list[PlannedRun]) -> list[PlannedRun]:
-    """Leave out what failed, and its other repeats, which would fail as well."""
+    """Leave out failed runs, and their other repeats, which would fail as well."""
     never = {run.configuration for run in failed}
     return [run for run in planned if run.configuration not in never]
 
@@ -119,7 +118,7 @@ def _known(answer: dict) -> str:
 def _steps(
     left: list[PlannedRun], finished: list[PlannedRun], answer: dict, usual: float, epochs: int
 ) -> Iterator[Step]:
-    """List what tells something, the best first; `usual` are the device-hours where no others are known."""
+    """List informative runs, the best first; `usual` is the device-hours if no better number is known."""
     yield from _needed_by_any_fit(left, finished, usual)
     for probe in answer["probes"]:
         for run in filter(lambda run: _is_of(run, probe), left):
@@ -132,16 +131,16 @@ def _steps(
 
 
 def _is_of(run: PlannedRun, place: dict) -> bool:
-    """Tell whether the run is what an option or a probe of the answer is about."""
+    """Return whether the run matches an option or a probe of the answer."""
     alike = run.shape.gpus == 1 or run.stage.own or run.stage.name == place["stage"]
     shape = run.shape.gpus, run.shape.nodes, run.batch_size
     return alike and shape == (place["devices"], place["nodes"], place["global_batch"])
 
 
 def _needed_by_any_fit(left: list[PlannedRun], finished: list[PlannedRun], usual: float) -> Iterator[Step]:
-    """List what any fit needs: the ends of the batches on one device, and several devices.
+    """List what any fit needs: the smallest and the largest batch on one device, and several devices.
 
-    A small batch shows those best, as most of its step is exchange.
+    A small batch shows the latter best, as most of its step is communication.
     """
     batches = {run.batch_size for run in finished if run.shape.gpus == 1}
     on_one = [run for run in left if run.shape.gpus == 1 and run.batch_size not in batches]
@@ -157,7 +156,7 @@ def _needed_by_any_fit(left: list[PlannedRun], finished: list[PlannedRun], usual
 
 
 def _next_larger(left: list[PlannedRun], answer: dict, usual: float) -> Iterator[Step]:
-    """List the next larger count, where the choice is the largest for which there is a prediction."""
+    """List the next larger count, if the choice is the largest one with a prediction."""
     options = answer["options"]
     best = answer["best"] or max(options, key=lambda option: option["images_per_s"][1], default=None)
     most = max((option["devices"] for option in options), default=0)

@@ -1,7 +1,7 @@
 """Why a job failed: which rank died first, where, and of what. It needs no packages.
 
-It knows by the notes of the ranks (runtime/job_folder.py), and by what srun, torchrun and NCCL have printed:
-slurm/job_env.sh asks it by `python -m trainkit.jobs.why srun < log`.
+It reads the notes of the ranks (runtime/job_folder.py), and the output of srun, torchrun and NCCL:
+slurm/job_env.sh runs `python -m trainkit.jobs.why srun < log`.
 """
 
 import re
@@ -13,19 +13,19 @@ from pathlib import Path
 
 from trainkit.runtime import job_folder
 
-# srun tells of its tasks: the ranks, or torchruns, which tell of their ranks, the first to die at last.
+# srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
-# NCCL aborts the ranks that have waited for --timeout. The one they waited for has nothing to say.
+# NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 TELLS = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
-MOST = 9  # reasons that are told
+MOST = 9  # reasons that are printed
 
 
 class Evidence:
-    """What is known of a job that has failed.
+    """What is known about a job that has failed.
 
     Args:
         folder: the job's own.
@@ -41,7 +41,7 @@ class Evidence:
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
     def reasons(self) -> list[str]:
-        """Tell why the job failed, the first reason first; nothing if nobody knows."""
+        """Return why the job failed, the first reason first; nothing if it is unknown."""
         reasons = (self._told_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(filter(None, reasons)))
         if self._nodes and not found:
@@ -52,13 +52,13 @@ class Evidence:
         return found
 
     def _told_by_a_rank(self) -> str | None:
-        """The words of the rank that failed first; on a full disk there are none."""
+        """Return the note of the rank that failed first; on a full disk there is none."""
         notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
         lines = (line for note in notes if note for line in note.read_text(errors="replace").splitlines())
         return next(filter(None, lines), None)
 
     def _deaths(self) -> Iterator[str | None]:
-        """The deaths that no rank could tell of itself, the first one first, which torchrun says at last."""
+        """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
         ended = job_folder.notes(self._folder, "finished", "failed", "lost")
         printed = "\n".join(self._lines)
         for node, rank, how in OF_TORCHRUN.findall("\n".join([*ROOT_CAUSE.findall(printed), printed])):
@@ -72,11 +72,11 @@ class Evidence:
                     yield f"torchrun {task} on {node} {_in_words(how)}"
 
     def _died(self, rank: int, node: str, how: str) -> str | None:
-        """`how` is srun's word, or torchrun's exit code."""
+        """Return a clause on a rank's death; `how` is srun's word, or torchrun's exit code."""
         if rank in self._waited:
             return self._gave_up()
         words = _in_words(how)
-        if (self._folder / job_folder.PLAIN).exists():  # it was not asked to leave a word
+        if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
             words = words.replace(" without a word,", "")
         if words == "aborted":
             told = (found.groups() for found in map(ABORTED.search, self._lines) if found)
@@ -98,14 +98,14 @@ class Evidence:
 
 
 def _numbers(tasks: str) -> Iterator[int]:
-    """Those of a list of srun's, such as 0,2-4."""
+    """Yield the numbers in a list from srun, such as 0,2-4."""
     for part in tasks.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _in_words(how: str) -> str:
-    """Say what srun's word, or torchrun's exit code, means; "" if another death was the cause."""
+    """Explain srun's word, or torchrun's exit code; "" if another death was the cause."""
     if how.startswith("Terminated") or how == "-15":
         return ""
     if how.startswith("Killed") or how == "-9":
@@ -115,7 +115,7 @@ def _in_words(how: str) -> str:
     if how.startswith("Aborted") or how == "-6":
         return "aborted"
     if how.startswith("-"):
-        with suppress(ValueError):  # those of real time have no names
+        with suppress(ValueError):  # real-time signals have no names
             return f"died of signal {signal.Signals(-int(how)).name}"
         return f"died of signal {how[1:]}"
     if how.startswith("Exited") or how.isdigit():
@@ -130,7 +130,7 @@ def main() -> None:
     printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
     reasons = Evidence(job_folder.here(), printed, launcher=sys.argv[1]).reasons()[:MOST]
     for number, reason in enumerate(reasons):
-        # Without the guess in brackets: whatever did not end by itself after the first was killed by srun.
+        # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
         print(f"then    {reason.partition(' (')[0]}" if number else f"why     {reason}")
 
 
