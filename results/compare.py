@@ -148,7 +148,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
     probes = plan.probes_of(records.read(csv) for csv in alone.finished(measured))
     if not probes:
         raise UserError(
-            f"the run on one GPU with batch {batches[0]} failed, as told above: mend that, then give the "
+            f"the run on one GPU with batch {batches[0]} failed, as reported above: fix that, then give the "
             f"same command again, with --out {compared.folder}."
         )
     if failed:

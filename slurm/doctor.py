@@ -1,4 +1,4 @@
-"""Look whether jobs can work here, before one fails: python slurm/doctor.py --help
+"""Check whether jobs can work here, before one fails: python slurm/doctor.py --help
 
 Any Python from 3.10 on will do, without packages: the job's own environment is among the things
 looked at. So trainkit/doctor/cli.py is started from here, in whose folder trainkit is found.

@@ -80,7 +80,7 @@ if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
 print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}" ||
-    fail "the Python environment of this job does not work: mend activate_environment, SITE_CONTAINER or \
+    fail "the Python environment of this job does not work: fix activate_environment, SITE_CONTAINER or \
 SITE_SRUN_ARGS in slurm/site.sh."
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo

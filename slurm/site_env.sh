@@ -51,7 +51,7 @@ site_problem() {
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
     [[ -f $site && -r $site ]] ||
-        fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): mend or remove it."
+        fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): fix or remove it."
     [[ $(<"$site") != *$'\r'* ]] ||
         fail "slurm/site.sh has the line ends of Windows, which are text to bash: sed -i 's/\r\$//' slurm/site.sh"
     problem=$(bash -n "$site" 2>&1) ||

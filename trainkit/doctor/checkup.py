@@ -1,9 +1,9 @@
-"""A job's ranks looked at before any training: every rank measures, and tells at once what it found.
+"""Check a job's ranks before any training: every rank measures, and reports each finding at once.
 
     srun ... python -m trainkit.doctor.checkup --data-dir DIR --results-dir DIR
 
-`slurm/doctor.py --job` puts this in the place of the training script. A rank prints each finding as one
-line of JSON, so that what it found is told even if it hangs or dies later. For the same reason nothing is
+`slurm/doctor.py --job` runs this instead of the training script. A rank prints each finding as one line of
+JSON, so its findings are reported even if it hangs or dies later. For the same reason nothing is
 imported before it is needed, and nothing waits without a limit.
 """
 
@@ -26,26 +26,26 @@ from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
-MARK = "checkup "  # begins every line for the doctor
+MARK = "checkup "  # the prefix of every line for the doctor
 NOTE = ".doctor-{job}-{node}"  # a file that shows whether a folder is shared
-# Seconds of a step. CUDA and NCCL may need minutes to start on eight GPUs that sleep (no persistence mode),
-# and the ranks then come to the group as far apart.
+# Seconds of a step. CUDA and NCCL may need minutes to start on eight idle GPUs (without persistence mode),
+# and the ranks then reach the group minutes apart.
 LIMIT = 180
-# What to do about an error that does not say it itself.
+# What to do about an error that does not say so itself.
 FIXES = {
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
-    "software": "mend activate_environment in slurm/site.sh: one environment, which every node sees",
+    "software": "fix activate_environment in slurm/site.sh: one environment, which every node sees",
     "gpus": "see `nvidia-smi` there, and tell your admin",
-    "group": "mend what is said of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
+    "group": "fix the faults of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
     "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
-NOTES_SECONDS = 15  # until a new file is seen on other nodes; NFS keeps listings for a while
+NOTES_SECONDS = 15  # until other nodes see a new file; NFS caches listings for a while
 SHM_GB = 1.0
 GB = 1e9
 
 
 class Finding(NamedTuple):
-    """What one check found: `level` is `OK`, `WARNING` or `FAULT`; `fix` says what to do, if anything."""
+    """The result of one check: `level` is `OK`, `WARNING` or `FAULT`; `fix` says what to do, if anything."""
 
     check: str
     level: str
@@ -60,7 +60,7 @@ def has_fault(findings: Iterable[Finding]) -> bool:
 
 
 def fault_from(check: str, error: str, fix: str = "") -> Finding:
-    """Make a fault of an error's text; `fix` is for one that does not say itself what to do.
+    """Turn an error's text into a fault; `fix` is for an error that does not say what to do.
 
     A `UserError` mostly does: "what is wrong (why): what to do".
     """
@@ -69,7 +69,7 @@ def fault_from(check: str, error: str, fix: str = "") -> Finding:
 
 
 def read_messages(log: str) -> Iterator[dict]:
-    """Yield the messages in a job's log; other lines, and those that are cut short, are passed over."""
+    """Yield the messages in a job's log; skip other lines, and those that are cut short."""
     for text in re.findall(MARK + r'(\{"rank": .*)', log):
         with suppress(ValueError):
             yield json.loads(text)
@@ -80,7 +80,7 @@ def findings_in(messages: Iterable[dict]) -> list[Finding]:
 
 
 def main() -> None:
-    """Measure, and tell. Ends well whatever it finds."""
+    """Measure, and report. The exit code is 0 whatever it finds."""
     parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def send(**facts: object) -> None:
-    """Print a line for the doctor. One write, and short: srun cuts the lines of ranks at 1,024 bytes."""
+    """Print a line for the doctor, in one write, and short: srun cuts the ranks' lines at 1,024 bytes."""
     line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
@@ -134,13 +134,13 @@ def node() -> str:
 def _end() -> NoReturn:
     send(ended=True)
     job_folder.note("finished")
-    os._exit(0)  # Python's own end could hang, or abort, in the threads of a group that did not come about
+    os._exit(0)  # Python's normal exit could hang, or abort, in the threads of a group that failed to form
 
 
 def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object) -> bool:
-    """Tell what `check` finds, or that it failed, or took too long, which ends this rank.
+    """Report what `check` finds, or that it failed, or took too long, which ends this rank.
 
-    Returns whether there is no fault. That all is well one rank of a node tells.
+    Return whether there is no fault. Only one rank of a node reports success.
     """
 
     def tell_of(finding: Finding) -> None:
@@ -157,7 +157,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
     watch.start()
     try:
         found = list(check(*arguments))
-    except Exception as error:  # whatever it is, the doctor tells it
+    except Exception as error:  # of any kind: the doctor reports it
         text = (first_line(error) or repr(error))[:500]
         found = [fault_from(step, text, FIXES.get(step, "tell your admin"))]
     watch.cancel()
@@ -168,11 +168,11 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
 
 
 def _cores(num_workers: int) -> Iterator[Finding]:
-    """Whether this rank has the CPUs that it asked for, and enough of them for its loader."""
+    """Check that this rank has the CPUs that it asked for, and enough of them for its loader."""
     asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
     if own < asked:
         message = f"asked for {asked} cores and may run on {own}"
-        fix = "give --cpus-per-task to srun, too (Slurm 22.05 and later), and no --cpu-bind that pins all"
+        fix = "also give --cpus-per-task to srun (Slurm 22.05 and later), and no --cpu-bind that pins all"
         yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
     usable = min(asked, own)
     if usable < num_workers:
@@ -183,7 +183,7 @@ def _cores(num_workers: int) -> Iterator[Finding]:
 
 
 def _names() -> Iterator[Finding]:
-    """Whether this node knows the way to the master."""
+    """Check that this node can resolve the master's name."""
     master = os.environ["MASTER_ADDR"]
     try:
         socket.getaddrinfo(master, None)
@@ -194,7 +194,7 @@ def _names() -> Iterator[Finding]:
 
 
 def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
-    """A file in each shared folder, for the other nodes to see; the doctor removes it."""
+    """Leave a file in each shared folder, for the other nodes to see; the doctor removes it."""
     for name, folder in folders.items():
         files.check_writable(folder, f"the {name} folder's files", FIXES["folders"])
         (folder / NOTE.format(job=os.environ["SLURM_JOB_ID"], node=node())).touch()
@@ -205,7 +205,7 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
     pattern = NOTE.format(job=os.environ["SLURM_JOB_ID"], node="*")
     deadline = time.monotonic() + NOTES_SECONDS
     for name, folder in folders.items():
-        # By listing, since opening a folder makes NFS ask its server anew.
+        # By listing, since opening a folder makes NFS ask its server again.
         while (seen := len(list(folder.glob(pattern)))) < nodes and time.monotonic() < deadline:
             time.sleep(0.5)
         if seen < nodes:
@@ -215,7 +215,7 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
 
 
 def _shared_memory(num_workers: int) -> Iterator[Finding]:
-    """Through /dev/shm the workers of a DataLoader hand over their batches."""
+    """Check /dev/shm, through which the workers of a DataLoader hand over their batches."""
     space = shutil.disk_usage("/dev/shm")
     message = f"{space.free / GB:.2f} of {space.total / GB:.2f} GB free in /dev/shm, for loaders' batches"
     if num_workers and space.free < SHM_GB * GB:

@@ -1,6 +1,6 @@
-"""What a rank of the doctor's job measures by PyTorch, and what PyTorch says of the login node.
+"""The doctor's checks that need PyTorch, in a rank of its job and on the login node.
 
-It is imported by a step of the checkup, as that may take minutes, or fail.
+A step of the checkup imports it, as that may take minutes, or fail.
 """
 
 import os
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, node, send
 from trainkit.monitor import processes
-from trainkit.rank import data, run  # noqa: F401  what a rank imports
+from trainkit.rank import data, run  # noqa: F401  as a rank imports it
 from trainkit.runtime import clock, device, machine, place, process_group
 
-# What a stage takes at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
-# main README), and about as much for four loader workers, which share most of theirs. CUDA and NCCL
+# Memory of a stage at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
+# main README), and about as much again for four loader workers, which share most of theirs. CUDA and NCCL
 # are reported to take 2 to 4 GB of the host's memory.
 RANK_GB, GPU_RANK_GB, LOADER_WORKER_GB = 1.0, 4.0, 0.25
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 5  # the median of them
-SLOW_SECONDS = 1.0  # of a sum: no larger size then, which would take four times as long
-SLOW_NETWORK_GB_S = 0.1  # what gigabit Ethernet carries
+SLOW_SECONDS = 1.0  # after such a sum no larger size is tried: it would take four times as long
+SLOW_NETWORK_GB_S = 0.1  # the rate of gigabit Ethernet
 
 
 def software() -> Iterator[Finding]:
-    """Tell what this rank has imported."""
+    """Report the versions that this rank has imported."""
     commit = machine.git_commit() or "unknown (no git there)"
     yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
 
@@ -44,7 +44,7 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
-    """Check this rank's GPU, as the training would choose it; one rank of a node those of all `tasks`."""
+    """Check this rank's GPU, chosen as in a training; one rank of a node checks those of all `tasks`."""
     own = device.choose_device(place.read(), use_cuda=True)
     free, size = torch.cuda.mem_get_info(own) if device.is_gpu(own) else (1, 1)
     if free < 0.8 * size:
@@ -64,7 +64,7 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
         yield Finding("gpus", WARNING, message, fix)
     if seen:
         yield Finding("gpus", OK, f"{device.cards()}, {device.build_and_backend()}")
-    elif given:  # else it would have been refused before
+    elif given:  # others were refused earlier
         message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
         yield Finding("gpus", OK, message)
     else:
@@ -73,7 +73,7 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
 
 
 def look_from_login_node(data_dir: str, most_gpus: int) -> None:
-    """Check the job's Python and, read by it, the data; `most_gpus` are those of the largest node.
+    """Check the job's Python and, read with it, the data; `most_gpus` is the number on the largest node.
 
     Raises:
         UserError: if the data cannot be read.
@@ -91,7 +91,7 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
 
 
 def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
-    """Check that what the node has left, and the job may take of it, is enough for its ranks."""
+    """Check that the node's free memory, and the job's share of it, is enough for its ranks."""
     room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
     least = tasks * (GPU_RANK_GB if device.gpus() else RANK_GB)
     need = least + tasks * num_workers * LOADER_WORKER_GB
@@ -104,8 +104,8 @@ def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
 
 
 def join() -> Iterator[Finding]:
-    """Join the process group as the training does; tells NCCL's network."""
-    # A folder of its own, for everybody may write to the temporary folder, and guess a name there.
+    """Join the process group as the training does; report NCCL's network."""
+    # A private folder, since anybody may write to the temporary folder, and guess a name there.
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
@@ -117,7 +117,7 @@ def join() -> Iterator[Finding]:
 
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
-    """Check that sums over all ranks are correct, and time them; rank 0 tells the rows."""
+    """Check that sums over all ranks are correct, and time them; rank 0 reports the rows."""
     own = device.choose_device(place.read(), use_cuda=True)
     facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": process_group.count()}
     facts |= {"backend": dist.get_backend(), "device_name": device.device_name(own)}
@@ -129,7 +129,7 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
         if wrong:
             message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
-        if process_group.largest(wrong, own):  # on any rank: all of them stop here
+        if process_group.largest(wrong, own):  # on any rank: all ranks stop here
             return
         values, times = torch.zeros(number_of_bytes // 4, device=own), []
         for _ in range(REPEATS):
@@ -164,6 +164,6 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
     rate = rows[-1]["bus_gb_s"]
     message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:
-        fix = "see that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
+        fix = "check that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
         return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
     return Finding("all-reduce", OK, message)

@@ -1,15 +1,15 @@
-"""Look whether jobs can work here, before one fails: first on the login node, with --job in a short job too.
+"""Check whether jobs can work here, before one fails: on the login node, and with --job also in a short job.
 
     python slurm/doctor.py                             the site file, Slurm, environment, data and folders
     python slurm/doctor.py --job                       also a job with the shape of stage 03's job script
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
 
-The job is stage 03's own job script with the training replaced by `trainkit.doctor.checkup`, so what holds
-for it holds for the training.
+The job is stage 03's job script with the training replaced by `trainkit.doctor.checkup`, so what works
+for it works for the training.
 
-Exit code 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on will
-do: only the standard library is needed here, and the job's own environment is among the things looked at.
+The exit code is 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on
+will do: it needs only the standard library, and checks the job's environment, too.
 """
 
 import argparse
@@ -42,14 +42,14 @@ JOB_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
 
 
 def main() -> int:
-    """Look at everything and show it; returns the exit code."""
+    """Run all checks and print the findings; return the exit code."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is cancelled then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which also cancels the job
     found: list[Finding] = []
     rows: list[dict] = []
     for some in _examine(options, rows):
         found += some
-        together: dict[tuple, list[Finding]] = {}  # what several nodes or ranks have in common is told once
+        together: dict[tuple, list[Finding]] = {}  # what several nodes or ranks share is printed once
         for finding in () if options.json else some:
             together.setdefault(finding[:4], []).append(finding)
         for (check, level, message, fix), alike in together.items():
@@ -76,13 +76,13 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = Parser(prog="doctor.py", description=__doc__)
     add = parser.add_argument
-    add("--job", action="store_true", help="also look inside a short job, on every node")
+    add("--job", action="store_true", help="also check inside a short job, on every node")
     add("--nodes", type=at_least(1), metavar="N", help="nodes of the job (default: the job script's)")
     add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: the job script's)")
     add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
     in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
     add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
-    loader_processes = "loader processes that each task is going to have (default: %(default)s)"
+    loader_processes = "loader processes of each task in the training (default: %(default)s)"
     add("--num-workers", type=at_least(0), default=4, metavar="N", help=loader_processes)
     add("--json", action="store_true", help="print one JSON document and nothing else")
     add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
@@ -91,12 +91,12 @@ def _parse() -> argparse.Namespace:
         raise UserError(f"{options.gpus} GPUs do not divide among {options.nodes} nodes: change one of them.")
     for word in options.sbatch_options:
         if not word.startswith("-"):
-            raise UserError(f"{word!r} is not an option: those for sbatch are like this: -- --mem=8G")
+            raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")
     return options
 
 
 def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Finding]]:
-    """The findings, check by check; adds the all-reduce timings to `rows`."""
+    """Yield the findings, check by check; add the all-reduce timings to `rows`."""
     site, found = login_node.check_site()
     yield found
     found = login_node.check_slurm()
@@ -116,13 +116,13 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
         blocked = blocked or has_fault(found)
         yield found
     if options.job and blocked:
-        yield [Finding("job", FAULT, "not started, it could not work", "mend the faults above first")]
+        yield [Finding("job", FAULT, "not started, it could not work", "fix the faults above first")]
     elif options.job:
         yield _check_job(options, site, rows)
 
 
 def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list[Finding]:
-    """What a job finds, in which every rank is looked at; adds the all-reduce timings to `rows`."""
+    """Return the findings of a job that checks every rank; add the all-reduce timings to `rows`."""
     started = datetime.now(timezone.utc)
     name = f"doctor-{secrets.token_hex(4)}"
     log = site.jobs_dir / f"{name}.log"
@@ -132,7 +132,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
         messages = list(read_messages(log.read_text(errors="replace"))) if log.exists() else []
         found += findings_of_ranks(messages, log) if messages else []
         rows += [one["row"] for one in messages if "row" in one]
-        if rows:  # predictions of what more nodes pay look for these times there
+        if rows:  # predictions for more nodes look for these times there
             shape = f"{rows[0]['ranks']}x{rows[0]['nodes']}"
             facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
             path = site.results_dir / "all_reduce" / f"{started:%Y%m%d-%H%M%S}-{shape}.tsv"
@@ -145,7 +145,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
                 kept = Finding("all-reduce", WARNING, message, fix)
             found.append(kept)
     finally:
-        # The job's folder by its own word: one of that number may be another's, from before.
+        # The folder that the job itself names: one with its number may be left from another job.
         text = log.read_text(errors="replace") if log.exists() else ""
         for folder in {Path(one["folder"]) for one in read_messages(text) if "folder" in one}:
             shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +157,7 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
 
 
 def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
-    """Return what the ranks found, and which of them did not come to their end."""
+    """Return what the ranks found, and which of them did not finish."""
     found = findings_in(sorted(messages, key=lambda one: one["rank"]))
     if len({finding.message for finding in found if finding.check == "software"}) > 1:
         message = "it is not the same on every node"
@@ -176,13 +176,13 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
 
 
 def _sbatch(site: Site, *arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """sbatch in stage 03's folder, with the site's SBATCH_* variables."""
+    """Run sbatch in stage 03's folder, with the site's SBATCH_* variables."""
     env = local.outside_of_jobs() | site.sbatch
     return slurm.ask("sbatch", *arguments, cwd=JOB_SCRIPT.parent, env=env, input=script)
 
 
 def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | None:
-    """What sbatch said if it refused the job."""
+    """Return a fault with what sbatch said if it refused the job."""
     if not done.returncode:
         return None
     told = slurm.sbatch_message(done.stderr) or f"exit code {done.returncode}"
@@ -190,7 +190,7 @@ def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | No
 
 
 def _shape(options: argparse.Namespace) -> list[str]:
-    """What the options say about the job, for sbatch; what they do not is in the job script."""
+    """Return the options for sbatch that shape the job; the job script has the defaults."""
     shape = [f"--nodes={options.nodes}"] if options.nodes else []
     if options.gpus:
         gpus = options.gpus // (options.nodes or 1)
@@ -199,9 +199,9 @@ def _shape(options: argparse.Namespace) -> list[str]:
 
 
 def job_script(num_workers: int) -> str:
-    """Stage 03's job script with the checkup for the training; and a rank that goes leaves the others be.
+    """Return stage 03's job script with the checkup as its training; a rank's exit does not end the others.
 
-    Each of them ends by itself, as each step has a limit; --wait is for one that hangs even then.
+    Each rank ends by itself, as each step has a limit; --wait is for a rank that hangs even then.
     """
     text = JOB_SCRIPT.read_text()
     for training, ours in {
@@ -211,13 +211,13 @@ def job_script(num_workers: int) -> str:
         "--wait=60": f"--wait={3 * checkup.LIMIT}",
     }.items():
         if training not in text:
-            raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, in whose place comes `{ours}`.")
+            raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, to be replaced by `{ours}`.")
         text = text.replace(training, ours)
     return text
 
 
 def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Finding:
-    """Send the job and wait for its end. It is cancelled if it does not start in time, or on Ctrl-C."""
+    """Submit the job and wait for its end; cancel it if it does not start in time, or on Ctrl-C."""
     settings = (f"--job-name={name}", f"--time={options.time}", "--no-requeue", f"--output={log}")
     try:
         script = job_script(options.num_workers)
@@ -227,12 +227,12 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
         return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)
     finally:
-        # By its name, since Ctrl-C may come before the number is known.
+        # By name, since Ctrl-C may come before the number is known.
         slurm.ask("scancel", "--quiet", f"--name={name}")
 
 
 def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
-    """Wait for the job's end, and for its start at most so long; what became of it."""
+    """Wait for the job's end, and for its start at most `most_seconds`; return how it went."""
     began, shown = time.monotonic(), None
     while (state := job.state()).name not in ("done", "failed"):
         if state != shown:
@@ -248,7 +248,7 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
         time.sleep(job.poll_seconds)
     if not job.log.exists():
         message = f"job {job.job_id} left no log in {job.log.parent} ({state.detail})"
-        fix = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder that the compute nodes see, too"
+        fix = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder that the compute nodes also see"
         return Finding("job", FAULT, message, fix)
     if state.name == "failed":
         return Finding("job", FAULT, f"job {job.job_id} failed: {state.detail}", f"see {job.log}")

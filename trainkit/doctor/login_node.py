@@ -1,6 +1,6 @@
 """The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders.
 
-Only the standard library is needed.
+It needs only the standard library.
 """
 
 import os
@@ -18,7 +18,7 @@ from trainkit.schema.columns import DDP
 
 IMPORT_SECONDS = 180
 
-# The shell of a job, up to the job's Python, which looks around, and reads the data as a job would.
+# The shell of a job, up to the job's Python, which runs its checks, and reads the data as a job would.
 ENVIRONMENT = """
 set -euo pipefail
 source "$1/slurm/site_env.sh"; shift
@@ -48,15 +48,15 @@ def check_site() -> tuple[Site | None, list[Finding]]:
 
 
 def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
-    """Check that nobody but the user (and root) could change `what` behind the user's back."""
+    """Check that only the user (and root) can change `what`."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         message = f"{path} belongs to user {status.st_uid}, who can change {what}"
-        return [Finding(check, FAULT, message, "put a copy of your own in its place")]
+        return [Finding(check, FAULT, message, "replace it by your own copy")]
     if status.st_mode & stat.S_IWOTH:
         message = f"everybody can write to {path}, and so change {what}"
         return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}")]
-    # Many systems give every user a group of their own, with the user's number.
+    # Many systems give every user a private group, with the user's number.
     if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getuid(), 0):
         message = f"group {status.st_gid} can write to {path}, and so change {what}"
         return [Finding(check, WARNING, message, f"chmod g-w {shlex.quote(str(path))}, or trust all of them")]
@@ -64,7 +64,7 @@ def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
 
 
 def check_slurm() -> list[Finding]:
-    """Check that Slurm's programs are here, and its controller answers."""
+    """Check that Slurm's programs are installed, and its controller answers."""
     if why := slurm.why_not_here():
         fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
         return [Finding("slurm", FAULT, f"there is no Slurm here: {why}", fix)]
@@ -77,8 +77,8 @@ def check_slurm() -> list[Finding]:
 
 
 def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
-    """Check the job's Python and, read by it, the data; `in_job_too` if a job is going to look again."""
-    # It may work on the compute nodes alone, which the job is going to tell.
+    """Check the job's Python and, read with it, the data; `in_job_too` if a job will check again."""
+    # It may work on the compute nodes only, which the job will show.
     level = WARNING if in_job_too else FAULT
     most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
     words = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
@@ -88,10 +88,10 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
         return [Finding("environment", WARNING, message, "see with `doctor.py --job`")]
     found = findings_in(read_messages(done.stdout))
     if not found:
-        # What a command said, and what became of it.
+        # The command's output, and its error.
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"the job's Python does not work here: {problem}"
-        fix = "mend activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
+        fix = "fix activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
         return [Finding("environment", level, message, fix)]
     found = [finding._replace(level=level) if finding.level == FAULT else finding for finding in found]
     if done.returncode:
@@ -100,7 +100,7 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
 
 
 def check_folders(site: Site) -> list[Finding]:
-    """Check that what jobs write to can be written to, and by nobody else."""
+    """Check that the folders that jobs write to are writable, by this user only."""
     own = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
     folders = {
         site.results_dir: ("results", own),

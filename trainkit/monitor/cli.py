@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from trainkit.monitor.waste import Verdict
 
 VERDICT_SECONDS = 15  # that it may take after Ctrl-C
-END_SECONDS = 0.25  # from one look to the next whether a local job has ended
-# What somebody may send to this program, and means for the command that it runs.
+END_SECONDS = 0.25  # between checks whether a local job has ended
+# Signals that may be sent to this program, and are meant for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FIX = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 
@@ -48,7 +48,7 @@ def main(own_job: str | None) -> int:
         own_job: the folder of the job that it was started in, if it is one of ours.
 
     Raises:
-        UserError: for everything the user can mend.
+        UserError: for every mistake that the user can correct.
     """
     own, command = _parse()
     if command:
@@ -88,19 +88,19 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _find_samples(job: str) -> Path:
-    """Find the folder of a job's samples, by the number or the folder of the job.
+    """Return the folder of a job's samples, by the number or the folder of the job.
 
     Raises:
         UserError: if there is none.
     """
     folder, jobs_dir = Path(job), read_site().jobs_dir
     if job.isdigit() and not folder.is_dir():
-        # Else started by submit.py without Slurm. Numbers of processes come again.
+        # Otherwise submit.py started it without Slurm. Process numbers are reused.
         here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
         found = [path for path in [jobs_dir / job] if path.is_dir()] or sorted(here, key=os.path.getmtime)
         if not found:
             raise UserError(
-                f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A job that waits "
+                f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A queued job "
                 "has no folder yet."
             )
         folder = found[-1]
@@ -117,10 +117,10 @@ def _find_samples(job: str) -> Path:
 
 
 def _run(command: list[str]) -> int:
-    """Run the command as a job of its own, and sample it; returns its exit code.
+    """Run the command as a job of its own, and sample it; return its exit code.
 
     Raises:
-        UserError: if it is not there, or the samples have no place.
+        UserError: if there is no such command, or the samples cannot be written.
     """
     from trainkit.monitor import collector
 
@@ -134,7 +134,7 @@ def _run(command: list[str]) -> int:
         raise UserError(
             f"{printable(command[0])} cannot be run ({error.strerror}): correct the command."
         ) from None
-    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends them to the command, too
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal also sends them to the command
         signal.signal(number, signal.SIG_IGN)
     for number in HANDED_ON:
         signal.signal(number, lambda number, _: child.send_signal(number))
@@ -154,7 +154,7 @@ def _run(command: list[str]) -> int:
 
 
 def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
-    """Sample this node until the end of the input, or of the process `until`; one node tells the verdict."""
+    """Sample this node until the input, or the process `until`, ends; one node prints the verdict."""
     from trainkit.monitor import collector
 
     for number in (signal.SIGINT, signal.SIGUSR2):
@@ -169,7 +169,7 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
 
         collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
     else:
-        # As if the input had ended. In a job script it is held back, as there is more to come (job_env.sh).
+        # As if the input had ended. A job script blocks the signal, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
         mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
         if own_job:  # another practice cluster may have a job with that number
@@ -207,11 +207,11 @@ def _attach(job: int) -> None:
     with (folder / "log").open("w") as log:
         step = subprocess.Popen(
             ["bash", "-c", script, "bash", *words],
-            stdin=subprocess.PIPE,  # which ends with this program, however that ends
+            stdin=subprocess.PIPE,  # which closes with this program, however that ends
             stdout=subprocess.DEVNULL,
             stderr=log,
             env=local.outside_of_jobs(),
-            start_new_session=True,  # Ctrl-C is for this program alone
+            start_new_session=True,  # Ctrl-C is only for this program
         )
     print(f"sampling job {job} on {nodes} node(s) into {folder}; Ctrl-C ends that, not the job", flush=True)
     try:
@@ -228,14 +228,14 @@ def _attach(job: int) -> None:
 
 
 def in_log(verdict: "Verdict", name: str, job: object) -> list[str]:
-    """Tell the verdict for the log of a job; `job` is its number or folder."""
+    """Format the verdict for the log of a job; `job` is its number or folder."""
     lines = verdict.lines(name)
     lines[-1] += f"; its picture: python slurm/monitor.py --plot {shlex.quote(str(job))}"
     return [f"watch   {line}" for line in lines]
 
 
 def _keep_and_tell(folder: Path, name: str, job: object) -> None:
-    """Keep the verdict on a job, and print it; where there is none, why."""
+    """Save the verdict on a job, and print it, or why there is none."""
     from trainkit.monitor import waste
 
     try:
@@ -245,6 +245,6 @@ def _keep_and_tell(folder: Path, name: str, job: object) -> None:
         lines = in_log(judged, name, job)
     except UserError as error:
         lines = [f"watch   not sampled: {error}"]
-    except Exception as error:  # a fault of ours must not become one of the job
+    except Exception as error:  # our fault must not become the job's
         lines = [f"watch   no verdict: {type(error).__name__}: {first_line(error)}"]
     tell("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Looks at a node once a second while a job runs there, and writes down what it sees (samples.py)."""
+"""Sample a node once a second while a job runs there, and write the samples (samples.py)."""
 
 import os
 import time
@@ -15,18 +15,18 @@ from trainkit.schema import samples
 def sample(
     folder: Path, variables: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
 ) -> None:
-    """Add samples of this node to its file in `folder`, and to the file `notes` there what cannot be seen.
+    """Add samples of this node to its file in `folder`, and what cannot be sampled to the file `notes` there.
 
-    It ends when `stop` says so, and for nothing else: what cannot be read is an empty cell and a note, and
-    after a full disk the samples come again.
+    It ends only when `stop` says so: what cannot be read is an empty cell and a note, and after a full disk
+    the samples resume.
 
     Args:
         folder: the folder `monitor` of the job.
-        variables: of the environment, with their values, by which a process is the job's.
-        stop: waits for so many seconds at most, and tells whether to end.
-        period: seconds from one sample to the next. One that would be late is left out.
+        variables: of the environment, with their values, that identify the job's processes.
+        stop: waits for at most so many seconds, and returns whether to end.
+        period: seconds from one sample to the next. A sample that would be late is left out.
     """
-    # Not to take a core away from a rank the moment that it wakes up, as most programs do.
+    # So as not to take a core from a rank on waking up, as most programs do.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
@@ -38,7 +38,7 @@ def sample(
         try:
             processes = processes or Processes(variables)
             rows += processes.sample()
-        except Exception as error:  # whatever it is, there may be GPUs to look at
+        except Exception as error:  # of any kind: there may be GPUs to sample
             notes.tell(f"the processes cannot be looked at ({type(error).__name__}: {error})")
         try:
             gpus = gpus or Gpus(notes.tell)
@@ -57,7 +57,7 @@ def sample(
 
 
 class _Notes:
-    """Sentences, each told once, and not again when the job starts again."""
+    """Sentences, each written once, also over restarts of the job."""
 
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
@@ -73,12 +73,12 @@ class _Notes:
             self._untold += f"{line}\n"
 
     def write(self) -> None:
-        """Write also what could not be written before, as the disk may have space again."""
+        """Write the new sentences, and those of earlier tries, as the disk may have space again."""
         text = self._untold.encode()
         if text:
             with suppress(OSError), self._path.open("ab", buffering=0) as file:
                 before = file.tell()
                 if file.write(text) == len(text):
                     self._untold = ""
-                else:  # there was space for a part
+                else:  # there was space for only a part
                     file.truncate(before)

@@ -1,4 +1,4 @@
-"""The GPUs of a job on this node, as NVML shows them: the library that nvidia-smi asks, too."""
+"""The GPUs of a job on this node, as shown by NVML, the library behind nvidia-smi."""
 
 import os
 import shutil
@@ -10,19 +10,19 @@ from typing import Any
 
 from trainkit.schema import samples
 
-# What of a clock's "throttle reasons" is heat, and what is power; GpuIdle is no throttling.
+# Which of a clock's "throttle reasons" are heat, and which are power; GpuIdle is not throttling.
 HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowerBrakeSlowdown")
 SM, CHIP = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
-OF_THE_HOST = "pid:[4026531836]"  # the namespace of the process numbers that NVML tells (Linux: proc_ns.h)
+OF_THE_HOST = "pid:[4026531836]"  # the namespace of NVML's process numbers (Linux: proc_ns.h)
 
 
 class Gpus:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, or all that NVML shows. Any reading may fail alone.
+    """The GPUs in CUDA_VISIBLE_DEVICES, or all that NVML shows. Each reading may fail separately.
 
-    Where nobody has given the job its GPUs, they are those on which a rank has been seen.
+    If no scheduler gave the job its GPUs, they are those on which a rank has been seen.
 
     Args:
-        tell: is given a sentence for each reading that there is not, in each sample.
+        tell: is called with a sentence for each missing reading, in each sample.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -75,7 +75,7 @@ class Gpus:
 
 
 def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first word that names none ends it.
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first word that names no GPU ends it.
 
     Slices of a card (MIG), whose words begin with MIG-, are numbered by their place.
     """
@@ -96,7 +96,7 @@ def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
 
 
 def _whole_name(nvml: ModuleType, word: str) -> str:
-    """Return the UUID that begins so; CUDA takes the beginning, NVML does not."""
+    """Return the UUID that begins with `word`; CUDA accepts the beginning, NVML does not."""
     for number in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError):  # a card that is lost
             uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(number))
@@ -106,13 +106,13 @@ def _whole_name(nvml: ModuleType, word: str) -> str:
 
 
 def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:
-    """Read the memory. What the driver keeps counts as used; nvidia-smi leaves it out."""
+    """Read the memory. The driver's own counts as used; nvidia-smi leaves it out."""
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
     return {"memory_mb": memory.used / 1e6, "memory_limit_mb": memory.total / 1e6}
 
 
 def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
-    """Read the reasons of a low clock, by names from before driver 535, which newer ones still know."""
+    """Read the reasons for a low clock, by names from before driver 535, which newer ones still accept."""
     bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
 
     def bit(name: str) -> int:
@@ -120,7 +120,7 @@ def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
 
     heat, power, idle = sum(map(bit, HEAT)), sum(map(bit, POWER)), bit("GpuIdle")
     why = [word for word, reasons in (("heat", heat), ("power", power)) if bits & reasons]
-    # HwSlowdown comes with heat or power, too; and one that idles need not be fast.
+    # HwSlowdown also comes with heat or power; and an idle GPU need not be fast.
     known = heat | power | idle | (bit("HwSlowdown") if why else 0)
     if bits & ~known and (why or not bits & idle):
         why.append("other")
@@ -128,13 +128,13 @@ def _throttling(nvml: ModuleType, gpu: Any) -> dict[str, object]:
 
 
 def _shares_process_numbers() -> bool:
-    """Tell whether NVML's process numbers are ours: in a container they may be the host's, or none."""
+    """Return whether NVML's process numbers are ours: in a container they may be the host's, or none."""
     with suppress(OSError):
         return Path("/proc/self/ns/pid").readlink() == Path(OF_THE_HOST)
     return False
 
 
-# What a note calls it -> how to read its cells.
+# The reading's name in a note -> how to read its cells.
 READINGS: dict[str, Callable[[ModuleType, Any], dict[str, object]]] = {
     "its name": lambda nvml, gpu: {"name": nvml.nvmlDeviceGetName(gpu)},
     "memory": _memory,

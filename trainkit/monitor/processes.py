@@ -1,4 +1,4 @@
-"""The processes of a job on this node, and what they take of it: by psutil and /proc."""
+"""The processes of a job on this node, and the resources they use, by psutil and /proc."""
 
 import math
 import os
@@ -15,13 +15,13 @@ from trainkit.schema import samples
 
 SYS = Path("/sys")
 WALK_EVERY = 10  # samples; and when a process is new
-STRANGE = 10  # samples in which a process was not of the job: it may begin as Slurm's, and become a task
+STRANGE = 10  # samples in which a process was not the job's: it may start as Slurm's, and become a task
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 
 
 @dataclass
 class Process:
-    """One of the job's, and what it has used, in all and since the sample before."""
+    """A process of the job, and what it has used, in all and since the last sample."""
 
     pid: int
     rank: int = 0  # by its environment
@@ -31,7 +31,7 @@ class Process:
     state: str = ""
     core_list: str = ""
     resident: int = 0  # bytes
-    shared: int = 0  # bytes of these that count as other processes': each has an equal share
+    shared: int = 0  # bytes of these that count for other processes: each has an equal share
     cpu_seconds: float = 0
     cores: float = 0
     disk_bytes: int = 0  # in all
@@ -41,7 +41,7 @@ class Process:
     torch: bool = False  # it has loaded PyTorch
 
     def update(self, seconds: float) -> None:
-        """See what it is now, `seconds` after the sample before.
+        """Read its current state, `seconds` after the last sample.
 
         Raises:
             psutil.Error, OSError: if it has ended.
@@ -64,8 +64,8 @@ class Process:
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
-        self.waiting = waiting if seconds > 0 else None  # the first time it is that of its whole life
-        # Inductor's compile, and are no loader workers.
+        self.waiting = waiting if seconds > 0 else None  # the first value is for its whole life
+        # Inductor's compile, and are not loader workers.
         self.torch = self.torch or (
             b"/libtorch" in (_proc(self.pid) / "maps").read_bytes()
             and b"torch/_inductor/" not in (_proc(self.pid) / "cmdline").read_bytes()
@@ -76,14 +76,14 @@ class Process:
         return max(self.resident - self.shared, 0)
 
     def update_shared_memory(self) -> None:
-        """See what it shares, for which the kernel walks through its pages."""
+        """Read how much memory it shares; for that the kernel walks through its pages."""
         with suppress(psutil.Error):  # it has ended
             self.shared = self.resident - psutil.Process(self.pid).memory_full_info().pss
 
     def _waiting(self) -> float | None:
-        """Return what part of the time that its threads could run they waited; None if no thread could.
+        """Return the share of its threads' runnable time that they waited; None if no thread was runnable.
 
-        Kernels without this count say 0 of both, or nothing.
+        Kernels without this count report 0 for both, or nothing.
         """
         before, self.threads = self.threads, {}
         ran = waited = 0
@@ -97,23 +97,23 @@ class Process:
 
 
 class Processes:
-    """The processes whose environment has all of `variables`, without this one.
+    """The processes whose environment has all of `variables`, except this one.
 
-    A rank has loaded PyTorch; its descendants that have, too, are its loader workers; torchrun is neither.
+    A rank has loaded PyTorch; descendants that have it too are its loader workers; torchrun is neither.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
         self._mine = {f"{name}={value}" for name, value in variables.items()}
         self._processes: dict[int, Process] = {}
-        self._strangers: Counter[int] = Counter()  # process -> samples in which it was not of the job
+        self._strangers: Counter[int] = Counter()  # process -> samples in which it was not the job's
         self._torchruns: set[int] = set()
         self._moment = math.nan  # of the last sample
         self._samples = 0
         self._network_bytes = _network_bytes()
-        self.ranks: dict[int, int] = {}  # process -> rank, of loader workers, too
+        self.ranks: dict[int, int] = {}  # process -> rank, also of loader workers
 
     def sample(self) -> list[dict[str, object]]:
-        """Return a row of the node and one of each rank; what was used since the last is NaN at first."""
+        """Return a row for the node and one for each rank; use since the last sample is NaN at first."""
         now = time.monotonic()
         seconds, self._moment = now - self._moment, now
         before, pids = self._processes, psutil.pids()
@@ -140,7 +140,7 @@ class Processes:
         return [node, *(_rank_row(*family) for family in families)]
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
-        """Look at a process; None if it is not of the job, another user's, or has ended."""
+        """Return a process of the job; None if it is not the job's, is another user's, or has ended."""
         self._strangers[pid] += 1
         try:
             variables = os.fsdecode((_proc(pid) / "environ").read_bytes()).split("\0")
@@ -185,28 +185,28 @@ def _proc(pid: int | str) -> Path:
 
 
 def _rank(variables: list[str]) -> tuple[int, bool]:
-    """The rank of a process with these variables, and whether torchrun has started it."""
+    """Return the rank of a process with these variables, and whether torchrun started it."""
     env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
     rank = place.rank_of(env) or ""
     return int(rank) if rank.isdecimal() else 0, place.launcher_of(env) == "torchrun"
 
 
 def _network_bytes() -> int:
-    """Count both ways, over the interfaces that are devices, else over all but lo; and by RDMA."""
+    """Count the bytes both ways, over the hardware interfaces, else over all but lo; and by RDMA."""
     words = 0  # of four bytes
     for path in SYS.glob(INFINIBAND):
         with suppress(OSError, ValueError):  # a virtual card
             words += int(path.read_text())
     of_each = psutil.net_io_counters(pernic=True)
     devices = {path.parent.name for path in SYS.glob(ETHERNET)} & of_each.keys()
-    if words:  # which count what goes as IP over InfiniBand, too
+    if words:  # which include IP over InfiniBand
         devices = {name for name in devices if not name.startswith("ib")}
     counted = [of_each[name] for name in devices or of_each.keys() - {"lo"}]
     return sum(one.bytes_sent + one.bytes_recv for one in counted) + 4 * words
 
 
 def memory_limit() -> int:
-    """Return the bytes that a job may take of this node: what it has asked Slurm for, or all."""
+    """Return the bytes of memory that a job may use on this node: what it asked Slurm for, or all."""
     total = psutil.virtual_memory().total
     for names in (("SLURM_MEM_PER_NODE",), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
         with suppress(KeyError, ValueError):

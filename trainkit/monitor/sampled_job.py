@@ -1,4 +1,4 @@
-"""A job that was sampled, as its verdict and its picture need it: the time to judge, GPUs, ranks, energy."""
+"""A sampled job, for its verdict and its picture: the time to judge, GPUs, ranks, energy."""
 
 import math
 from collections.abc import Iterable
@@ -15,24 +15,24 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
-# A day of 8 GPUs has 1.5 million rows: of these one moment in 60 s is looked at, as a job waits for this.
+# A day of 8 GPUs has 1.5 million rows: only one moment in 60 s is read, as a job waits for this.
 MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80
-# Below these nothing is judged, of samples and of a record. Two epochs of 15 s together have as many past the
-# warm-up. More samples in a second would tell no more: each is the mean of one, so a few will do.
+# With fewer samples or seconds of a record nothing is judged. Two epochs of 15 s together have enough past
+# the warm-up. More samples per second would show no more: each is a mean over a second, so a few will do.
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
-ENERGY_MOMENTS = 10  # below, the seconds at both ends, of which only a part is the training, count for much
+ENERGY_MOMENTS = 10  # with fewer, the seconds at both ends, only partly training, count for too much
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
-SHORT_EPOCH = 3.0  # s: hardly a sample lies in a shorter one, so they are judged with what is between them
+SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
 NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
 MOST_CORES = 4096  # of a node
-UNSEEN = 0.9  # of the time that no rank is on a GPU that is unused
+UNSEEN = 0.9  # of the time, without a rank on a GPU: it is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
 CORES = "--cpus-per-task"
-IDLE_AT_MOST = 0.2  # of the limit of its power, that a GPU takes with a CUDA context and no work: 10 to 25 %
+IDLE_AT_MOST = 0.2  # of its power limit, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
 Place = tuple[str, int]  # a node, and the number of a GPU or rank there
-ONE = ["what", "node", "number"]  # the columns that say of what and where a sample is
+ONE = ["what", "node", "number"]  # the columns that identify what was sampled, and where
 Window = tuple[float, float]  # s, since 1970
 
 
@@ -54,13 +54,12 @@ class Need:
 class SampledJob:
     """The samples in a folder, and the records of the trainings that ran there.
 
-    `rows` has all samples in the order of time, `judged` those of the epochs past the warm-up of each
-    training, without a record those from when all ranks are there: none where `moments`, their number, is
-    too small. Both are by what they are of, then by its place; `seconds` is the time since the sample
-    before, NaN where some are missing in between. `notes` tell what the sampler could not see, and which
-    records cannot be read. `shares` has the parts of the training time, 0 to 1 or NaN, that each rank worked
-    itself (`own`), and in that waited for batches (`data`). The script of a `plain` job knows nothing of the
-    kit.
+    `rows` has all samples in order of time; `judged` has those of the epochs past the warm-up of each
+    training, or without a record those since all ranks are running: none if `moments`, their number, is too
+    small. Both are dicts by kind, then by place; `seconds` is the time since the last sample, NaN if some are
+    missing in between. `notes` say what the sampler could not see, and which records cannot be read. `shares`
+    has the shares of the training time, 0 to 1 or NaN, that each rank worked itself (`own`), and that it
+    waited for batches within that (`data`). The script of a `plain` job does not use the kit.
 
     Raises:
         UserError: if there are no samples.
@@ -85,14 +84,14 @@ class SampledJob:
         for path in samples.runs(folder):
             try:
                 self.trainings.append(TrainingRecord(path))
-            except (UserError, OSError) as error:  # the second of a name that is too long
+            except (UserError, OSError) as error:  # the second for a name that is too long
                 self.notes.append(str(error))
         self.shares = _shares(self.trainings)
         self.windows = _merge_windows(window for training in self.trainings for window in training.windows)
         first = max(rows.time.iloc[0] for rows in (self.rows[RANK] or self.rows[NODE]).values())
         self.windows = self.windows or [(first + SETTLE, math.inf)]
         began, ended = np.array(self.windows).T
-        # With all of the second that the sample is of.
+        # Including the whole second that the sample covers.
         window = began.searchsorted(table.time - samples.PERIOD, side="right") - 1
         inside = (window >= 0) & (table.time <= ended[window])
         self.judged = _by_place(self.table[inside])
@@ -103,18 +102,18 @@ class SampledJob:
 
     @cached_property
     def steady(self) -> pd.DataFrame:
-        """The epochs past the warm-up of all trainings."""
+        """Return the epochs past the warm-up of all trainings."""
         every = [training.steady for training in self.trainings]
         return pd.concat(every) if every else pd.DataFrame(columns=[*records.COLUMNS])
 
     @property
     def has_loaders(self) -> bool:
-        """Batches come from loader workers; what a resident loader takes is a rank's own work."""
+        """Return whether batches come from loader workers; a resident loader is a rank's own work."""
         return (self.steady.loader == "workers").any()
 
     @cached_property
     def gpus_of_rank(self) -> dict[Place, list[Place]]:
-        """The GPUs of each rank that is seen on one."""
+        """Return the GPUs of each rank that was seen on one."""
         table = pd.concat([self.table[:0], *(self.judged[GPU] or self.rows[GPU]).values()])
         table = table.assign(rank=table.ranks.astype(object).str.split("+")).explode("rank")
         table = table[table["rank"].str.fullmatch(NUMBER)].astype({"rank": int})
@@ -124,15 +123,15 @@ class SampledJob:
         }
 
     def judged_or_all(self, what: str, place: Place) -> pd.DataFrame:
-        """Return the samples of a place to judge, or all where there are none."""
+        """Return the samples of a place to judge, or all if there are none."""
         return self.judged[what].get(place, self.rows[what][place])
 
     def is_unused(self, gpu: Place) -> bool:
-        """Tell whether no rank uses the GPU."""
+        """Return whether no rank uses the GPU."""
         return (self.judged_or_all(GPU, gpu).ranks == "-").mean() >= UNSEEN
 
     def mean(self, what: str, places: Iterable[Place], column: str) -> float:
-        """Average a column over all samples to judge of these places; NaN if it is not known."""
+        """Return the mean of a column over all samples to judge of these places; NaN if unknown."""
         known = [self.judged[what][place][column] for place in places if place in self.judged[what]]
         return pd.concat(known).mean() if known else math.nan
 
@@ -144,15 +143,15 @@ class SampledJob:
         return "?", rank
 
     def places_at_the_end(self, what: str) -> list[Place]:
-        """Return the GPUs, ranks or nodes of the nodes there in the end: before a requeue it had others."""
+        """Return the GPUs, ranks or nodes at the end of the job: before a requeue it had others."""
         last = {node: rows.time.iloc[-1] for (node, _), rows in self.rows[NODE].items()}
         there = {node for node in last if last[node] > max(last.values()) - GAP}
         return sorted(place for place in self.rows[what] if place[0] in there)
 
     def load(self, gpu: Place) -> float:
-        """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if it is not known.
+        """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if unknown.
 
-        What it takes when idle is the lowest that was seen, as far as that can be idle.
+        Its idle power is the lowest that was seen, if that is low enough to be idle.
         """
         rows = self.rows[GPU][gpu]
         limit = rows.power_limit_w.mean()
@@ -160,20 +159,20 @@ class SampledJob:
         return (self.mean(GPU, [gpu], "power_w") - idle) / (limit - idle) if limit else math.nan
 
     def load_of_rank(self, rank: Place) -> float:
-        """Return how busy a rank's GPUs are, or on a CPU its first thread: 0 to 1, or NaN."""
+        """Return how busy a rank's GPUs are, or, on a CPU, its first thread: 0 to 1, or NaN."""
         if gpus := self.gpus_of_rank.get(rank):
             return sum(map(self.load, gpus)) / len(gpus)
         return min(1.0, self.mean(RANK, [rank], "cores"))
 
     def waits_for_core(self, rank: Place) -> float:
-        """Return in what part of the time a rank could run, and had no core; NaN if it is not known."""
+        """Return the share of the time that a rank could run but had no core; NaN if unknown."""
         waiting, cores = (self.mean(RANK, [rank], column) for column in ("waiting", "cores"))
         if not waiting < 1:
             return waiting
-        # It is of all threads: one that is woken now and then waits behind those that compute, at no loss.
+        # It counts all threads: one that wakes now and then waits behind those that compute, at no loss.
         threads = self.steady.threads_per_worker.max() if len(self.steady) else math.inf
         idle = max(0.0, 1 - cores / threads)
-        # And only the time in which they could run: little, where they mostly wait for something else.
+        # And only the time in which they could run: little, if they mostly wait for something else.
         return min(waiting, cores * waiting / (1 - waiting), idle)
 
     def needs(self) -> list[Need]:
@@ -191,9 +190,9 @@ class SampledJob:
         return [need for need in needs if need.asked > 0 and need.used >= 0]
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> pd.DataFrame:
-        """Return the samples of the longest time, once it is judged, that a rank and its GPUs did nothing.
+        """Return the samples of the longest time to judge in which a rank and its GPUs did nothing.
 
-        So its process is stopped, or uses fewer `cores`, and its GPUs have a lower `utilisation` (%).
+        That is, its process is stopped, or uses fewer than `cores`, and its GPUs less than `utilisation` (%).
         """
         rows = self.rows[RANK][rank]
         gpus = [self.rows[GPU][gpu] for gpu in self.gpus_of_rank.get(rank, [])]
@@ -206,19 +205,19 @@ class SampledJob:
 
     @property
     def energy_from(self) -> str:
-        """Whether the energy of all GPUs is from their "counter" or from their "power"; "" if not known."""
+        """Return whether the energy of all GPUs is from their "counter" or their "power"; "" if unknown."""
         counted = all(rows.energy_j.notna().any() for rows in self.rows[GPU].values())
         return "" if math.isnan(self.joules()) else "counter" if counted else "power"
 
     def joules(self, began: float = -math.inf, ended: float = math.inf) -> float:
-        """Sum up the energy of all GPUs in that time; NaN if that of one is not known, or there is none."""
+        """Return the energy of all GPUs in that time; NaN if that of one is unknown, or there are no GPUs."""
         every = [_energy_of_gpu(rows, began, ended) for rows in self.rows[GPU].values()]
         return sum(every) if every else math.nan
 
     def joules_per_1000_images(self, trainings: list["TrainingRecord"]) -> float:
-        """Return the energy from the first epoch to the end of the last; NaN of less than `ENERGY_MOMENTS`.
+        """Return the energy from the first epoch to the end of the last; NaN below `ENERGY_MOMENTS` samples.
 
-        And NaN if another training ran at the same time, as nobody knows whose the energy was.
+        Also NaN if another training ran at the same time, as the energy cannot be divided between them.
         """
         spans = _merge_windows(training.span for training in trainings)
         others = [training.span for training in self.trainings if training not in trainings]
@@ -234,9 +233,9 @@ class SampledJob:
 class TrainingRecord:
     """The record of a training: a row for each of its `epochs`, `steady` those past the warm-up, if any.
 
-    An epoch is trained from `began` to `trained`, and tested until `tested`: s since 1970, NaN in files that
-    do not tell it. `of_ranks` has a row for each epoch and rank. `span` is all of the training, and `windows`
-    are when it was trained, without evaluations, unless the epochs are too short for that.
+    An epoch is trained from `began` to `trained`, and tested until `tested`: s since 1970, NaN in files
+    without them. `of_ranks` has a row for each epoch and rank. `span` is the whole training, and `windows`
+    are the times of training, without evaluations, unless the epochs are too short for that.
 
     Raises:
         UserError, OSError: if it cannot be read.
@@ -265,7 +264,7 @@ def _by_place(table: pd.DataFrame) -> dict[str, dict[Place, pd.DataFrame]]:
 
 
 def _shares(trainings: list[TrainingRecord]) -> pd.DataFrame:
-    """Return the shares of each rank; none of less than `LEAST_SECONDS`."""
+    """Return the shares of each rank; none for less than `LEAST_SECONDS`."""
     every = [pd.DataFrame(columns=["epoch", "rank", "train_seconds", "own_seconds", "data_seconds"])]
     for training in trainings:
         if len(training.of_ranks):  # DataParallel has a row for each device of its one rank
@@ -279,7 +278,7 @@ def _shares(trainings: list[TrainingRecord]) -> pd.DataFrame:
 
 
 def _merge_windows(windows: Iterable[Window]) -> list[Window]:
-    """Put windows in the order of time, without overlaps."""
+    """Sort windows by time, and merge overlapping ones."""
     joined: list[Window] = []
     for began, ended in sorted(windows):
         if joined and began <= joined[-1][1]:
@@ -290,7 +289,7 @@ def _merge_windows(windows: Iterable[Window]) -> list[Window]:
 
 
 def parse_cores(core_lists: Iterable[str]) -> set[int]:
-    """Return the cores of lists such as "0-1,4": all that are in any."""
+    """Return the union of the cores in lists such as "0-1,4"."""
     cores: set[int] = set()
     for part in ",".join(set(core_lists)).split(","):
         first, _, last = part.partition("-")
@@ -300,9 +299,9 @@ def parse_cores(core_lists: Iterable[str]) -> set[int]:
 
 
 def _energy_of_gpu(rows: pd.DataFrame, began: float, ended: float) -> float:
-    """Sum up the energy of a GPU, by its counter or its power; NaN if neither is known."""
+    """Return the energy of a GPU, by its counter or its power; NaN if neither is known."""
     counted, before = rows.energy_j.diff(), rows.shift()
     by_power = (rows.power_w + before.power_w) / 2 * rows.seconds
-    joules = counted.where(counted >= 0, by_power)  # it began anew, or there is none
+    joules = counted.where(counted >= 0, by_power)  # the counter was reset, or there is none
     inside = rows.time.clip(upper=ended) - before.time.clip(lower=began)
     return (joules * inside / rows.seconds)[(inside > 0) & (joules >= 0)].sum(min_count=1)

@@ -1,6 +1,6 @@
 """The timeline of a job, from its samples: images/s, power, cores and memory on one time axis.
 
-Each GPU, rank or node is a row as high as what it may use at most; what it used of that is filled.
+Each GPU, rank or node is a row as high as the most that it may use; the part that it used is filled.
 """
 
 import textwrap
@@ -22,13 +22,13 @@ from trainkit.runtime.errors import UserError, printable
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
-HEIGHT = 0.86  # of what is filled of a row; the rest is the space to the next one
+HEIGHT = 0.86  # of a row's filled part; the rest is the space to the next row
 
 
 class Row(NamedTuple):
-    """A GPU, rank or node as it is drawn, with what stands on the left and right of it.
+    """A GPU, rank or node as it is drawn, with the labels on its left and right.
 
-    `used`, by the time in s since 1970, is stacked, up to `most`; a `line` (0 to 1) is drawn across it.
+    `used`, by time in s since 1970, is stacked, up to `most`; a `line` (0 to 1) is drawn across it.
     """
 
     title: str  # of all rows that have the same
@@ -45,7 +45,7 @@ def draw(folder: Path, out: Path) -> Path:
     Raises:
         UserError: if there are no samples, or `out` cannot be written.
     """
-    if out.suffix.lower() != ".png":  # what is there may be no picture, and would be replaced
+    if out.suffix.lower() != ".png":  # an existing file may not be a picture, and would be replaced
         raise UserError(f"the timeline is a PNG: give a file that ends in .png instead of {out.name!r}.")
     try:
         style.save({out.name: figure(folder)}, out.parent)
@@ -55,7 +55,7 @@ def draw(folder: Path, out: Path) -> Path:
 
 
 def figure(folder: Path) -> Figure:
-    """Draw the same as a figure, not written yet.
+    """Return the timeline as a figure, not yet written.
 
     Raises:
         UserError: if there are no samples.
@@ -65,7 +65,7 @@ def figure(folder: Path) -> Figure:
     lines = waste.judge_job(job).lines(f"job {name}")
     rows = [*_speed(job), *_power(job), *_cores(job), *_memory(job)]
     if not rows:
-        raise UserError(f"the samples in {folder} tell of no GPU, no rank and no memory: nothing to draw.")
+        raise UserError(f"the samples in {folder} have no GPU, no rank and no memory: nothing to draw.")
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(row.title, []).append(row)
@@ -89,7 +89,7 @@ def _draw_rows(axes: Axes, rows: list[Row]) -> None:
     for middle, row in zip(middles, rows, strict=True):
         times, bottom = pd.to_datetime(row.used.index, unit="s"), middle - HEIGHT / 2
         axes.axhspan(bottom, bottom + HEIGHT, **style.UNUSED)
-        # What was used, where the limit is not known; a rare moment above it is cut off.
+        # The use, if the limit is unknown; a rare moment above it is cut off.
         most = row.most if row.most > 0 else np.nanmax([1e-9, row.used.sum(axis=1).max()])
         used = HEIGHT * row.used / most
         tops = bottom + used.cumsum(axis=1).clip(upper=HEIGHT)
@@ -150,7 +150,7 @@ def _memory(job: SampledJob) -> Iterator[Row]:
 
 
 def _samples_of(job: SampledJob, what: str) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    """Yield of each GPU, rank or node: label, samples by time (NaN after a gap), samples to judge."""
+    """Yield for each GPU, rank or node: label, samples by time (NaN after a gap), samples to judge."""
     for place in sorted(job.rows[what], key=lambda place: (samples.natural(place[0]), place[1])):
         words = [printable(place[0])[:18]] if len(job.rows[NODE]) > 1 or what == NODE else []
         if what != NODE:

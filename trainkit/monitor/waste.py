@@ -1,6 +1,6 @@
-"""What a job wastes of what it asked for: the verdict on its samples, the worst first, each with its remedy.
+"""The verdict on a job's samples: what it wastes of what it asked for, the worst first, each with its remedy.
 
-What is no waste, but could be faster, comes after that.
+After that comes what is not waste, but could be faster.
 
 verdict = judge(folder)  # the folder `monitor` of a job
 print(*verdict.lines("job 12"), sep="\n")
@@ -28,38 +28,38 @@ from trainkit.schema.samples import GPU, NODE, RANK
 
 SCHEMA_VERSION = 1
 FILE = "verdict.json"
-WORTH = 0.1  # a lesser share of the time is not worth a line
-# Of the training time. Enough loader workers are ahead of the training, which then waits for 0 to 5 %. Nobody
-# waits for a resident loader, but to index and normalise is up to a third of a step that is all launches.
+WORTH = 0.1  # a smaller share of the time is not worth a line
+# Of the training time. With enough loader workers ahead of it, the training waits for 0 to 5 %. A resident
+# loader causes no waiting, but to index and normalise is up to a third of a step that is all launches.
 DATA_WAIT, DATA_WORK = 0.2, 0.4
 EXCHANGE = 0.4  # of the training time. From 0.5 on two devices are no faster than one
 LONG_EPOCH = 1.0  # s: in a shorter one, what comes once in an epoch would be taken for the exchange
-CROWDED = 0.2  # of the time, in which a rank could run and waits for a core: alone on it, below 0.05
-CORES_FULL = 0.85  # of the cores that may be used; below, it is not the job that fills them
-STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches; of each loader worker then
+CROWDED = 0.2  # of the time, that a rank could run but waits for a core: alone on it, below 0.05
+CORES_FULL = 0.85  # of the cores that may be used; below this, other programs fill them
+STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches, and of each loader worker then
 # A GPU's power, 0 when idle and 1 at its limit. Kernels that fill it take 0.4 to 1; short ones with gaps
 # between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation. An H100 that our
 # network fills takes 0.6; at 0.35 it had no kernel for a third of the time, which a captured step saved.
 IDLE, LOW, HALF = 0.05, 0.3, 0.5
-MEASURED = ["cores", "power_w", "utilisation"]  # without any of these there is nothing to judge by
-NO_KERNELS, KERNELS = 5, 80  # % utilisation: beside such a power it tells why that is low
+MEASURED = ["cores", "power_w", "utilisation"]  # without any of these nothing can be judged
+NO_KERNELS, KERNELS = 5, 80  # % utilisation: with low power it shows the reason
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
 # Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
 GPU_FULL, HOST_FULL = 0.95, 0.9
-HOT = 0.05  # of the time: in a server that is well cooled heat never slows a GPU down
+HOT = 0.05  # of the time: in a well-cooled server heat never slows a GPU down
 # At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
 CAPPED_CLOCK, CAPPED = 0.6, 0.2
 # What makes ranks wait leaves their GPUs at low power, too, and is the better explanation.
 WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores", "throttled"}
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
-# By the state of its process: what is told of a rank that does nothing.
+# By the state of its process: the sentence about a rank that does nothing.
 PAUSED = {
     "T": "SIGSTOP held {where} for {seconds:.0f} s: find out who sent it; kill -CONT lets go on.",
     "D": "a file system held {where} for {seconds:.0f} s: stage the data to the node's own disk.",
     "": "nothing was done by {where} for {seconds:.0f} s: --debug tells where each rank waits.",
 }
-# Why a GPU's clock is low: in what part of the time it has to be, and what is told.
+# Why a GPU's clock is low: the least share of the time, and the sentence.
 SLOWED = {
     "heat": (HOT, "heat ({heat:.0f} C) {how}: tell your admin, and take another node."),
     "power": (CAPPED, "a cap (power limit {power:.0f} W) {how}: ask your admin why."),
@@ -69,7 +69,7 @@ SLOWED = {
         "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
     ),
 }
-# Memory that is nearly full: whose, the kind, the least part of all, and what is told.
+# Memory that is nearly full: whose, the kind, the least share of all, and the sentence.
 FULL = (
     (GPU, "memory_full", GPU_FULL, "the memory", "take a smaller batch per GPU, or bf16"),
     (
@@ -89,8 +89,8 @@ LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
 class Issue:
     """An issue of a job. Its `grade`: a waste, a danger, which is no loss yet, or what could be faster.
 
-    `number` is the main one of its sentence. `share` is how much of the time of the job's devices is lost, 0
-    to 1; of a danger 0.
+    `number` is the main one of its sentence. `share` is the share of the devices' time that is lost, 0 to 1;
+    for a danger 0.
     """
 
     kind: str
@@ -123,7 +123,7 @@ class Verdict:
     enough: str
 
     def lines(self, name: str) -> list[str]:
-        """Tell it, a finding on each line; the last one tells what was watched of the job called `name`."""
+        """Return a line for each finding; the last one says what was watched of the job called `name`."""
         told = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
         if self.notes:
             more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
@@ -138,7 +138,7 @@ class Verdict:
         return [printable(line) for line in (*told, ", ".join(watched))]
 
     def facts(self) -> dict[str, object]:
-        """Return it for JSON, which has no NaN: null."""
+        """Return the verdict for JSON, with null for NaN."""
         facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
         del facts["of_runs"]
         for name in ("energy_kwh", "joules_per_1000_images"):
@@ -156,9 +156,9 @@ def judge(folder: Path) -> Verdict:
 
 
 def judge_job(job: SampledJob) -> Verdict:
-    """Judge a job whose samples were read already."""
+    """Judge a job whose samples are already read."""
     found: dict[str, Issue] = {}
-    for rule in RULES:  # the first tells more where two find the same kind
+    for rule in RULES:  # if two find the same kind, the first says more
         for issue in rule(job, found.keys()):
             found.setdefault(issue.kind, issue)
     findings = sorted(found.values(), key=lambda issue: (issue.grade == FASTER, -issue.share))
@@ -189,7 +189,7 @@ def judge_job(job: SampledJob) -> Verdict:
 
 
 def keep(folder: Path, verdict: Verdict) -> None:
-    """Write `verdict.json` to `folder`, and `<run_id>.monitor.json` beside the CSV of each training.
+    """Write `verdict.json` to `folder`, and `<run_id>.monitor.json` next to the CSV of each training.
 
     Raises:
         OSError: if one of them cannot be written.
@@ -229,7 +229,7 @@ def _find_unused_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find ranks that did nothing for long in one go: stopped, stuck in a file system, or waiting for one."""
+    """Find ranks that did nothing for a long time: stopped, stuck in a file system, or waiting for one."""
     paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
     seconds = {rank: rows.seconds[1:].sum() for rank, rows in paused.items()}
     held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
@@ -244,7 +244,7 @@ def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find what the ranks have timed themselves, or, without a record, what shows from outside."""
+    """Find waiting that the ranks have timed themselves, or, without a record, that shows from outside."""
     shares = job.shares.data[job.shares.data >= (DATA_WAIT if job.has_loaders else DATA_WORK)]
     if waits := dict(shares):
         yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
@@ -252,7 +252,7 @@ def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
         return
     starved = {}  # as of a captured step, or a split network
     for rank, rows in job.judged[RANK].items():
-        # Half of the loader workers may be of the test set, and rest.
+        # Half of the loader workers may be for the test set, and idle.
         loaders_full = rows.loader_cores.mean() >= LOADERS_FULL * rows.loaders.mean() / 2 > 0
         if loaders_full and job.load_of_rank(rank) < (LOW if rank in job.gpus_of_rank else STARVED):
             starved[rank] = job.load_of_rank(rank)
@@ -261,7 +261,7 @@ def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_slow_rank(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find the rank that the others wait for, by what each has timed itself."""
+    """Find the rank that the others wait for, by the times that each has measured itself."""
     own = _timed_work(job)
     if own.empty:
         return
@@ -297,7 +297,7 @@ def _find_slow_exchange(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find ranks whose threads wait for a core, unless that hides behind the work of their GPU."""
+    """Find ranks whose threads wait for a core, unless their GPU is busy meanwhile."""
     waiting = {rank: job.waits_for_core(rank) for rank in job.judged[RANK]}
     crowded = [
         rank
@@ -325,7 +325,7 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_throttled_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find GPUs whose clock is held down: by heat whenever it is, by anything else only if it is far down."""
+    """Find GPUs with a low clock: whenever heat is the reason, for other reasons only if it is very low."""
     for why, (least, words) in SLOWED.items():
         slowed = {gpu: rows[rows.throttled.str.contains(why)] for gpu, rows in job.judged[GPU].items()}
         for gpu, rows in slowed.items() if why != "heat" else ():
@@ -397,9 +397,9 @@ def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
 
 
 def _gaps(job: SampledJob, gpu: Place) -> float:
-    """Return in what part of the time no kernel runs, though there is a batch to train on, or NaN.
+    """Return the share of the time that no kernel runs, though there is a batch to train on, or NaN.
 
-    So without the waiting for loader workers, and what is between epochs too short to be judged alone.
+    It excludes waiting for loader workers, and the time between epochs too short to be judged alone.
     """
     trained = job.steady.train_seconds.sum()
     judged = sum(ended - began for began, ended in job.windows)
@@ -409,7 +409,7 @@ def _gaps(job: SampledJob, gpu: Place) -> float:
 
 
 def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> Issue:
-    # Of those that are seen, some are of the test set, and rest.
+    # Of those that are seen, some are for the test set, and idle.
     seen = job.mean(RANK, ranks, "loaders")
     loaders = job.steady.workers_per_loader.max() if len(job.steady) else seen
     each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
@@ -437,7 +437,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
 
 
 def _timed_work(job: SampledJob) -> pd.Series:
-    """Return in what part of the training time each rank works itself; none if alone, or if not known."""
+    """Return the share of the training time that each rank works itself; none if alone, or if unknown."""
     own = job.shares.own
     return own if len(own) > 1 and (own > 0).all() else own[:0]
 
@@ -457,7 +457,7 @@ def _devices(job: SampledJob) -> str:
 
 
 def _name_places(what: str, places: list[Place]) -> str:
-    """Name places in words, such as "GPUs 0, 1 on n1"; of many only how many."""
+    """Name places in words, such as "GPUs 0, 1 on n1"; for many only how many."""
     what = what.replace(GPU, "GPU")
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 2 or len(places) > 8:

@@ -17,7 +17,7 @@ from trainkit.runtime.errors import STOP_SIGNALS
 
 def main() -> None:
     """Run torchrun, and exit as the ranks do."""
-# Blocked, for the thread. The ranks inherit that until they handle them (trainkit/rank/checkpoint.py).
+    # Blocked, for the thread. The ranks inherit that until they handle them (trainkit/rank/checkpoint.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on, daemon=True).start()
     from torch.distributed import run  # takes seconds, in which a signal may come

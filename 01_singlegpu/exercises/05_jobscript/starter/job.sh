@@ -1,5 +1,5 @@
 #!/bin/bash
-# My first job script. Fill in every gap, and mend the line that Slurm would not read.
+# My first job script. Fill in every gap, and fix the line that Slurm would not read.
 # Submit it from the folder of the stage: sbatch exercises/05_jobscript/mine/job.sh
 
 #SBATCH --job-name=first
