@@ -1,4 +1,4 @@
-"""Where the step goes, by number of workers: a figure and a table of what stage 03's breakdown.py wrote."""
+"""The time of a step by phase and number of workers: a figure and a table from stage 03's breakdown.py."""
 
 import textwrap
 from collections.abc import Iterable
@@ -15,19 +15,19 @@ from trainkit.compare.text import markdown
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import replacing
 
-# Panels differ in these, and the bars of a panel in those.
+# Panels differ in the first, and the bars of a panel in the second.
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
 SETTINGS += ["threads_per_worker", "debug"]
 BARS = ["global_batch", "world_size", "nodes"]
 COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
 MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it
-ROOM = 0.08  # of the widest bar: a segment that is narrower has no number in it
+ROOM = 0.08  # of the widest bar: a narrower segment shows no number
 
 
 def draw(files: Iterable[Path], out: Path) -> list[str]:
-    """Write breakdown.png and breakdown.md into `out`, a folder that is there, and return their names.
+    """Write breakdown.png and breakdown.md into `out`, an existing folder, and return their names.
 
-    Measurements that are equal in settings, batch and workers count as one.
+    Measurements with equal settings, batch and workers are pooled.
 
     Raises:
         UserError: if a file cannot be read, or `out` cannot be written to.
@@ -59,9 +59,9 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
 
 
 def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each configuration: the mean over its ranks of each phase, and of the `step` (ms).
+    """Return a row per configuration: the mean over its ranks of each phase, and of the `step` (ms).
 
-    Of each rank it is the median over all repeats, so that a busy moment of the machine does not count.
+    Each rank counts with its median over all repeats, so a busy moment of the machine does not matter.
     """
     of_rank = rows.groupby([*SETTINGS, *BARS, "phase", "rank"]).seconds.median()
     table = 1000 * of_rank.groupby([*SETTINGS, *BARS, "phase"]).mean().unstack("phase")
@@ -82,7 +82,7 @@ def _read(file: Path) -> pd.DataFrame:
 
 
 def _bars(axes: Axes, panel: pd.DataFrame) -> None:
-    # An exchange of nothing may come out below 0.
+    # If nothing is exchanged, the difference may be below 0.
     bars = panel[[*PHASES]].clip(lower=0).set_axis([_label(row) for row in panel.itertuples()])
     colours = [colour for colour, _ in PHASES.values()]
     bars.plot.barh(stacked=True, ax=axes, color=colours, edgecolor="black", linewidth=0.6, legend=False)

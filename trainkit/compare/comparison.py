@@ -36,16 +36,15 @@ _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --ep
 
 
 def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """Read all epochs of all runs, one row each, and tell by a sentence every file, folder or run left out.
+    """Read all epochs of all runs, one row each, and name every file, folder or run left out in a sentence.
 
     Args:
         paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with all columns of a record, and four that are of the whole run: `file`, its name;
-        `slow_rank`, a clause on the rank that holds up the others or "", `least_memory_mb`, the peak of the
-        device with the lowest one, and `joules_per_1000_images` of all its GPUs: NaN where they are not
-        known; then the sentences.
+        Rows with all columns of a record, and four about the whole run: `file`, its name; `slow_rank`, a
+        clause on the rank that holds up the others or ""; `least_memory_mb`, the peak of the device with the
+        lowest one; and `joules_per_1000_images` of all its GPUs: NaN if unknown. Then the sentences.
 
     Raises:
         UserError: if a path is not there.
@@ -53,7 +52,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     skipped: list[str] = []
     every = [row for file in _files(paths, skipped) for row in _rows_of(file, skipped)]
     rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
-    # A run copied into a second folder is still one run.
+    # A run copied to a second folder is still one run.
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     mixed = _mixed(rows)
     sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
@@ -61,7 +60,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """Read as `load` does, at least one run.
+    """Read as `load` does, but require at least one run.
 
     Raises:
         UserError: if a path is not there, or no run is found.
@@ -79,11 +78,11 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
-    such epochs. `test_accuracy` (%, NaN where a run has none) and `elapsed_s` are medians over runs of the
-    last epoch's, `joules_per_1000_images` over those that tell it; `peak_memory_mb` is the largest, of a
-    warm-up only where there is nothing else. `tflops` is what all devices compute together (TFLOP/s, NaN on
-    CPUs), and `mfu` the share of what they promise (1 is all of it, NaN where that is not known).
-    `train_images` is equal where each batch size drops another rest of the same data. `variant` names the
+    such epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the
+    last epoch's, `joules_per_1000_images` over those with a value; `peak_memory_mb` is the largest, of a
+    warm-up only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on
+    CPUs), and `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown).
+    `train_images` is equal if each batch size drops another rest of the same data. `variant` names the
     settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
     the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
     """
@@ -128,11 +127,11 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
 def compare(table: pd.DataFrame) -> pd.DataFrame:
     """Add `speedup` (X(n)/X(1)), `efficiency` (speedup/n, 1 is ideal), `baseline`, `why` and `doubt`.
 
-    `baseline` names the stage that X(1) comes from: `single` where it has an equal run, else the
-    row's own stage on one device. Where nothing can be compared the numbers are NaN and `why` says
-    the reason; everywhere else it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), for which the
-    batch per device is equal in place of the global one. `epoch_saved_s` and `run_saved_s` are how much
-    sooner than on the baseline an epoch is trained, and a run of as many epochs done. `doubt` is of
+    `baseline` names the stage that X(1) comes from: `single` if it has an equal run, else the
+    row's own stage on one device. If nothing can be compared, the numbers are NaN and `why` gives
+    the reason; otherwise it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch
+    per device instead of an equal global batch. `epoch_saved_s` and `run_saved_s` are the seconds saved
+    over the baseline in the training of an epoch, and in a run of as many epochs. `doubt` comes from
     `trust.doubt`.
     """
     compared = []
@@ -158,7 +157,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
-    """Arrange tables of several folders as one, with equal configurations in neighbouring rows."""
+    """Merge tables of several folders, with equal configurations in neighbouring rows."""
     by = ["dataset", "model"]
     variants = pd.concat(_variants(section) for _, section in table.groupby(by))
     keys = [*by, "stage", "devices", "nodes", "global_batch", "variant"]
@@ -166,19 +165,19 @@ def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_cpu(device_name: str) -> bool:
-    """Tell whether the workers were CPU threads standing in for GPUs."""
+    """Return whether the workers were CPU threads standing in for GPUs."""
     return device_name.startswith("CPU")
 
 
 def stage_name(stage: str) -> str:
-    """Return a stage of the tutorial in words; somebody's own training as it is written."""
+    """Return a stage of the tutorial in words; the name of a user's own training unchanged."""
     return TUTORIAL_STAGES.get(stage, stage)
 
 
 def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str:
-    """Tell a configuration in a few words, as `DDP x2, batch 256`.
+    """Name a configuration in a few words, as `DDP x2, batch 256`.
 
-    Without `count` it is `DDP, batch 256`; `weak` tells the batch of each device.
+    Without `count` it is `DDP, batch 256`; `weak` gives the batch of each device.
     """
     nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
     devices = f" x{row.devices}{nodes}" if count and row.stage != SINGLE else ""
@@ -188,29 +187,29 @@ def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str
 
 
 def with_model(dataset: str, model: str) -> str:
-    """Name the data and, where it is not the tutorial's, the network, as `mnist, MyNet`."""
+    """Name the data and, if it is not the tutorial's, the network, as `mnist, MyNet`."""
     return dataset if model == columns.TUTORIAL_MODEL else f"{dataset}, {model}"
 
 
 def common(section: pd.DataFrame) -> str:
-    """Tell the settings that all rows of one section have in common."""
+    """List the settings that all rows of one section share."""
     alike = [name for name in _LABELLED if name != "parameters" and section[name].nunique() == 1]
     return _in_words(section.iloc[0], alike)
 
 
 def varies(rows: pd.DataFrame, name: str) -> bool:
-    """Tell whether rows differ in a setting, more than by what decides on it."""
+    """Return whether rows differ in a setting, beyond what another setting determines."""
     by = list(COLUMNS[name].follows) if name in COLUMNS else []
     return (rows.groupby(by)[name].nunique().max() if by else rows[name].nunique()) > 1
 
 
 def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
-    """Find the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read.
+    """List the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read.
 
     Raises:
         UserError: if a path is not there.
     """
-    files = {}  # as they are named, by where they really are
+    files = {}  # the given names, by their real paths
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
@@ -220,7 +219,7 @@ def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
 
 
 def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
-    """Find the CSVs of runs at any depth."""
+    """Yield the CSVs of runs at any depth."""
 
     def skip(error: OSError) -> None:
         skipped.append(f"{error.filename}: not read, {error.strerror}.")
@@ -231,7 +230,7 @@ def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
 
 
 def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
-    """Read the epochs of all runs of a file, with what the files beside it tell of each whole run."""
+    """Read the epochs of all runs of a file, with the facts of each whole run from the files next to it."""
     runs, of_ranks, joules = {}, {}, {}
     with _skipping(skipped):
         runs = records.by_run(records.read(file))
@@ -247,7 +246,7 @@ def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
 
 
 def _by_rank(epochs: list[dict], of_ranks: list[dict]) -> dict[str, object]:
-    """Sum up what the file beside a run's CSV tells of it, the warm-up aside where there is more."""
+    """Summarise the file of the ranks of a run, without the warm-up if there is more."""
     measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
     of_ranks = [row for row in of_ranks if row["epoch"] in measured]
     most: dict[tuple, float] = {}
@@ -259,11 +258,11 @@ def _by_rank(epochs: list[dict], of_ranks: list[dict]) -> dict[str, object]:
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:
-    """Give equal trainings equal settings: what is not told, or not used, has one value."""
+    """Give equal trainings equal settings: one value for what is unknown, or not used."""
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
     rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
-    # Earlier programs counted no weights: those are as in the other runs of such a network.
+    # Earlier versions counted no weights: take those of the other runs of such a network.
     counts = rows.parameters.where(rows.parameters != 0)
     alike = counts.groupby([rows[name] for name in ("dataset", "model", "width")])
     known = alike.transform("max").where(alike.transform("nunique") == 1)
@@ -273,7 +272,7 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
 
 @contextmanager
 def _skipping(skipped: list[str]) -> Iterator[None]:
-    """Go on without what cannot be read, and take down why."""
+    """Skip what cannot be read, and note why."""
     try:
         yield
     except records.RecordError as error:
@@ -281,10 +280,10 @@ def _skipping(skipped: list[str]) -> Iterator[None]:
 
 
 def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
-    """Read the energy of these runs from the verdicts on their jobs, where those know it.
+    """Read the energy of these runs from the verdicts on their jobs, if they have it.
 
     Raises:
-        RecordError: if it is not as a job writes it.
+        RecordError: if it is not what a job writes.
     """
     if not run_ids or not file.exists():
         return {}
@@ -304,7 +303,7 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return how long the runs of each configuration took to reach the target, and how many did."""
+    """Return how long the runs of each configuration took to reach the target, and how many reached it."""
     trained = rows.groupby("run_id").train_seconds.cumsum()
     first = rows.assign(trained=trained)[rows.test_accuracy >= target].groupby("run_id").head(1)
     return first.groupby("configuration").agg(
@@ -313,7 +312,7 @@ def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
 
 
 def _mixed(rows: pd.DataFrame) -> dict[str, str]:
-    """Tell, by its name, each run that went on in another configuration than it began in."""
+    """Return a sentence, by name, on each run that changed its configuration when it was resumed."""
     sentences = {}
     kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
     for run_id in kinds.index[(kinds > 1).any(axis=1)]:
@@ -340,10 +339,10 @@ def _variants(section: pd.DataFrame) -> pd.Series:
 
 
 def _train_images(section: pd.DataFrame) -> pd.Series:
-    """Find the most images of those whose data may have been the same: they drop less than a batch of it."""
+    """Return the largest image count among rows that may have the same data: they drop less than a batch."""
     found, members, below = {}, [], 0
     for row in section.sort_values("images").itertuples():
-        if row.images >= below:  # the rows before it cannot have had so much data
+        if row.images >= below:  # the earlier rows cannot have had so much data
             members, below = [], math.inf
         members.append(row.Index)
         below = min(below, row.images + row.global_batch)
@@ -352,7 +351,7 @@ def _train_images(section: pd.DataFrame) -> pd.Series:
 
 
 def _baseline(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
-    """Choose the run on one device to compare `row` with, equal in the column `batch`, or tell why none."""
+    """Choose the run on one device to compare `row` with, equal in the column `batch`, or say why none."""
     if row.stage == DP and row.devices == 1:
         return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
     if not row.images_per_s > 0:
@@ -380,15 +379,15 @@ def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
     equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
     equal["images"] = row.train_images == one.train_images
     equal["lr"] = _same_lr(row, one)
-    for name in MUST_BE_EQUAL:  # another recipe has another learning rate, and says it
+    for name in MUST_BE_EQUAL:  # another recipe explains another learning rate
         equal[name] |= not all(equal[decides] for decides in COLUMNS[name].follows[:1])
-    # A GPU does not become faster by more CPU threads beside it.
+    # More CPU threads do not make a GPU faster.
     equal["threads_per_worker"] |= not is_cpu(row.device_name)
     return [name for name in MUST_BE_EQUAL if not equal[name]]
 
 
 def _same_lr(row: tuple, one: tuple) -> bool:
-    """Tell whether the learning rates are equal, or differ as the rule says that both scale them by."""
+    """Return whether the learning rates are equal, or differ as their common scaling rule says."""
     if UNKNOWN in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
     bases = (float(run.lr) / columns.lr_factor(run.lr_scale, run.global_batch) for run in (row, one))

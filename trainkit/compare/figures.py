@@ -22,7 +22,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     Args:
         table: from `comparison.compare`.
         rows: the epochs it was made of, from `comparison.load`.
-        out: a folder that is there. A figure of an earlier call that these runs do not support goes.
+        out: an existing folder. A figure of an earlier call that these runs do not support is removed.
 
     Raises:
         OSError: if a file cannot be written.
@@ -50,10 +50,10 @@ def _figure(
 
     Args:
         table: rows with the columns of `comparison.SECTION_BY`.
-        plot: draws what `lines_of` gives on the panels, and remembers how its lines look.
-        lines_of: what there is to draw of the rows of a section; nothing: the section is left out.
-        panels: how many a section has, side by side.
-        inches: how high a section is, by its rows.
+        plot: draws what `lines_of` returns on the panels, and remembers how its lines look.
+        lines_of: returns what to draw for the rows of a section; if nothing, the section is left out.
+        panels: the number of panels of a section, side by side.
+        inches: the height of a section, by its rows.
     """
     sections = [(names, rows, lines_of(rows)) for names, rows in table.groupby(comparison.SECTION_BY)]
     sections = [section for section in sections if len(section[2])]
@@ -84,7 +84,7 @@ def _figure(
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
     spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
-    spread = [side.tolist() for side in spread]  # of a Series of one, matplotlib 3.10 makes a number
+    spread = [side.tolist() for side in spread]  # matplotlib 3.10 turns a Series of one into a number
     bars = [style.STAGE_BARS.get(stage, style.OWN_BAR) for stage in section.stage]
     colours, hatches = zip(*bars, strict=True)
     look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
@@ -96,7 +96,7 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
 
 
 def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
-    """Plot both times; a dotted line stands where several devices begin to be sooner done than one."""
+    """Plot both times; a dotted line marks the size from which several devices finish before one."""
     for axes, column, saved, what in (
         (left, "epoch_seconds", "epoch_saved_s", "training of an epoch (s)"),
         (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
@@ -112,16 +112,16 @@ def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]
         axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,g}")  # the one of such a scale writes mathematics
+            axis.set_major_formatter("{x:,g}")  # the default of a log scale writes powers
             axis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="x", rotation=45)
         axes.grid(alpha=0.3)
 
 
 def _scaling(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
-    """Return texts for the legend, and efficiencies by device counts: strong scaling, then weak scaling.
+    """Return texts for the legend, and efficiencies by device count: strong scaling, then weak scaling.
 
-    A line per stage and equal settings; none of one device alone.
+    There is a line per stage and equal settings; none for one device alone.
     """
     lines = []
     for column, weak in (("efficiency", False), ("weak_efficiency", True)):
@@ -156,7 +156,7 @@ def _speedup_and_efficiency(
 
 
 def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
-    """Draw a curve per run; repeats of a configuration look alike."""
+    """Draw a curve per run; repeats of a configuration look the same."""
     for _, epochs in section.groupby("run_id", sort=False):
         look = _line_look(comparison.label(epochs.iloc[0]), looks)
         axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
@@ -165,6 +165,6 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
 
 
 def _line_look(text: str, looks: Looks) -> style.Look:
-    """Return label and style of a line: equal texts look alike in all panels of a figure."""
+    """Return label and style of a line: equal texts look the same in all panels of a figure."""
     label = text.lstrip("_")  # a legend leaves out what begins with an underscore
     return looks.setdefault(text, {"label": label} | style.line_look(len(looks)))

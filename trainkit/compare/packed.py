@@ -1,4 +1,4 @@
-"""The files of many runs as few: `runs.csv` in place of the folder `runs`, and what is beside them likewise.
+"""Pack the files of many runs into few: `runs.csv` instead of the folder `runs`, and likewise the others.
 
 In `runs.csv` the rows of all runs stand under one header. `runs.ranks.tsv` and `runs.metrics.tsv` have the
 column `run_id` before the others, and `runs.monitor.json` has the verdicts by it. comparison.load reads both.
@@ -17,14 +17,14 @@ from trainkit.schema import records
 TABLES = {".csv": {"sep": ","}, ".ranks.tsv": {"sep": "\t"}, ".metrics.tsv": {"sep": "\t"}}  # by suffix
 AS_TEXT = {"dtype": str, "keep_default_na": False}
 VERDICT = ".monitor.json"
-OF_RUNS = "runs"  # what has them in that file
+OF_RUNS = "runs"  # their key in that file
 
 
 def pack(folder: Path) -> None:
-    """Put the runs of `folder` into files beside it, which are called as it is.
+    """Pack the runs of `folder` into files next to it, with its name.
 
     Raises:
-        UserError: if it has no runs, a file that cannot be read or is not called as its run, or runs with
+        UserError: if it has no runs, a file that cannot be read or is not named as its run, or runs with
             unequal columns.
     """
     files = sorted(folder.glob("*.csv"))
@@ -53,7 +53,7 @@ def pack(folder: Path) -> None:
 
 
 def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
-    """Put the files of these runs, or of all, into `folder` as the runs have written them."""
+    """Write the files of these runs, or of all, to `folder` as the runs wrote them."""
     for suffix, cells in TABLES.items():
         file = packed.with_name(packed.stem + suffix)
         if file.exists():

@@ -1,4 +1,4 @@
-"""What is told, as blocks: a page of HTML to share, which needs no server and no network, or Markdown.
+"""Write blocks as a page of HTML to share, which needs no server and no network, or as Markdown.
 
 blocks = [page.Text(verdict), page.Table(shown)]
 page.write(out / "report.html", "Comparison", blocks)
@@ -28,7 +28,7 @@ Command = namedtuple("Command", "text")  # what the reader may paste into a shel
 
 
 class Figure(NamedTuple):
-    """A PNG, which becomes a part of the page."""
+    """A PNG, which is embedded in the page."""
 
     png: Path
 
@@ -40,20 +40,20 @@ class Figure(NamedTuple):
 class Table(NamedTuple):
     """A table of texts, sorted by a click on a header.
 
-    With `runs`, texts too, a row opens to the runs behind it: to those that have its index.
+    With `runs`, also texts, a row opens to its runs: those with its index.
     """
 
     cells: pd.DataFrame
     runs: pd.DataFrame | None = None
 
     def rows(self) -> Iterator[tuple[list[str], list[list[str]]]]:
-        """Yield the texts of each row, and those of the runs behind it."""
+        """Yield the texts of each row, and those of its runs."""
         for i, *texts in self.cells.itertuples(name=None):
             behind = [] if self.runs is None else self.runs[self.runs.index == i].to_numpy().tolist()
             yield texts, behind
 
     def numeric(self) -> list[bool]:
-        """Tell of each column whether it holds numbers, which stand better on the right."""
+        """Return for each column whether it holds numbers, which are right-aligned."""
         return [bool(column.str.match(r"$|-$|-?\d").all()) for _, column in self.cells.items()]
 
 
@@ -63,7 +63,7 @@ Block = Heading | Text | Notes | Command | Figure | Table
 def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
     """Write the blocks, one below the other: as HTML, or as Markdown to a `path` that ends in .md.
 
-    Whatever is in their texts shows as it is written: no name can bring markup or a script into the page.
+    All their texts are escaped: no name can bring markup or a script into the page.
 
     Raises:
         OSError: if `path` cannot be written, or a figure cannot be read.
@@ -81,10 +81,10 @@ def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
 
 @contextmanager
 def writing_to(out: Path, fix: str = "give another --out") -> Iterator[None]:
-    """Make the folder `out`; if it or what the block writes there cannot be written, that is one sentence.
+    """Make the folder `out`; turn an error in making it, or in the block, into one sentence.
 
     Raises:
-        UserError: if so.
+        UserError: if something cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

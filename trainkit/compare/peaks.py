@@ -1,10 +1,10 @@
-"""What the datasheets promise: the most operations per second of a GPU, by what it computes in."""
+"""The peaks in the datasheets: the most operations per second of a GPU, by precision."""
 
 import math
 import re
 
-# TFLOP/s, dense: many datasheets print twice as much for tf32, fp16 and bf16, which holds for matrices of
-# which half is zero. Source: NVIDIA's datasheet of each; for the GeForce, its white paper on Ada.
+# TFLOP/s, dense: many datasheets print twice as much for tf32, fp16 and bf16, which holds for matrices that
+# are half zeros. Source: NVIDIA's datasheet of each; for the GeForce, its white paper on Ada.
 # The keys are what PyTorch calls the GPU, without "NVIDIA"; {} stands for the size of its memory.
 PEAKS = {
     r"Tesla V100-(SXM2|SXM3)-{}": {"fp32": 15.7, "fp16": 125},
@@ -24,7 +24,7 @@ PEAKS = {
 
 
 def peak(device_name: str, precision: str) -> float:
-    """TFLOP/s at most of one device; NaN where it is not in the table, such as a CPU or a slice (MIG)."""
+    """Return the peak TFLOP/s of one device; NaN if it is not in the table, as a CPU or a slice (MIG)."""
     name = device_name.removeprefix("NVIDIA ")
     for kind, by_precision in PEAKS.items():
         if re.fullmatch(kind.replace("{}", r"\d+GB"), name):

@@ -36,10 +36,10 @@ SHOWN = {
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
-# What a terminal that is too narrow goes without, in this order.
+# The columns that a narrow terminal omits, in this order.
 LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "J/1000 img", "MFU %")
 LEAST_NEEDED += ("wall s", "min..max", "eff. %")
-# What the page tells of the runs behind a row: header, and the column of `comparison.load`.
+# What the page shows of a row's runs: header, and the column of `comparison.load`.
 OF_A_RUN = {"run": "run_id", "file": "file", "epochs": "epoch", "seed": "seed", "host": "node_list"}
 OF_A_RUN |= {"PyTorch": "torch_version", "job": "job_id"}
 TERMINAL = 120  # characters of a line
@@ -48,7 +48,7 @@ LEGEND = (
     "speedup, eff. %: against one device of the same kind. "
     "wall s: from the start of the process (rank 0) to its last evaluation."
 )
-# Of columns that not every table has.
+# For columns that not every table has.
 LEGENDS = {
     "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
     "J/1000 img": "the energy of all GPUs of the job for 1,000 training images, evaluations between "
@@ -66,8 +66,8 @@ TARGET_LEGEND = (
 def report(paths: list[Path], out: Path, target: float | None = None, advice: Callable | None = None) -> str:
     """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
 
-    With a `target` the tables tell how long it took to reach that accuracy (%). `advice(rows, paths, target)`
-    gives what stands before the tables on the page: of advice/report.py, which builds on this room.
+    With a `target` the tables show how long it took to reach that accuracy (%). `advice(rows, paths, target)`
+    returns the blocks before the tables on the page: from advice/report.py, which builds on this room.
 
     Raises:
         UserError: if a path is not there, no file can be read, or `out` cannot be written to.
@@ -92,7 +92,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         settings, from_size_on = comparison.common(section), sentences_on_sizes(section)
         blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
         blocks += map(page.Text, from_size_on)
-        # The terminal first: it is of use even where nothing can be written.
+        # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}\n")
         for sentence in from_size_on:
             tell(f"{text.wrapped(sentence)}\n")
@@ -110,10 +110,10 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
 
 
 def report_each(folders: list[Path], out: Path, target: float | None = None) -> str:
-    """Print a table in which the runs of each folder are compared by themselves, and write it to `out`.
+    """Print a table with a separate comparison for each folder, and write it to `out`.
 
-    It has equal configurations beneath each other: yours and ours, or those of a room. A folder without
-    runs is named and left out. `target` as in `report`. Returns where it was written.
+    Equal configurations stand below each other: yours and ours, or those of a class. A folder without
+    runs is named and left out. `target` as in `report`. Return where it was written.
 
     Raises:
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
@@ -144,7 +144,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """Return the table with all cells as text, and what marks and columns mean that not every table has."""
+    """Return the table with all cells as text, and the meaning of marks and columns not in every table."""
     own = table.baseline.map(
         lambda stage: f"speedup against {stage} on one device: there is no equal single run"
     )
@@ -156,7 +156,7 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     table = table.assign(
         spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
         efficiency_percent=100 * table.efficiency,
-        # On one device it is that of the column before.
+        # On one device it equals that of the previous column.
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],

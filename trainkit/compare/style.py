@@ -1,6 +1,6 @@
-"""How every figure looks, and how it is written: colours, hatches, markers and lines.
+"""The style of all figures: colours, hatches, markers and lines; and writing them.
 
-Colour is never the only difference: figures are read on grey paper too.
+Colour is never the only difference: figures are also printed in grey.
 """
 
 import warnings
@@ -18,12 +18,12 @@ from trainkit.schema.columns import DDP, DP, SINGLE
 plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
 
 Look = dict[str, object]  # keywords of matplotlib's artists
-# By Okabe and Ito: told apart by everybody who sees colours otherwise.
+# The palette of Okabe and Ito, made for all kinds of colour vision.
 BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, BLACK, ORANGE, SKY)
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
-# Colour and hatch of the bars of each stage, and of somebody's own training.
+# Colour and hatch of the bars of each stage, and of a user's own training.
 STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
 # Colour and hatch of each phase of a step, in their order.
@@ -44,11 +44,11 @@ TIMELINE["loader_cores"] = {"facecolor": "white", "edgecolor": "#005C43", "hatch
 UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
-MOST_PIXELS = 2**15  # from bottom to top: matplotlib draws no figure of more than twice that
+MOST_PIXELS = 2**15  # from bottom to top: matplotlib's limit is twice that
 
 
 def line_look(number: int) -> Look:
-    """Return colour, marker and line of the line with this number."""
+    """Return the colour, marker and dash of line `number`."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -57,9 +57,9 @@ def line_look(number: int) -> Look:
 
 
 def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
-    """Write the figures into `out` by their names, and return the names of those that there are.
+    """Write the figures to `out` by their names, and return the names of those written.
 
-    A file of an earlier call for which there is no figure goes: it would be taken for one of these runs.
+    A file of an earlier call without a figure now is removed: it would seem to show these runs.
 
     Raises:
         OSError: if a file cannot be written.

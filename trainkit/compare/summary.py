@@ -1,4 +1,4 @@
-"""What a comparison shows, in words; and from which size of the data on more devices pay."""
+"""What a comparison shows, in words; and from which data size on more devices pay."""
 
 import math
 
@@ -13,18 +13,18 @@ WEAK = "batch {0.batch_per_device} on each"
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Tell what the comparison (from `compare`) shows at its largest counts, and if it is to be doubted."""
+    """Say what the comparison (from `compare`) shows at its largest counts, and whether to doubt it."""
     clauses = []
     for names, section in table.groupby(SECTION_BY):
         where = [name for name, column in zip(names, SECTION_BY, strict=True) if table[column].nunique() > 1]
-        # Beside own trainings no stage of the tutorial is missed.
+        # With trainings of one's own, no stage of the tutorial is missed.
         present = set(section.stage)
         own = sorted(present - set(TUTORIAL_STAGES))
         judged = [stage for stage in (DDP, DP) if stage in present or not own] + own
         text = "; ".join(_clause(stage, section[section.stage == stage]) for stage in judged)
         clauses.append(f"on {', '.join(where)}: {text}" if where else text)
     text = "; ".join(clauses) + "." + trust.sentence(table)
-    # The name of an own training stays as it is written.
+    # The name of a training of one's own stays unchanged.
     return text[0].upper() + text[1:] if text.startswith(("there ", "on ")) else text
 
 
@@ -55,7 +55,7 @@ def _clause(stage: str, rows: pd.DataFrame) -> str:
 
 
 def _tell_speedup(rows: pd.DataFrame, name: str, batch: str) -> str:
-    """Tell the speedup at the largest device count of `rows`, at best and at worst."""
+    """Describe the speedup at the largest device count of `rows`, at best and at worst."""
     top = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
     best, worst = top.iloc[0], top.iloc[-1]
     one = "single" if best.baseline == SINGLE else f"{name} on one"
@@ -73,7 +73,7 @@ def _tell_where(row: pd.Series, batch: str) -> str:
 
 
 def lines_of_sizes(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return the rows that differ in nothing but the size of their data, of two or more, with a label.
+    """Return groups of rows that differ only in the size of their data, of two sizes or more, with a label.
 
     `section` is a part of the table of `comparison.compare`.
     """
@@ -87,10 +87,10 @@ def lines_of_sizes(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def break_even(rows: pd.DataFrame, saved: str) -> float:
-    """Interpolate the size from which on the seconds `saved` are above 0.
+    """Return the size, interpolated, from which on the seconds `saved` are above 0.
 
-    0 if they are at every size of a line of several devices, infinite if not even at the largest, NaN if that
-    is not known.
+    It is 0 if they are at every size of a line of several devices, infinite if not even at the largest, NaN
+    if unknown.
     """
     known = rows[rows[saved].notna()]
     if len(known) < 2 or known.devices.iloc[0] == 1:
@@ -106,7 +106,7 @@ def break_even(rows: pd.DataFrame, saved: str) -> float:
 
 
 def sentences_on_sizes(section: pd.DataFrame) -> list[str]:
-    """Tell of each line of several devices from which size on it is sooner done than one device."""
+    """Say for each line of several devices from which size on it finishes before one device."""
     told = []
     for text, rows in lines_of_sizes(section):
         epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))

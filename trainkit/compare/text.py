@@ -15,7 +15,7 @@ VARIANT = 24  # characters of a cell that has more lines than one
 
 
 def wrapped(note: str) -> str:
-    """Wrap the sentence to lines that every terminal has room for."""
+    """Wrap the sentence to lines that fit every terminal."""
     return textwrap.fill(note, 110, subsequent_indent="    ")
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a comparison are not to be relied on, why, and what to do about it."""
+"""Which rows of a comparison are doubtful, why, and what to do about it."""
 
 import pandas as pd
 
@@ -49,7 +49,7 @@ def doubt(row: tuple, ones: list[tuple]) -> str:
 
 
 def legend(table: pd.DataFrame) -> list[str]:
-    """Tell what every mark in the table means, a line each."""
+    """Return what each mark in the table means, a line each."""
     return [f"doubt {mark}: {what} ({shows})." for mark, (what, shows, _) in _marks_in(table)]
 
 

@@ -1,20 +1,20 @@
-"""The exercises of a stage: what is done and what comes next, checks, hints, a fresh start, the solution.
+"""The exercises of a stage: progress and the next one, checks, hints, a fresh start, the solution.
 
 Every exercise is a folder next to its stage's check.py, such as `01_clock`, and is called `clock`:
 
     README.md   `# Title`, then `**Core, 1 of 9.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`), then
                 the question and the commands
-    check.py    `check(mine)` returns what there was to see, or raises `Wrong`
+    check.py    `check(mine)` returns what the exercise shows, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
-    solution/   the files of starter/ that change, done
+    solution/   the finished versions of the files of starter/ that change
 
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
 `HINTS` has three, each under a line that begins with `## `. There may also be `GIVEN`, folders of the
-repository by where they go in mine/, and `RECORDED`, files of it for those who cannot run the exercise: logs,
-and CSVs of many runs, each with the names of those to take, or none for all. For test_exercises.py it has
-`STARTS_WITH`, a part of what the untouched starter is told, and `WRONG`, typical wrong answers: (file in
-mine/, text of the solution, what stands there instead, part of the hint that this gets); of runs, the file
-may be `runs/*.csv`.
+repository by their place in mine/, and `RECORDED`, its files for learners who cannot run the exercise: logs,
+and CSVs of many runs, each with the names of the runs to take, or none for all. For test_exercises.py it has
+`STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`, typical wrong answers: (file in
+mine/, text of the solution, its replacement, part of the resulting hint); for runs, the file may be
+`runs/*.csv`.
 """
 
 import ast
@@ -43,8 +43,8 @@ from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
 HEADER = re.compile(r"\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ")
-EXTRA = 99  # its step on the core path: behind all others
-PATIENCE = 120  # seconds for a check, on a machine that has nothing else to do
+EXTRA = 99  # its step on the core path: after all others
+PATIENCE = 120  # seconds for a check, on an otherwise idle machine
 TOO_LONG = (
     f"The check takes longer than {PATIENCE} seconds, and a busy machine was given more: does a loop in your "
     "program ever end? If it does, check again when the machine is quiet."
@@ -70,12 +70,12 @@ class Exercise:
 
     @property
     def program(self) -> dict[str, object]:
-        """What check.py defines."""
+        """Return what check.py defines."""
         return runpy.run_path(str(self.folder / "check.py"))
 
     @cached_property
     def plain(self) -> dict[str, object]:
-        """The plain texts, lists and dicts that check.py defines. To run it would load PyTorch."""
+        """Return the plain texts, lists and dicts in check.py, without running it, which loads PyTorch."""
         found = {}
         for node in ast.parse((self.folder / "check.py").read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -84,10 +84,10 @@ class Exercise:
         return found
 
     def check(self) -> str:
-        """Check the learner's work in a process of its own, and return what there was to see.
+        """Check the learner's work in a separate process, and return what the exercise shows.
 
-        Whatever the learner's program does to that process, it ends: with a thread or a loop that never does,
-        by `os._exit`, or out of memory.
+        The check ends whatever the learner's program does: an endless thread or loop, `os._exit`, or running
+        out of memory.
 
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
@@ -106,7 +106,7 @@ class Exercise:
         except EOFError:
             raise Wrong("Your program ended the check: by an `exit`, or for want of memory?") from None
         finally:
-            for kill in (os.killpg, os.kill):  # with the ranks it has started
+            for kill in (os.killpg, os.kill):  # with the ranks it started
                 with suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             process.join()
@@ -117,7 +117,7 @@ class Exercise:
     def _answer(self, answer: Connection, patience: float) -> None:
         """Send what the check returns or raises."""
         os.setsid()
-        signal.alarm(round(2 * patience))  # where the process that waits for the answer was killed
+        signal.alarm(round(2 * patience))  # in case the process that waits for the answer was killed
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
             seen = self.program["check"](self.mine)
@@ -129,7 +129,7 @@ class Exercise:
         answer.send(seen)
 
     def begin(self) -> None:
-        """Lay out the starter, and the open answers, if they are not yet."""
+        """Copy the starter, and the open answers, unless they are there."""
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
         if any((mine / name).exists() for name in (ANSWERS, *(path.name for path in starter))):
             return
@@ -138,7 +138,7 @@ class Exercise:
             shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
             shutil.copytree(self.folder.parents[2] / given, mine / name)
-        # A `?` in the place of each value in lines `name = value  # comment`.
+        # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
         (mine / ANSWERS).write_text(blank)
 
@@ -155,13 +155,13 @@ class Exercise:
 
     @property
     def solution(self) -> dict[str, str]:
-        """The learner's files that change, done: their text by their names."""
+        """Return the text of the finished files that the learner changes, by name."""
         programs = {path.name: path.read_text() for path in sorted(self.folder.glob("solution/*"))}
         return {ANSWERS: self.plain["ANSWERS"]} | programs
 
 
 class Workbook:
-    """The exercises of a stage, in their order, and what is done of them."""
+    """The exercises of a stage, in order, and which are done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -169,7 +169,7 @@ class Workbook:
         self.read()
 
     def read(self) -> None:
-        """Read what is done, a list of names, and how many hints were given, by name.
+        """Read the names of the finished exercises, and the number of hints given, by name.
 
         Raises:
             UserError: if the file is damaged.
@@ -183,7 +183,7 @@ class Workbook:
             raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
 
     def find(self, name: str) -> Exercise:
-        """Find an exercise by its name, its number, or the name of its folder."""
+        """Return the exercise with this name, number or folder."""
         for number, exercise in enumerate(self.exercises, start=1):
             if Path(name).name in (exercise.name, str(number), exercise.folder.name):
                 return exercise
@@ -196,12 +196,12 @@ class Workbook:
 
     @property
     def open(self) -> list[Exercise]:
-        """What is not done yet."""
+        """Return the exercises that are not done."""
         return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
     @property
     def next(self) -> Exercise | None:
-        """The next exercise of the core path, or else the first extra that is not done."""
+        """Return the next exercise of the core path, or else the first extra that is not done."""
         return min(self.open, key=lambda exercise: exercise.step, default=None)
 
     def listed(self) -> str:
@@ -214,7 +214,7 @@ class Workbook:
         )
 
     def bar(self) -> str:
-        """Say how much is done, and which exercise comes next."""
+        """Return a line with the progress, and the next exercise."""
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
@@ -227,7 +227,7 @@ class Workbook:
 
 
 def main(folder: Path, description: str) -> int:
-    """Do what the command line of the exercises in `folder` asks for; returns the exit code.
+    """Do what the command line of the exercises in `folder` asks for; return the exit code.
 
     Raises:
         UserError: if there is no such exercise, or its files cannot be read or written.
@@ -262,7 +262,7 @@ def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
         hint = _command(workbook, "hint", exercise)
         tell(f"Your files are in {relative(exercise.mine.folder)}. A hint: {hint}")
         return 1
-    workbook.read()  # the check took a while, and there are other terminals
+    workbook.read()  # another terminal may have changed it during the check
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
         workbook.save()
@@ -291,7 +291,7 @@ def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
 
 
 def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
-    """Copy the recorded runs to where the learner's own would be, which are kept under another name."""
+    """Copy the recorded runs to the place of the learner's own, which are kept under another name."""
     recorded = exercise.program.get("RECORDED")
     if not recorded:
         raise UserError(f"there are no recorded runs for {exercise.name}: it needs none but its own program.")
@@ -333,19 +333,19 @@ def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """`path` with the first number that no file beside it has."""
+    """Return `path` with the first number that no other file has."""
     places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(place for place in places if not place.exists())
 
 
 def wrapped(text: str) -> str:
-    """Indent what a learner is told, and fold what is too long for a line of it."""
+    """Indent a text for the learner, and wrap long lines."""
     lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text.splitlines())
     return textwrap.indent("\n".join(lines), "  ")
 
 
 def relative(path: Path) -> str:
-    """Show a path from the current folder where it is below it."""
+    """Return the path relative to the current folder if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""First steps: whether this machine has what the exercises need, what is done of them, and which comes next.
+"""First steps: does this machine have what the exercises need, which are done, and which comes next?
 
 Try: make learn
 """
@@ -45,7 +45,7 @@ def main() -> None:
     stage = workbook.folder.parent
     tell(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
-    if activate.exists():  # a room may share another
+    if activate.exists():  # a class may share another
         first.append(f"source {relative(activate)}")
     tell("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
 

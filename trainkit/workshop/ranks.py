@@ -1,4 +1,4 @@
-"""A learner's function in several ranks that talk through gloo, on this machine and its CPU."""
+"""Run a learner's function in several ranks that communicate through gloo, on this machine's CPU."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DDP imports it: better once here than in every rank
+import torch._dynamo  # DDP imports it: once here is faster than in every rank
 import torch.distributed as dist
 
 from trainkit.workshop.work import Wrong
@@ -22,10 +22,10 @@ IN_VAIN = "The ranks wait for each other in vain"
 
 
 def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool = True) -> list[object]:
-    """Return what `function(rank, size)` returns in each of `size` new processes that form a process group.
+    """Call `function(rank, size)` in `size` new processes that form a process group; return their results.
 
-    What it returns has to be picklable; tensors are best turned into lists. Without `group` the function
-    forms it by itself.
+    The results have to be picklable; convert tensors to lists. Without `group` the function forms the group
+    itself.
 
     Raises:
         Wrong: if it fails in a rank, or the ranks wait for each other in vain.
@@ -51,7 +51,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
                     except EOFError:
                         raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
                     failures += [] if well else [str(results[pipe])]
-                if failures:  # of a rank that failed and one that waited for it, the first is told of
+                if failures:  # report the rank that failed rather than one that waited for it
                     raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
             return [results[pipe] for pipe in pipes]
         finally:
@@ -62,7 +62,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
 
 def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: Connection) -> None:
     parent = os.getppid()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may lead nowhere
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -82,7 +82,7 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: 
         answer.send((False, str(wrong)))
     except Exception as error:
         answer.send((False, _told(rank, error)))
-    # Until it is killed: others may still be on their way to meet this one.
+    # Sleep until killed: others may still be about to meet this one.
     while os.getppid() == parent:
         time.sleep(0.1)
     os._exit(0)

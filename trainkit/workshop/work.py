@@ -1,4 +1,4 @@
-"""What a learner has made in an exercise, as its check reads it: answers, runs, programs, job scripts."""
+"""A learner's work in an exercise, as its check reads it: answers, runs, programs, job scripts."""
 
 import math
 import os
@@ -22,7 +22,7 @@ ANSWERS = "answers.txt"
 OPEN = "?"  # an answer that is not given yet
 
 
-class Wrong(UserError):  # noqa: N818  not an error of the program: what the learner is told
+class Wrong(UserError):  # noqa: N818  not an error of the program: a message for the learner
     """What is not right yet; its text says what, and gives a hint."""
 
 
@@ -36,7 +36,7 @@ class Workspace:
         """Read a file.
 
         Raises:
-            Wrong: if it is not there, or no file of text.
+            Wrong: if it does not exist, or is not a text file.
         """
         try:
             return read_text(self.folder / name)
@@ -75,7 +75,7 @@ class Workspace:
         With a `target` (% accuracy) it has the columns of `comparison.summarize` on when it was reached.
 
         Raises:
-            Wrong: if there is none with an epoch behind the warm-up.
+            Wrong: if there is none with an epoch after the warm-up.
         """
         from trainkit.compare import comparison  # loads pandas
 
@@ -98,7 +98,7 @@ class Workspace:
         """Return the one row of `table`.
 
         Raises:
-            Wrong: if the runs have other settings than each other, or there is none.
+            Wrong: if the runs differ in their settings, or there is none.
         """
         table = self.table(target, **equal)
         if len(table) > 1:
@@ -110,15 +110,15 @@ class Workspace:
         return table.iloc[0]
 
     def module(self, name: str) -> ModuleType:
-        """Import the learner's program. What it lacks is `Wrong`, and so is an error in it, also later on.
+        """Import the learner's program. Names that it lacks raise `Wrong`, as do errors in it, also later.
 
         Raises:
-            Wrong: if it is not there.
+            Wrong: if it does not exist.
         """
         program = _Program(name)
         program.__file__ = str(self.folder / name)
         sys.modules[name] = program  # where dataclasses look
-        sys.path.insert(0, str(self.folder))  # where it finds files beside it
+        sys.path.insert(0, str(self.folder))  # where it finds the files next to it
         try:
             exec(compile(self.text(name), program.__file__, "exec"), program.__dict__)
         finally:
@@ -127,7 +127,7 @@ class Workspace:
 
 
 class Answers(dict):
-    """What answers.txt, or another `file` of the learner, says, by name; one that is gone is `Wrong`."""
+    """The answers in answers.txt, or another `file` of the learner, by name; a missing one raises `Wrong`."""
 
     file = ANSWERS
 
@@ -152,7 +152,7 @@ class Answers(dict):
         return number
 
     def word(self, name: str, *allowed: str) -> str:
-        """Return the one of `allowed` that an answer is, in small letters.
+        """Return which of `allowed` an answer is, in lower case.
 
         Raises:
             Wrong: if it is none of them.
@@ -169,7 +169,7 @@ def is_close(given: float, true: float, share: float = 0.02) -> bool:
 
 
 def explain(error: BaseException, mine: Workspace) -> BaseException:
-    """Return what a learner is told of an error in a check: their program's, or of what it gave to the check.
+    """Return the message for an error in a check: in the learner's program, or in what it gave the check.
 
     An `OSError` of ours, such as a full disk, stays one.
     """
@@ -184,7 +184,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
         what = type(error).__name__
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
-    if isinstance(error, OSError):  # of their own class, it could not be sent
+    if isinstance(error, OSError):  # an error of the learner's class could not be sent
         return OSError(error.errno, error.strerror, error.filename)
     return Wrong(
         f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
@@ -193,7 +193,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
 
 
 def requested(text: str) -> dict[str, str]:
-    """Return the options with a value in the #SBATCH lines of a script, by their long names."""
+    """Return the options with a value in a script's #SBATCH lines, by their long names."""
     found = {}
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for short, long in {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}.items():
@@ -203,7 +203,7 @@ def requested(text: str) -> dict[str, str]:
 
 
 def ask_slurm(script: Path, stage: Path) -> str:
-    """Ask Slurm whether it would take the script, from the folder of the stage; returns a sentence.
+    """Ask Slurm whether it would take the script, from the folder of the stage; return a sentence.
 
     Raises:
         Wrong: if it would not.
