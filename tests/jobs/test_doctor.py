@@ -109,6 +109,13 @@ def test_the_most_gpus_of_a_node(gres: str, gpus: int, fake: Callable) -> None:
     assert slurm.most_gpus() == gpus
 
 
+def test_a_gpus_share_of_a_node(fake: Callable) -> None:
+    """The least of any node with GPUs; no proposal where Slurm tells nothing."""
+    assert slurm.share_of_gpu() == (0, 0)
+    fake("sinfo", "echo 'gpu:a100:4(S:0-1)|64|515000'; echo 'gpu:2|16|1031000'; echo '(null)|128|257000'")
+    assert slurm.share_of_gpu("gpu") == (8, 125)
+
+
 def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
     assert slurm.ask("sinfo").returncode == 127
     assert (slurm.most_gpus(), slurm.default_partition()) == (0, None)
@@ -403,7 +410,46 @@ def test_a_slow_network_is_a_warning() -> None:
     assert checkup_torch._network_finding(rows(), nodes=2).level == OK
     slow = checkup_torch._network_finding(rows(2.0), nodes=2)
     assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")
-    assert checkup_torch._network_finding(rows(2.0), nodes=1).level == OK
+    host = checkup_torch._network_finding(rows(2.0), nodes=1)
+    assert (host.level, "slower than any direct way" in host.message) == (WARNING, True)
+
+
+def test_which_link_a_bandwidth_is_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SYS", tmp_path)
+    told = told_by(lambda: [checkup_torch._network_finding(rows(4e-3), nodes) for nodes in (2, 1)])
+    assert told.splitlines() == [
+        "ok: correct; bus bandwidth 25.17 GB/s at 64 MB, nearest to InfiniBand HDR (25 GB/s) -> ",
+        "ok: correct; bus bandwidth 25.17 GB/s at 64 MB, nearest to PCIe 4.0 x16 (31.5 GB/s) -> ",
+    ]
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1/rate"
+    port.parent.mkdir(parents=True)
+    port.write_text("400 Gb/sec (4X NDR)\n")
+    slow = checkup_torch._network_finding(rows(), nodes=2)
+    assert slow.level == WARNING
+    assert slow.message.endswith("and this node has InfiniBand (50 GB/s): is NCCL on Ethernet?")
+    on_cpus = [row | {"backend": "gloo"} for row in rows()]
+    assert "this says nothing about GPUs" in checkup_torch._network_finding(on_cpus, nodes=2).message
+
+
+def test_the_cores_near_a_gpu(node: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, each near another CPU; the rank may run on cores 0 to 7."""
+    node(gpus=2)
+    monkeypatch.setattr(processes, "SYS", tmp_path)
+    for bus, mask in ((27, "00000000,000000ff"), (156, "0000ff00,00000000")):
+        folder = tmp_path / f"bus/pci/devices/0000:{bus:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "local_cpus").write_text(f"{mask}\n")
+    cards = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (27, 156)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: cards[gpu.index])
+    bind = "--cpu-bind=mask_cpu:0xff,0xff0000000000"
+    first, second = device.gpus()
+    told = told_by(checkup_torch._cores_of_gpus, first)
+    assert told == f"ok: those near each GPU, as masks: srun {bind} -> "
+    far = told_by(checkup_torch._cores_of_gpus, second)
+    assert far.startswith("warning: its cores are near another GPU than its own, cuda:1 -> sbatch --gres-fl")
+    assert f"SITE_SRUN_ARGS+=({bind})" in far
+    (folder / "local_cpus").unlink()
+    assert told_by(checkup_torch._cores_of_gpus, second) == ""
 
 
 def test_what_ranks_cannot_tell_of_themselves() -> None:
@@ -473,6 +519,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     asked = "Slurm would take the job (nothing was submitted): it would start at 20"
     assert found(told, "submission", OK).startswith(asked)
+    assert re.match(r"a GPU's share of a node is \d+ core\(s\) and \d+ GB", found(told, "share", OK))
     assert "4 ranks reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)

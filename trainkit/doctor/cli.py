@@ -69,6 +69,9 @@ def main() -> int:
         for row in rows:
             milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
             tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
+        if rows:
+            links = ", ".join(f"{name} {rate:g}" for name, rate in checkup.LINKS.items())
+            tell(f"{'for GPUs':>10} the bus GB/s that a link carries at most: {links}")
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 
@@ -111,6 +114,7 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             found = [_refusal("submission", done) or Finding("submission", OK, message)]
             blocked = has_fault(found)
             yield found
+            yield login_node.check_share(site)
         yield login_node.check_environment(site, in_job_too=options.job)
         found = login_node.check_folders(site)
         blocked = blocked or has_fault(found)
