@@ -251,9 +251,9 @@ def test_the_size_from_which_more_devices_pay(tmp_path: Path, compared: Compared
         timed(tmp_path, devices, images, epoch, run)
     seen = compared()
     for told in (
-        "DDP x2, batch 256 is sooner done than one device: with an epoch from about 3,686 images on; with a "
+        "DDP x2, batch 256 finishes before one device: with an epoch from about 3,686 images on; with a "
         "run of 3 epochs, its start included, from about 7,509 images on.",
-        "DDP x4, batch 256 is sooner done than one device: with an epoch at all measured sizes; with a run "
+        "DDP x4, batch 256 finishes before one device: with an epoch at all measured sizes; with a run "
         "of 3 epochs, its start included, not within the measured sizes.",
     ):
         assert seen.text.count(told) == 1

@@ -1,4 +1,4 @@
-"""How many devices to ask for: what the models of `scaling.py` say about time and cost, and how sure that is.
+"""How many devices to ask for: time and cost by the models of `scaling.py`, and how sure that is.
 
 for runs in sets(rows):
     answer = advise(runs, Constraints(target=97, deadline_s=600))
@@ -25,21 +25,21 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema import records
 from trainkit.schema.columns import ABOVE_0, COLUMNS, DDP, DP, SINGLE, lr_factor
 
-INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and what is in its middle
-AS_GOOD = 0.05  # of the cost: a choice that costs more by less is as good
+INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and its middle
+AS_GOOD = 0.05  # of the cost: a choice that costs at most this much more is as good
 SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
-NEXT_EPOCHS = 3  # of a run that is to tell a speed: one to warm up, two to measure
+NEXT_EPOCHS = 3  # of a run that measures a speed: one to warm up, two to measure
 EPOCHS_SCATTER = 0.3  # in logarithms, of the epochs needed: per doubling from a batch that was tried
-UNLIKELY = 0.05  # share of the draws from which on a thing is possible
-ENOUGH_RUNS = 3  # that are equal: another would tell little
-BINS = 5  # of what a run may show, for what is expected to be known after it
-# What is equal in all runs of a set. The batch is what the models know of; of the learning rate it is that
-# which does not come from the rule by which it grows with the batch.
+UNLIKELY = 0.05  # the share of the draws from which on a thing counts as possible
+ENOUGH_RUNS = 3  # that are equal: another would add little
+BINS = 5  # of the possible results of a run, to estimate what will be known after it
+# What is equal in all runs of a set. The models describe the batch; of the learning rate only the part that
+# does not follow from the batch by the scaling rule has to be equal.
 OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_batch", "images", "lr")]
 
 
 class NextRun(NamedTuple):
-    """A run that would help, of so many epochs, and what it costs at most, in device-hours."""
+    """A run that would help, its epochs, and its largest cost in device-hours."""
 
     stage: str
     shape: Shape
@@ -50,19 +50,19 @@ class NextRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train, and `DRAWS` equally likely values of each number that it would show."""
+    """One way to train, and `DRAWS` equally likely values of each of its numbers."""
 
     stage: str
     shape: Shape
     basis: str  # "measured", "predicted", or "predicted: " and what of it was never observed
     runs: int
     images_per_s: np.ndarray
-    efficiency: np.ndarray  # speedup over one device, divided by the devices; NaN where not known
-    efficiency_at: str  # what the one device has as equal: "global batch" or "batch per device"
-    seconds: np.ndarray  # start, training and evaluations; infinite where the target was not reached
+    efficiency: np.ndarray  # speedup over one device, divided by the devices; NaN if unknown
+    efficiency_at: str  # what is equal on the one device: "global batch" or "batch per device"
+    seconds: np.ndarray  # start, training and evaluations; infinite if the target was not reached
     next_epochs: int  # of a run that would measure it
     next_hours: float  # device-hours of that run
-    break_even: np.ndarray  # images of an epoch from which on it is sooner done than one device, or NaN
+    break_even: np.ndarray  # images per epoch from which it finishes before one device, or NaN
 
     @property
     def global_batch(self) -> int:
@@ -83,7 +83,7 @@ class Answer:
     """The answer that one set of runs supports.
 
     `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`.
-    `next_runs` are there if it is below `SURE`, cheapest first. `unknown` tells what is not predicted.
+    `next_runs` exist if it is below `SURE`, cheapest first. `unknown` lists what is not predicted.
     """
 
     goal: str
@@ -97,12 +97,12 @@ class Answer:
 
 
 def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Split the rows of `comparison.load` into sets that may be pooled, each with what tells it apart."""
+    """Split the rows of `comparison.load` into sets that may be pooled, each with a name of its settings."""
     base = pd.to_numeric(rows.lr, errors="coerce") / list(map(lr_factor, rows.lr_scale, rows.global_batch))
     on_cpu = rows.device_name.map(comparison.is_cpu)
     rows = rows.assign(
         base_lr=base.map("{:.4g}".format),
-        # A GPU does not become faster by more CPU threads beside it.
+        # More CPU threads do not make a GPU faster.
         threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
     )
     names = {name: COLUMNS[name].words for name in OF_A_SET} | {"base_lr": COLUMNS["lr"].words}
@@ -112,10 +112,10 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
-    """Read what the doctor measured on the devices of `rows`; with a sentence for every unreadable file.
+    """Read the doctor's measurements on the devices of `rows`, and a sentence for every unreadable file.
 
-    It is in folders `all_reduce`: beneath the paths of the runs, beside them, or in the folder `results` that
-    they are in. Of each number of devices and nodes the newest file counts: a network may have been mended.
+    They are in folders `all_reduce`: below the paths of the runs, next to them, or in their folder `results`.
+    For each number of devices and nodes the newest file counts: the network may have been repaired.
     """
     parents = [[*Path(os.path.realpath(path)).parents] for path in paths]
     above = [one for first, *more in parents for one in [first, *(p for p in more if p.name == "results")]]
@@ -137,10 +137,10 @@ def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllRedu
 
 
 def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[AllReduce] = ()) -> Answer:
-    """Recommend what one set of `sets` supports under these constraints.
+    """Recommend the choice that one set of `sets` supports under these constraints.
 
     Raises:
-        UserError: if no epoch of it was measured, or the target was reached in no run.
+        UserError: if none of its epochs was measured, or no run reached the target.
     """
     runs = RunSet(rows, constraints)
     gradient_bytes = 4 * int(rows.parameters.max())
@@ -168,7 +168,7 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
 
 
 class RunSet:
-    """The runs of one set, and what all their shapes have in common: the data, the epochs, the start."""
+    """The runs of one set, and what all their shapes share: the data, the epochs, the start."""
 
     def __init__(self, rows: pd.DataFrame, constraints: Constraints) -> None:
         self._constraints = constraints
@@ -204,7 +204,7 @@ class RunSet:
             )
 
     def _set_target(self, target: float, rows: pd.DataFrame) -> None:
-        """Count the time until this test accuracy (%), by the runs on all of the data."""
+        """Count the time until this test accuracy (%), from the runs on all of the data."""
         best = rows.test_accuracy.max()
         if not best >= target:
             raise UserError(
@@ -213,7 +213,7 @@ class RunSet:
             )
         chosen = "" if self._constraints.target else " (half of the batches reach it)"
         self.goal = f"{target:g} % test accuracy{chosen}, on {self._images:,} images"
-        # To know how many a batch needs to the target takes as many as the other runs had.
+        # To find the epochs that a batch needs to the target takes as many as the other runs had.
         self._next_epochs = self._epochs
         self._target, self._accuracy_error = target, _accuracy_error(target, rows)
         self._curves = {
@@ -223,7 +223,7 @@ class RunSet:
         }
 
     def measured(self, stage: str) -> Measured:
-        """Return the seconds of its steps; on one device those of stage single, where there are any."""
+        """Return the seconds of its steps; on one device those of stage single, if any."""
         of_stage = self._steady[(self._steady.stage == stage) & ((self._steady.devices > 1) | (stage != DP))]
         single = self._steady[self._steady.stage == SINGLE]
         own = of_stage[(of_stage.devices > 1) | ~of_stage.global_batch.isin(single.global_batch)]
@@ -235,7 +235,7 @@ class RunSet:
         return measured
 
     def options(self, models: dict[str, Scaling]) -> tuple[list[Option], list[str], dict[str, NextRun]]:
-        """Return the options, a clause for what is not predicted, and by reason the cheapest run for it."""
+        """Return the options, clauses on what is not predicted, and the cheapest run for each reason."""
         options: dict[tuple[str, Shape], Option] = {}
         unknown: dict[str, list[str]] = {}
         missing: dict[str, NextRun] = {}
@@ -255,11 +255,11 @@ class RunSet:
         return list(options.values()), [f"{why}: {', '.join(of)}" for why, of in unknown.items()], missing
 
     def shapes(self, model: Scaling) -> list[Shape]:
-        """Return what there is to choose from."""
+        """Return the shapes to choose from."""
         seen, constraints = [*model.measured, *model.all_reduces], self._constraints
         found = {s.devices for s in seen}
         counts = constraints.gpus or sorted({1, *found, 2 * max(found)})
-        # A node has what was seen in one, unless told otherwise; one device tells nothing of its node.
+        # A node has as many devices as were seen in one, unless given; one device says nothing of its node.
         several = any(s.devices > 1 for s in seen)
         per_node = max(s.devices // s.nodes for s in seen) if several else max(counts)
         per_node = constraints.gpus_per_node or per_node
@@ -276,7 +276,7 @@ class RunSet:
         ]
 
     def option(self, stage: str, shape: Shape, model: Scaling) -> Option:
-        """Return what a training of this shape would show, by what was measured or the model."""
+        """Return the expected numbers of a training of this shape, measured or from the model."""
         batch, step = shape.devices * shape.batch, model.step_seconds(shape)
         unknown = np.full(DRAWS, math.nan)
         alone, part_alone = (
@@ -284,12 +284,12 @@ class RunSet:
             for one in (shape.on_one_device(), Shape(1, 1, shape.batch))
         )
         efficiency, equal = alone / step / shape.devices, "global batch"
-        if np.isnan(alone).all():  # of weak scaling, which is what was measured
+        if np.isnan(alone).all():  # only weak scaling was measured
             efficiency, equal = part_alone / step, "batch per device"
         epochs, steps = self._epochs_needed(batch), self._images // batch
         outside, outside_alone = (self._seconds_outside_steps(n, epochs) for n in (shape.devices, 1))
         with np.errstate(all="ignore"):
-            gained = epochs * (alone - step) / batch  # seconds, by each image of an epoch
+            gained = epochs * (alone - step) / batch  # seconds per image of an epoch
             even = np.where(gained > 0, np.maximum((outside - outside_alone) / gained, 0), math.inf)
             even = np.where(np.isnan(gained), math.nan, even)
         guessed = self._curves is not None and batch not in self._curves
@@ -308,7 +308,7 @@ class RunSet:
         )
 
     def _missing_run(self, stage: str, shape: Shape, model: Scaling, why: str) -> NextRun | None:
-        """Return the run that tells what is not predicted; None if nothing is known of what it costs."""
+        """Return the run that would measure what is not predicted; None if its cost is unknown."""
         one = shape.on_one_device()
         if shape != one and model.unknown(one) or not np.isfinite(self._epochs_needed(one.batch)).any():
             return None
@@ -316,7 +316,7 @@ class RunSet:
         return NextRun(stage, shape, self._next_epochs, hours, f"what is missing ({why})")
 
     def _next_run_hours(self, shape: Shape, timed_as: Shape, model: Scaling) -> float:
-        """Return the device-hours of a run that measures `shape`, were it as fast as `timed_as`."""
+        """Return the device-hours of a run that measures `shape`, if it is as fast as `timed_as`."""
         steps = self._images // (timed_as.devices * timed_as.batch)
         trained = self._next_epochs * steps * float(np.median(model.step_seconds(timed_as)))
         outside = float(self._seconds_outside_steps(timed_as.devices, self._next_epochs))
@@ -329,7 +329,7 @@ class RunSet:
         return start + epochs * evaluation * shared
 
     def _epochs_needed(self, batch: int) -> np.ndarray:
-        """Draw how many epochs a training with this batch takes; infinite where it misses the target."""
+        """Draw how many epochs a training with this batch takes; infinite if it misses the target."""
         if self._curves is None:
             return np.full(DRAWS, float(self._epochs))
         random = np.random.default_rng(batch)  # the same for every number of devices
@@ -337,7 +337,7 @@ class RunSet:
             curves = self._curves[batch]
             drawn = curves[random.integers(len(curves), size=DRAWS)]
             return _first_epoch(drawn + random.normal(0, self._accuracy_error, (DRAWS, 1)) >= self._target)
-        # Of a batch that did not get there one epoch more than it had: at least that is needed.
+        # A batch that did not reach the target needs at least one epoch more than it had.
         most, wanted = self._epochs + 1, math.log2(batch)
         tried = [math.log2(known) for known in self._curves]
         first = [_first_epoch(curves >= self._target) for curves in self._curves.values()]
@@ -347,7 +347,7 @@ class RunSet:
 
 
 class Choice(NamedTuple):
-    """The best of the options, if any, and why; whether each keeps the rules, and is as good as the best."""
+    """The best option, if any, and why; whether each keeps the rules, and is as good as the best."""
 
     options: list[Option]
     best: Option | None
@@ -382,7 +382,7 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
     rules = {f"{100 * constraints.min_efficiency:g} % efficiency": efficient} | limits
     if not _is_any_efficiency_known(options):
         rules = {"an efficiency that is not known without a run on one device with the same batch": efficient}
-    # Limits are to be kept surely, if that can be.
+    # Prefer a choice that surely keeps the limits.
     for share, how in ((0.95, ""), (0.5, ", as likely as not")):
         eligible = (within.mean(axis=1) >= share) & (efficient.mean(axis=1) >= 0.5)
         if eligible.any():
@@ -398,7 +398,7 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
 
 
 def _what_would_be_possible(options: list[Option]) -> str:
-    """Tell of the fastest and of the cheapest option that reach the target; "" if none does."""
+    """Name the fastest and the cheapest option that reach the target; "" if none does."""
     reached = [option for option in options if np.isfinite(np.median(option.seconds))]
     if not reached:
         return ""
@@ -423,7 +423,7 @@ def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
     for option in choice.options:
         if option.runs < ENOUGH_RUNS:
             order = np.argsort(option.seconds, kind="stable")
-            # What the run shows tells in which part of the draws the truth is; there one chooses anew.
+            # The run's result shows which part of the draws holds the truth; choose again among those.
             parts = np.array_split(order, BINS)
             then = np.mean([choice.good[:, part].mean(axis=1).max() for part in parts])
             if then > now + 0.02:
@@ -442,20 +442,20 @@ def _runs_that_may_keep_the_rules(choice: Choice) -> list[NextRun]:
 
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Return the lower end, the middle and the upper end of what the draws say."""
-    # Nearest, as nothing lies between infinite ones.
+    """Return the lower end, the middle and the upper end of the draws."""
+    # Nearest, as infinite values cannot be interpolated.
     return tuple(np.percentile(values, INTERVAL, method="nearest").tolist())
 
 
 def _minutes(seconds: float) -> str:
-    """Return minutes with as many digits as are of use."""
+    """Return minutes with a useful number of digits."""
     return f"{seconds / 60:,.0f}" if seconds >= 600 else f"{seconds / 60:.2g}"
 
 
 def _accuracy_curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:
     """Return test accuracies of the runs that reached the target or had so many epochs, (seeds, epochs).
 
-    NaN where a run was shorter. Runs with one seed differ in their devices and hardly in what they learn:
+    NaN if a run was shorter. Runs with the same seed differ in their devices and hardly in what they learn:
     they count as one.
     """
     curves = rows.pivot_table("test_accuracy", "seed", "epoch", "median", dropna=False)
@@ -464,7 +464,7 @@ def _accuracy_curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarr
 
 
 def _first_epoch(reached: np.ndarray) -> np.ndarray:
-    """Return the first epoch that has reached it, by rows of epochs; infinite where none has."""
+    """Return the first epoch that reached the target, by rows of epochs; infinite if none did."""
     return np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, math.inf)
 
 
@@ -476,5 +476,5 @@ def _reached_by_most(rows: pd.DataFrame) -> float | None:
 
 
 def _accuracy_error(accuracy: float, rows: pd.DataFrame) -> float:
-    """Return the standard deviation of an accuracy (%) that was found on so many test images."""
+    """Return the standard deviation of an accuracy (%), given the number of test images."""
     return math.sqrt(accuracy * (100 - accuracy) / max(rows.test_images.median(), 1))

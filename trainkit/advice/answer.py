@@ -1,4 +1,4 @@
-"""What `advice.py` answers, for people and for programs: sentences, a table of texts, commands, JSON."""
+"""The answers of `advice.py`, for people and for programs: sentences, a table of texts, commands, JSON."""
 
 import math
 import shlex
@@ -17,9 +17,9 @@ from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
 MOST_SETS = 20  # that are listed
-MOST_APART = 1.5  # times, of the medians of equal runs: beyond, something has changed between them
-MOST_ERROR = 0.3  # of the best model on runs that it was not shown: beyond, it explains nothing
-# Of an option, as a program reads them: equally likely values of each.
+MOST_APART = 1.5  # times, between the medians of equal runs: beyond, something changed between them
+MOST_ERROR = 0.3  # of the best model on held-out runs: beyond, it explains nothing
+# The numbers of an option, for a program: equally likely values of each.
 INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
     "images_per_s": lambda option: option.images_per_s,
     "minutes": lambda option: option.seconds / 60,
@@ -28,10 +28,10 @@ INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
     "break_even_images": lambda option: option.break_even,
 }
 LEGEND = (
-    "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or what a "
-    "note tells), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
-    "from: images of an epoch from which on a run is sooner done than on one device, its start included; 0: "
-    "whatever the size."
+    "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
+    "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
+    "from: images per epoch from which a run, its start included, finishes before one on one device; 0: at "
+    "any size."
 )
 
 
@@ -73,8 +73,8 @@ class AnswerText:
     """An `advice.Answer` in words, in the units of its devices.
 
     Args:
-        rows: of the set that was asked about.
-        price: of a device-hour; without it nothing is said of money.
+        rows: of the chosen set.
+        price: of a device-hour; without it no cost is given.
     """
 
     def __init__(self, answer: Answer, rows: pd.DataFrame, price: float | None = None) -> None:
@@ -93,11 +93,11 @@ class AnswerText:
         return f"{where}, {comparison.stage_name(option.stage)}, batch {option.global_batch}"
 
     def answered(self) -> str:
-        """Tell the recommendation, and how sure it is."""
+        """Return the recommendation, and how sure it is."""
         return f"{self.sentence()} {self.how_sure()}".strip()
 
     def sentence(self) -> str:
-        """Tell the recommendation, or that there is none, and its reason."""
+        """Return the recommendation, or that there is none, and the reason."""
         best, goal = self.answer.best, self.answer.goal
         if best is None:
             return f"No recommendation for {goal}: {self.why}."
@@ -111,7 +111,7 @@ class AnswerText:
         return f", which cost {text(self.price * option.hours)}," if self.price else ""
 
     def how_sure(self) -> str:
-        """Tell how sure the recommendation is; "" if there is none."""
+        """Return how sure the recommendation is; "" if there is none."""
         if not self.answer.best:
             return ""
         sure = self.answer.sure
@@ -128,7 +128,7 @@ class AnswerText:
         return sorted(self.answer.options, key=lambda option: (*_layout(option), option.global_batch))
 
     def best_options(self) -> list[Option]:
-        """Return the fastest option of each count of devices, and all with the batch of the best one."""
+        """Return the fastest option for each device count, and all with the batch of the best one."""
         options, best = self.options(), self.answer.best
         fastest: dict[tuple, int] = {}
         for i in sorted(range(len(options)), key=lambda i: np.median(options[i].seconds)):
@@ -137,7 +137,7 @@ class AnswerText:
         return [o for i, o in enumerate(options) if o.global_batch == batch or i in fastest.values()]
 
     def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
-        """Return the options as texts, a row each, and what the marks in the column `note` mean."""
+        """Return the options as texts, a row each, and the meanings of the marks in the column `note`."""
         marks: dict[str, str] = {}
         rows = [
             {
@@ -167,7 +167,7 @@ class AnswerText:
         return table.assign(cost=self.price * table.gpu_hours) if self.price else table
 
     def trust(self) -> list[str]:
-        """Tell how far to trust the answer: the model and its error, what was observed, what is left out."""
+        """Say how far to trust the answer: the model and its error, what was observed, what is left out."""
         model, best = _model(self.answer), self.answer.best
         error = model.errors[model.model]
         tested = (
@@ -191,11 +191,11 @@ class AnswerText:
         return [*told, doubt] if doubt else told
 
     def unknown(self) -> list[str]:
-        """Tell what is not predicted, and why."""
+        """List what is not predicted, and why."""
         return [f"Not predicted, {clause}." for clause in self.answer.unknown]
 
     def next_runs(self) -> list[tuple[str, str]]:
-        """Return the runs that would help, cheapest first: what each tells and costs, and its command."""
+        """Return the runs that would help, cheapest first: the use and cost of each, and its command."""
         best, runs = self.answer.best, self.answer.next_runs
         if best and not best.runs and not runs:
             runs = [best.next_run("whether the prediction holds")]
@@ -207,7 +207,7 @@ class AnswerText:
         ]
 
     def command(self, run: NextRun) -> str:
-        """Return what starts the run from the top folder, with the settings of the set."""
+        """Return the command that starts the run from the top folder, with the settings of the set."""
         row, (devices, nodes, batch) = self.rows.iloc[0], run.shape
         words = [f"OMP_NUM_THREADS={row.threads_per_worker}"] * self.on_cpu
         words += ["python", f"{STAGE_FOLDERS.get(run.stage, STAGE_FOLDERS[DDP])}/submit.py"]
@@ -219,7 +219,7 @@ class AnswerText:
         words += places
         words += ["--batch-size", devices * batch, "--epochs", run.epochs]
         words += ["--train-size", self.rows.images.max()]
-        # With a seed of an earlier run it would learn the same again.
+        # With an earlier run's seed it would learn the same again.
         if len(seeds := self.rows.seed[self.rows.global_batch == devices * batch]):
             words += ["--seed", seeds.max() + 1]
         # The data of a script of one's own is no word of that option.
@@ -232,7 +232,7 @@ class AnswerText:
         return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
 
     def as_json(self) -> dict[str, object]:
-        """Return what a program needs; intervals are [low, middle, high], None where there is no number."""
+        """Return the answer for a program; intervals are [low, middle, high], None without a number."""
         answer = self.answer
         return {
             "goal": answer.goal,
@@ -254,10 +254,10 @@ class AnswerText:
 def answer_for(
     paths: Iterable[Path], constraints: Constraints, set_number: int | None = None
 ) -> tuple[AnswerText, list[str]]:
-    """Answer for the runs in these files and folders, and tell by a sentence each what was left out.
+    """Answer for the runs in these files and folders, with a sentence for each thing left out.
 
     Raises:
-        UserError: if there are none, if they are of several sets and `set_number` chooses none, or if they
+        UserError: if there are none, if they belong to several sets and `set_number` chooses none, or if they
             support no answer.
     """
     paths = list(paths)
@@ -285,14 +285,14 @@ def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
 
 
 def number(x: float, infinite: str = "never") -> str:
-    """Write a number with three digits; a dash if it is not known."""
+    """Format a number with three digits; a dash if it is unknown."""
     if math.isnan(x):
         return "-"
     return format(float(format(x, ".3g")), ",.10g") if math.isfinite(x) else infinite
 
 
 def text(draws: np.ndarray, infinite: str = "never") -> str:
-    """Write the middle, and the interval in brackets if it is one."""
+    """Format the middle, and the interval in brackets if it has a width."""
     if np.isnan(draws).all():
         return "-"
     low, middle, high = (number(x, infinite) for x in interval(draws))
@@ -310,7 +310,7 @@ def _layout(option: Option) -> tuple[object, ...]:
 
 
 def _note(option: Option, marks: dict[str, str]) -> str:
-    """Return `measured` or `predicted`, with a mark for what more there is to say."""
+    """Return `measured` or `predicted`, with a mark that refers to a note."""
     known = "measured" if option.runs else "predicted"
     rest = option.basis.removeprefix(known).lstrip(":, ")
     if option.efficiency_at == "batch per device" and option.shape.devices > 1:
@@ -322,7 +322,7 @@ def _note(option: Option, marks: dict[str, str]) -> str:
 
 
 def _given_lr(row: pd.Series) -> str:
-    """Return what `--lr` said, before the rule by which it grows with the batch."""
+    """Return the value of `--lr`, before the rule by which it grows with the batch."""
     if row.lr == UNKNOWN:
         return row.lr
     return f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"

@@ -1,4 +1,4 @@
-"""What the choice of a number of GPUs has to keep; a sweep that waits for jobs loads no more than this."""
+"""The limits on the choice of a number of GPUs; a sweep that waits for jobs loads only this module."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Constraints:
     """The limits that the choice has to keep.
 
     With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
-    `batches` and `gpus_per_node` are what there is to choose from: if empty, what was measured, and twice the
-    largest count. `price` is the money for a GPU-hour, and decides nothing.
+    `batches` and `gpus_per_node` are the values to choose from: if empty, those measured, and twice the
+    largest count. `price` is the cost of a GPU-hour, and does not affect the choice.
     """
 
     target: float | None = None

@@ -16,9 +16,9 @@ LEGEND = {"fontsize": 8, "title": "filled: measured, empty: predicted", "title_f
 
 
 def draw(words: AnswerText, constraints: Constraints, out: Path) -> list[str]:
-    """Write the figure into `out`, a folder that is there, and return the names of what was written.
+    """Write the figure to `out`, an existing folder, and return the names of the files written.
 
-    One of an earlier call goes where this answer has no choice to draw.
+    A figure of an earlier call is removed if this answer has no choice to draw.
 
     Raises:
         OSError: if a file cannot be written.
@@ -27,7 +27,7 @@ def draw(words: AnswerText, constraints: Constraints, out: Path) -> list[str]:
 
 
 def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
-    """Draw device-hours against minutes of each option that gets there in nearly all cases."""
+    """Draw device-hours against minutes for each option that reaches the goal in nearly all cases."""
     layouts: dict[str, list[Option]] = {}
     for option in words.options():
         if np.isfinite(interval(option.seconds)).all():
@@ -74,7 +74,7 @@ def _plot_options(axes: Axes, number: int, name: str, options: list[Option]) -> 
 
 
 def _pareto(options: list[Option]) -> np.ndarray:
-    """Return minutes and device-hours, (2, n), of the options that no other beats in both."""
+    """Return minutes and device-hours, (2, n), of the options that no other option beats in both."""
     points = np.array([(interval(option.seconds / 60)[1], interval(option.hours)[1]) for option in options])
     points = points[np.lexsort(points.T[::-1])]
     least = np.minimum.accumulate(points[:, 1])

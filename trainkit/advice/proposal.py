@@ -1,4 +1,4 @@
-"""The page that computing centres ask for: how much time, why so many devices, and how that is known."""
+"""The page that computing centres ask for: how much time, why so many devices, and the evidence."""
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ MOST_NODES = 10  # that are named
 
 
 def proposal(words: AnswerText, trainings: int, figures: list[page.Figure]) -> list[page.Block]:
-    """Return the page for so many trainings with the recommended choice, which has to be there."""
+    """Return the page for `trainings` trainings with the recommended choice, which has to exist."""
     rows, best = words.rows, words.answer.best
     low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
     table, marks = words.table(words.best_options())

@@ -22,7 +22,7 @@ TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
 def report(
     words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None = None
 ) -> None:
-    """Print the answer and write it to `out`, with a proposal for so many `trainings` if there are any.
+    """Print the answer and write it to `out`, with a proposal for the number of `trainings`, if any.
 
     Raises:
         UserError: if `out` cannot be written to.
@@ -48,7 +48,7 @@ def report(
 def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | None) -> int:
     """Compare the runs, and answer if `constraints` are given; print both, and write them to `out`.
 
-    Returns the exit code, which is that of the comparison. What supports no answer is told.
+    Return the exit code, which is that of the comparison. If the runs support no answer, print why.
     """
     code = 0
     try:
@@ -67,7 +67,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 
 
 def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:
-    """Return the answer for the page of a comparison, of each set of its runs."""
+    """Return the answers for the page of a comparison, one for each set of its runs."""
     found = sets(rows)
     made: list[page.Block] = [page.Heading("How many devices to ask for?")]
     if len(found) > MOST_SETS:
@@ -114,7 +114,7 @@ def _write(
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
-    """Put the intervals beneath the numbers, for a terminal."""
+    """Put the intervals below the numbers, for a terminal."""
     middle = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
     interval = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
     return pd.concat([middle, interval]).sort_index(kind="stable")

@@ -1,14 +1,14 @@
-"""How long a training step takes, on how many devices and with which batch: models of it, fitted to runs.
+"""Models of the time of a training step by number of devices and batch size, fitted to runs.
 
-A model gives the seconds of a step from the shape of a run. How much each counts depends on how well it
-predicts runs that it was not shown.
+A model gives the seconds of a step from the shape of a run. Its weight depends on how well it predicts runs
+that were held out.
 
     ring      a fixed cost, a cost per image, and a ring all-reduce within a node and another one between
               nodes, each of n members: 2 (n - 1) / n bytes / bandwidth + 2 (n - 1) latency
     shared    ring, with devices that slow each other down within a node (memory, cores, power)
     overlap   computation and exchange partly at the same time, as in Pollux:
               (computation ^ g + exchange ^ g) ^ (1 / g); g = 1: one after the other, 10: nearly hidden
-    doctor    overlap, with the exchange that the doctor measured: of runs, one device is enough
+    doctor    overlap, with the exchange that the doctor measured: runs on one device are enough
 
 Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 (non-negative least squares).
 Patarasuk and Yuan, 2009 (ring all-reduce).
@@ -27,10 +27,10 @@ from trainkit.schema import records
 DRAWS = 400  # of the bootstrap
 OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
-# How much equal runs differ where there are no repeats to tell: as much as if two of them had shown 2 %.
+# How much equal runs differ if there are no repeats: as if two of them had shown 2 %.
 EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
 EXPECTED_BEYOND = 0.06  # of a prediction at twice the largest count
-SIZES = 3  # of all-reduces, those nearest to that of the gradients
+SIZES = 3  # of all-reduces, those nearest in size to the gradients
 FURTHEST = 2  # times the largest count that was measured
 
 Seconds = np.ndarray  # (draws, shapes)
@@ -38,7 +38,7 @@ Predictor = Callable[[np.ndarray], Seconds]  # of shapes, (shapes, 3), with the 
 
 
 class Shape(NamedTuple):
-    """The shape of a run: devices in all, nodes, and images of each device in a step."""
+    """The shape of a run: devices in all, nodes, and images per device in a step."""
 
     devices: int
     nodes: int
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """An all-reduce of the doctor: the seconds to sum up `bytes` over all devices."""
+    """An all-reduce of the doctor: the seconds to sum `bytes` over all devices."""
 
     devices: int
     nodes: int
@@ -65,8 +65,8 @@ Measured = dict[Shape, list[list[float]]]  # seconds of a step: of each run, in 
 class Scaling:
     """The models of one comparable set of runs.
 
-    `errors` has the relative error of each model on points that it was not shown (root mean square; NaN where
-    there are too few), `weights` its share of the draws.
+    `errors` has the relative error of each model on held-out points (root mean square; NaN if there are too
+    few), `weights` its share of the draws.
     """
 
     measured: Measured
@@ -78,7 +78,7 @@ class Scaling:
 
     @property
     def model(self) -> str:
-        """The name of the model that predicts best."""
+        """Return the name of the model that predicts best."""
         return max(self.weights, key=self.weights.get)
 
     def step_seconds(self, shape: Shape) -> np.ndarray:
@@ -86,7 +86,7 @@ class Scaling:
         return self._draws[shape] if shape in self._draws else self._predict(np.array([shape], float))[:, 0]
 
     def basis(self, shape: Shape) -> str:
-        """Tell how `step_seconds` knows: "measured" or "predicted", and what of it was never observed."""
+        """Return the basis of `step_seconds`: "measured" or "predicted", and what was never observed."""
         if shape in self.measured:
             return "measured"
         most = max(found.devices for found in [*self.measured, *self.all_reduces])
@@ -99,7 +99,7 @@ class Scaling:
         return ": ".join(filter(None, ["predicted", "; ".join(missing)]))
 
     def unknown(self, shape: Shape) -> str:
-        """Tell why nothing is predicted for `shape`, as a clause; "" if something is."""
+        """Return why nothing is predicted for `shape`, as a clause; "" if something is."""
         seen = [*self.measured, *self.all_reduces]
         several = {found.nodes > 1 for found in seen if found.devices > 1}
         most = max(found.devices for found in seen)
@@ -122,9 +122,9 @@ class Scaling:
 def fit(
     measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0, seed: int = 0
 ) -> Scaling:
-    """Fit the ladder to what was measured, at least one shape.
+    """Fit the ladder to the measurements of at least one shape.
 
-    `all_reduces` count only where `gradient_bytes`, what a step exchanges, is known.
+    `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
     """
     shapes = np.array(list(measured), float)
     centre = np.array([_median(runs) for runs in measured.values()])
@@ -140,11 +140,11 @@ def fit(
     unexplained = max((misfit**2).sum() - spare * noise.var(axis=0).mean(), 0) if spare else 0
     freedom = EXPECTED_WEIGHT + spare
     scatter = np.sqrt((EXPECTED_WEIGHT * EXPECTED_SCATTER**2 + unexplained) / freedom)
-    # How equal runs differ is in the noise where there are repeats, else only in what the model leaves.
+    # With repeats the noise includes how equal runs differ, else only the model's residuals do.
     repeated = any(len(runs) > 1 for runs in measured.values())
     draws = centre * np.exp(noise + (not repeated) * scatter * random.standard_t(freedom, noise.shape))
     elsewhere = np.exp(scatter * random.standard_t(freedom, (DRAWS, 1)))
-    # No run shows a cliff beyond the largest count: the error on a left-out one is the least to expect.
+    # No run shows a cliff beyond the largest count: expect at least the error on a held-out one.
     missed = max(EXPECTED_BEYOND, np.nan_to_num(errors[max(weights, key=weights.get)]))
     beyond = missed * random.standard_t(EXPECTED_WEIGHT, DRAWS)
     most = {nodes > 1: max(n for n, m, _ in shapes if (m > 1) == (nodes > 1)) for _, nodes, _ in shapes}
@@ -158,7 +158,7 @@ def fit(
         for i, (devices, nodes, _) in enumerate(wanted):
             doublings = np.log2(max(devices / most.get(nodes > 1, devices), 1))
             predicted[:, :, i] *= np.exp(beyond * doublings)
-            # The other models know of no such exchange.
+            # The other models have no such exchange.
             if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
                 predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
         return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
@@ -188,7 +188,7 @@ class _Model(NamedTuple):
 
 
 def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
-    """Return the models that these shapes can tell something of."""
+    """Return the models that these shapes can determine."""
     several = shapes[:, 0] > 1
     ladder = {}
     if exchange and not several.all():
@@ -208,7 +208,7 @@ def _computation(shapes: np.ndarray) -> np.ndarray:
 def _exchange(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
     """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4).
 
-    With one count of several members these two look alike: the fit takes the bytes, which come first.
+    With a single count above one the two are indistinguishable: the fit takes the bytes, which come first.
     """
     devices, nodes, _ = shapes.T
     rings = []
@@ -236,7 +236,7 @@ def _linear(columns: Callable[[np.ndarray], np.ndarray], shapes: np.ndarray) -> 
 
 
 def _overlap(exchange_of: Callable, parameters: int) -> _Model:
-    """Make a model of what `exchange_of` returns, from runs, a computation and an overlap."""
+    """Return a model from `exchange_of`, the computation of the runs and an overlap."""
 
     def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
         several = shapes[:, 0] > 1
@@ -266,7 +266,7 @@ def _overlapped(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
 
 
 def _exchange_of_runs(shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float) -> Predictor:
-    """Fit what the runs on several devices take longer than their computation."""
+    """Fit the time that runs on several devices take beyond their computation."""
     computation = costs @ _computation(shapes).T
     rest = np.maximum(seconds**g - computation**g, 0) ** (1 / g)
     rings = _fit_non_negative(_exchange(shapes), rest, 1 / np.median(seconds, axis=0))
@@ -274,10 +274,10 @@ def _exchange_of_runs(shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g
 
 
 def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
-    """Predict the seconds of the exchange by shapes, from the doctor's of about as many bytes."""
+    """Predict the seconds of the exchange by shape, from the doctor's all-reduces of about as many bytes."""
     if not all_reduces:
         return None
-    # Small messages take the time of their rounds, which varies, and tell little of large ones.
+    # Small messages take the time of their rounds, which varies, and say little about large ones.
     sizes = {found.bytes for found in all_reduces}
     nearest = sorted(sizes, key=lambda size: abs(np.log(size / gradient_bytes)))[:SIZES]
     table = np.array([found for found in all_reduces if found.bytes in nearest])
@@ -290,7 +290,7 @@ def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float)
 def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
     """Return the costs, (draws, columns), none below 0, with the least relative errors.
 
-    The columns are few: of all subsets, that with the least errors among those without a negative cost.
+    As the columns are few, it tries all subsets, and takes the least errors without a negative cost.
     """
     weights = 1 / np.median(seconds, axis=0) if weights is None else weights
     scale = np.abs(columns).max(axis=0)
@@ -314,7 +314,7 @@ def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> f
     errors = []
     for hidden in [*_largest_counts(devices, nodes), *(batches == batch for batch in np.unique(batches))]:
         shown = devices[~hidden]
-        # To tell a fixed cost from one per image takes two batches, unless no other batch is asked for.
+        # Two batches are needed to separate a fixed cost from one per image, unless only one is asked for.
         fewest = batches[~hidden & (devices == devices.min())]
         enough = len(np.unique(fewest)) > 1 or np.isin(batches[hidden], batches[~hidden]).all()
         alone = (shown == 1).any() or not (devices == 1).any()
@@ -325,7 +325,7 @@ def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> f
 
 
 def _largest_counts(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:
-    """Return where the largest count within a node is, and between nodes, if others tell what it costs."""
+    """Return where the largest counts within a node and between nodes are, if others can predict them."""
     found = []
     for regime in ((nodes == 1) & (devices > 1), nodes > 1):
         counts = np.unique(devices[regime])
@@ -335,16 +335,16 @@ def _largest_counts(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:
 
 
 def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
-    """Return each model's share: by the likelihood of the errors it made, were they normal."""
+    """Return each model's share, by the likelihood of its errors if they were normal."""
     logs = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
     shares = np.exp(logs - logs.max())
     return dict(zip(errors, shares / shares.sum(), strict=True))
 
 
 def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
-    """Draw how far, in logarithms, each median may lie from its truth, by the scatter of epochs and runs.
+    """Draw the error of each median, in logarithms, from the scatter of epochs and runs.
 
-    What all shapes show is pooled: few epochs of one shape tell little.
+    The scatter of all shapes is pooled: few epochs of one shape say little.
     """
     epochs, runs = [], []
     for of_shape in measured.values():

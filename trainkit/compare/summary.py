@@ -112,7 +112,7 @@ def sentences_on_sizes(section: pd.DataFrame) -> list[str]:
         epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
         if not math.isnan(epoch) and not math.isnan(run):
             told.append(
-                f"{text} is sooner done than one device: with an epoch {_size_words(epoch)}; with a run of "
+                f"{text} finishes before one device: with an epoch {_size_words(epoch)}; with a run of "
                 f"{rows.epochs.iloc[0]} epochs, its start included, {_size_words(run)}."
             )
     return told
