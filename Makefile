@@ -72,7 +72,7 @@ cluster-down:
 clean:
 	rm -rf $(VENV) $(VENV)-test-*
 
-# Made anew when the list of dependencies changes.
+# Made again when the list of dependencies changes.
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3 ..." >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network as nn.DataParallel does, with what that does written out and timed.
+"""Train the classic MNIST network as nn.DataParallel does, with its work written out and timed.
 
 Try: python by_hand.py --replicas 2 --epochs 2
 """
@@ -81,7 +81,7 @@ def main() -> None:
 
 @contextmanager
 def phase(name: str, seconds: Counter, devices: list[torch.device]) -> Iterator[None]:
-    """Add to `seconds[name]` what is spent within, up to the end of the GPUs' work."""
+    """Add the time of the block to `seconds[name]`, up to the end of the GPUs' work."""
     started = time.perf_counter()
     yield
     for device in devices:

@@ -43,7 +43,7 @@ def main() -> None:
     optimizer, schedule = optimizer_and_schedule(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED)
 
     def training() -> Iterator[str]:
-        """The training of mnist_ddp.py without an end; it gives way after each phase."""
+        """Run the training of mnist_ddp.py without an end, and yield after each phase."""
         model.train()
         for epoch in count(1):
             train_batches.set_epoch(epoch)
@@ -64,7 +64,7 @@ def main() -> None:
         whole = step_phases.laps(phases, here.device, STEPS, every=STEPS * len(step_phases.TIMED))
         together = alone = step_phases.laps(phases, here.device, STEPS)
         if here.size > 1:
-            with model.no_sync():  # each rank goes its own way: what comes of it is no training
+            with model.no_sync():  # the ranks drift apart: this is no training
                 alone = step_phases.laps(phases, here.device, STEPS)
         measured.append((whole.mean() / STEPS, together.view(STEPS, -1), alone.view(STEPS, -1)))
     measured = [torch.stack(kind) for kind in zip(*measured[1:], strict=True)]  # the first is a warm-up

@@ -16,7 +16,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# Who each rank is, Slurm tells the process that srun has started: so it is read there (in single quotes), not here.
+# Slurm sets each rank's number in the process that srun starts: so it is read there (in single quotes), not here.
 # srun takes --cpus-per-task from the command line only. A rank that fails ends the others (--kill-on-bad-exit).
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '

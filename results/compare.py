@@ -1,8 +1,8 @@
-"""Run single GPU, DataParallel and DDP, and compare them: as jobs where there is a Slurm, else one
+"""Run single GPU, DataParallel and DDP, and compare them: as jobs if there is a Slurm, else one
 after the other on this machine.
 
-On GPUs the batch of a GPU and the length of an epoch are first measured, unless they are given. Without
-GPUs, CPU cores stand in as workers, one thread each. All other options go to every stage:
+On GPUs the batch per GPU and the length of an epoch are measured first, unless given. Without GPUs, CPU
+cores stand in as workers, one thread each. All other options go to every stage:
 make compare ARGS="--epochs 10 --batch-size 512"
 """
 
@@ -29,7 +29,7 @@ MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common 
 
 
 class Devices(NamedTuple):
-    """The devices to compare on: so many `workers` in the largest runs, each a GPU or a CPU core."""
+    """The devices to compare on: `workers` in the largest runs, each a GPU or a CPU core."""
 
     workers: int
     in_slurm: bool  # on GPUs of a node there
@@ -100,7 +100,7 @@ def _make_sweep(
 
 
 def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
-    """Choose the sizes that were not given, by runs on one GPU, and compare."""
+    """Choose the sizes that are not given, by runs on one GPU, and compare."""
     probes, batch_size, train_size, run_seconds = [], batches[0], own.train_size, None
     if not (own.batch_size and own.train_size):
         probes = _probe(compared, batches, own.train_size)
@@ -124,13 +124,13 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: 
 
 
 def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) -> list[plan.Probe]:
-    """Run stage 01 with each batch size, all in one process; probes of an earlier call are taken as they are.
+    """Run stage 01 with each batch size, all in one process; reuse the probes of an earlier call.
 
     Raises:
-        UserError: if not even the smallest goes well.
+        UserError: if even the smallest fails.
     """
     *smaller, largest = batches
-    # A folder of its own: each chooses its own precision, and none enters the comparison.
+    # A separate folder: each chooses its own precision, and none enters the comparison.
     alone = replace(
         compared,
         folder=compared.folder / "probes",
@@ -152,7 +152,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
             f"same command again, with --out {compared.folder}."
         )
     if failed:
-        print("a larger batch failed, as told above: the sizes are chosen by what was measured before")
+        print("a larger batch failed, as reported above: the sizes are chosen from the smaller ones")
     return probes
 
 
@@ -184,7 +184,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _gpus_of_a_node(site: Site) -> int:
-    """Return the most GPUs of a node where jobs go; 0 without a Slurm that answers."""
+    """Return the most GPUs of a node in the jobs' partition; 0 if no Slurm answers."""
     if slurm.why_not_here():
         return 0
     partition = site.sbatch.get("SBATCH_PARTITION") or slurm.default_partition()
@@ -196,15 +196,15 @@ def _gpus_of_a_node(site: Site) -> int:
 
 
 def _shared_by(workers: int, batch_size: int) -> int:
-    """Return the global batch size, or the next above that divides among the workers."""
+    """Return the global batch size, or the next larger one that divides among the workers."""
     shared = -(-batch_size // workers) * workers
     if shared != batch_size:
-        print(f"global batch size {shared}, the next above {batch_size} that {workers} workers share")
+        print(f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers")
     return shared
 
 
 def _find_data(opts: options.Options) -> str:
-    """Put MNIST in place if it is not there; where that cannot be done, say loudly what is used instead."""
+    """Put MNIST in place if it is missing; if that fails, say clearly what is used instead."""
     if opts.dataset == "synthetic":
         return "synthetic"
     try:

@@ -1,4 +1,4 @@
-"""How many GPUs to ask for: what your runs say about time and cost, how sure that is, and what would help.
+"""How many GPUs to ask for: time and cost according to your runs, how sure that is, and what would help.
 
 Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:00
 """

@@ -22,11 +22,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
     parser.add_argument(
         "--target", type=above_0(100), metavar="PERCENT",
-        help="tell how long each took to reach this test accuracy, such as 98",
+        help="also show how long each took to reach this test accuracy, such as 98",
     )  # fmt: skip
     parser.add_argument(
         "--each", action="store_true",
-        help="compare the runs of each folder apart, in one table: yours and ours, or those of a room",
+        help="compare the runs of each folder separately, in one table: yours and ours, or those of a class",
     )  # fmt: skip
     args = parser.parse_args()
     if args.each:

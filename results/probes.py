@@ -1,7 +1,7 @@
 """Train stage 01 with one batch size after the other, in one process: the probes of compare.py.
 
-All other options go to stage 01. The first batch that fails, mostly for want of GPU memory, ends the process;
-the records of those before it stay.
+All other options go to stage 01. The first batch that fails, mostly for lack of GPU memory, ends the process;
+the records of the earlier ones are kept.
 """
 
 import runpy

@@ -35,7 +35,7 @@ mkdir -p "$TRAINKIT_JOB_DIR" ||
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
 [[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
-# and beside it submitit's of the ranks from 1 on.
+# and next to it submitit's of the ranks from 1 on.
 own_log=$(readlink -f /proc/$$/fd/2)
 declare -A log_begin
 for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
@@ -190,7 +190,7 @@ finish() {
     elif ((code)); then
         why=$(tell_who_failed)
         [[ -z $why ]] || echo "$why"
-        # The code of the rank that failed first; srun may tell that of one that it has ended itself.
+        # The code of the rank that failed first; srun may report that of a rank that it ended itself.
         [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([0-9]+) ]] || code=${BASH_REMATCH[1]}
     fi
     [[ -z $saved ]] || tell_what_was_seen

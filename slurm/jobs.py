@@ -1,4 +1,4 @@
-"""List what the folder of all jobs holds (results/jobs, or SITE_SCRATCH_DIR), and remove what is not needed.
+"""List the jobs' folders (in results/jobs, or SITE_SCRATCH_DIR), and remove those not needed.
 
     python slurm/jobs.py                         the jobs: when, size, state, and checkpoints to go on from
     python slurm/jobs.py --remove                remove those that have ended, but no checkpoint to go on from

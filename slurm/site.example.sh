@@ -34,5 +34,5 @@
 #SITE_SRUN_ARGS=(--mpi=none)               # more arguments for srun
 #SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo
 
-# --- 5. What a job tells of itself --------------------------------------------------------------
+# --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples of what it uses, and no verdict in its log; default: on

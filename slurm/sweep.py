@@ -1,4 +1,4 @@
-"""Run every combination of the lists you give as a job of its own, then compare the results.
+"""Run every combination of the given lists as a separate job, then compare the results.
 
 Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,1024 --dry-run
 """
@@ -23,11 +23,11 @@ NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
 `python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
 
-To go on after a break, give the same command with the --out that the sweep has printed. Finished runs
-stay, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
+To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
+are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
 
-One precision for all: with --precision auto the first run goes alone, and what it has chosen holds
-for the others. Give another --precision, and none has to wait for it.
+All runs have one precision: with --precision auto the first run goes alone, and its choice holds for
+the others. With another --precision none has to wait.
 
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.
@@ -38,11 +38,11 @@ nodes, keeps them apart; on the practice cluster, where all nodes are one machin
 Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
 in for them, one thread each.
 
-The last words of a sweep are how many GPUs to ask for (results/how_many_gpus.py). --until-known makes of the
-runs only those that this answer needs, the cheapest first, one at a time."""
+A sweep ends with how many GPUs to ask for (results/how_many_gpus.py). --until-known runs only what this
+answer needs, the cheapest first, one at a time."""
 
 
-# What a sweep of plain scripts may be told.
+# The options that a sweep of plain scripts accepts.
 SHARED = {
     "plain", "gpus", "repeats", "max_jobs", "gpus_per_node", "cpus_per_gpu", "partition", "time", "local",
     "dry_run", "out",
@@ -59,7 +59,7 @@ def main() -> int:
         stages = (STAGES["ddp"].with_script(script, plain=bool(own.plain)),)
     opts = submission.read_options(stages[0], arguments, site)
     if not script:
-        staging.check(opts.dataset, opts.data_dir)  # without it no run makes sense, and that has one reason
+        staging.check(opts.dataset, opts.data_dir)  # once for all runs, as all of them need it
     why_here = submission.why_local(own.local)
     here = bool(why_here)
     folder = own.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
-    """Raise a UserError for what --until-known does not choose among."""
+    """Raise a UserError for lists that --until-known cannot choose from."""
     if own.spend and not own.until_known:
         raise UserError("--spend is the limit of --until-known: add that, or leave it out.")
     if own.until_known and (own.scaling != "strong" or loaders > 1 or len(own.train_size) > 1):
@@ -130,7 +130,7 @@ def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
 
 
 def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:
-    """The numbers of loader workers, with None for the resident loader."""
+    """Return the numbers of loader workers, with None for the resident loader."""
     loaders = own.loader or ("workers" if own.num_workers else "resident",)
     if own.num_workers and "workers" not in loaders:
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
@@ -139,7 +139,7 @@ def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
-    """The sweep's own options, and what every run is told."""
+    """Return the sweep's own options, and the options for every run."""
     parser = Parser(description=__doc__, epilog=NOTES)
     numbers = list_of(at_least(1))
     matrix = parser.add_argument_group("the lists")
@@ -152,7 +152,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="of single, dp and ddp (default: all)",
     )
     trainings.add_argument(
-        "--script", metavar="FILE.py", help="your own training in their place, one process per GPU as in ddp"
+        "--script", metavar="FILE.py", help="your own training instead, one process per GPU as in ddp"
     )
     trainings.add_argument(
         "--plain", metavar="FILE.py",
@@ -176,7 +176,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--loader",
         type=list_of(one_of(("resident", "workers"))),
         metavar="LIST",
-        help="of resident and workers (default: resident, or workers where --num-workers is given)",
+        help="of resident and workers (default: resident, or workers if --num-workers is given)",
     )
     matrix.add_argument(
         "--num-workers",
@@ -202,7 +202,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     answer.add_argument(
         "--until-known",
         action="store_true",
-        help="stop when that is known: of the lists run only what tells something, the cheapest first",
+        help="stop when that is known: run only the informative part of the lists, the cheapest first",
     )
     answer.add_argument(
         "--spend",

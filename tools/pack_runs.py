@@ -1,4 +1,4 @@
-"""Put the files of a folder's runs into one CSV beside it, FOLDER.csv, which is read wherever a folder is.
+"""Pack a folder's runs into one CSV next to it, FOLDER.csv, which is accepted wherever a folder is.
 
 Try: python tools/pack_runs.py results/comparisons/NAME/probes/runs
 """

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network as DistributedDataParallel does, with what that does written out.
+"""Train the classic MNIST network as DistributedDataParallel does, with its work written out.
 
 Try: torchrun --standalone --nproc-per-node=2 by_hand.py --epochs 2
 """
@@ -54,14 +54,14 @@ def main() -> None:
 
 
 def average(tensors: list[torch.Tensor]) -> None:
-    """Make each tensor its mean over all ranks, by one call for each."""
+    """Replace each tensor by its mean over all ranks, with one call per tensor."""
     for tensor in tensors:
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
 
 
 def average_in_one_call(tensors: list[torch.Tensor]) -> None:
-    """Do the same with all of them in one tensor, as in DistributedDataParallel's buckets."""
+    """Do the same with all tensors joined into one, as in DistributedDataParallel's buckets."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     average([flat])
     means = flat.split([tensor.numel() for tensor in tensors])

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def split(model: nn.Module, here: process_group.Place) -> None:
-    """Leave each rank its share of every weight. A layer is put together for its own turn only."""
+    """Leave each rank its share of every weight. A layer is whole only while it is used."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
     mesh = init_device_mesh(here.device.type, (here.size,))
@@ -72,7 +72,7 @@ def split(model: nn.Module, here: process_group.Place) -> None:
 
 
 def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have rank 0 print what each rank keeps from one step to the next, in MB."""
+    """Print on rank 0 what each rank keeps from one step to the next, in MB."""
     weights = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
     gradients = [one.grad for one in weights if one.grad is not None]  # none if nothing was left to do
@@ -83,7 +83,7 @@ def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def megabytes(tensors: Iterable[torch.Tensor]) -> float:
-    """Add up what this rank holds of them."""
+    """Return the megabytes of this rank's parts of the tensors."""
     return sum(local_part(tensor).nbytes for tensor in tensors) / 1e6
 
 

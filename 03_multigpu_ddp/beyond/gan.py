@@ -15,7 +15,7 @@ NOISE = 64
 
 
 class Generator(nn.Sequential):
-    """Makes of noise, float32 (n, NOISE), images (n, 1, 28, 28)."""
+    """Turns noise, float32 (n, NOISE), into images (n, 1, 28, 28)."""
 
     def __init__(self, width: int) -> None:
         first = nn.Linear(NOISE, 2 * width * 7 * 7), nn.ReLU(), nn.Unflatten(1, (2 * width, 7, 7))
@@ -24,7 +24,7 @@ class Generator(nn.Sequential):
 
 
 class Critic(nn.Sequential):
-    """Tells of images how real they look, float32 (n, 1), as logits."""
+    """Rates how real images look, float32 (n, 1), as logits."""
 
     def __init__(self, width: int) -> None:
         first = nn.Conv2d(1, width, 4, stride=2, padding=1), nn.LeakyReLU(0.2)

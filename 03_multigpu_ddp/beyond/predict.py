@@ -1,4 +1,4 @@
-"""Classify the test set, or image files, with the weights that --save-model has left.
+"""Classify the test set, or image files, with the weights that --save-model wrote.
 
 Try: python predict.py ../../results/models/RUN_ID.pt
 """
@@ -143,7 +143,7 @@ def is_usable(value: torch.Tensor) -> bool:
 
 
 def run_of(path: Path) -> dict[str, object] | None:
-    """Return the last row of the record of the run that left these weights; None if it is not beside them.
+    """Return the last row of the record of the run that wrote these weights; None if it is not next to them.
 
     Raises:
         RecordError: if it cannot be read.
@@ -164,7 +164,7 @@ def read_image(path: Path, invert: bool) -> torch.Tensor:
             if image.mode[0] in "IF":  # PIL would make white of most of it
                 raise ValueError("it has more than 8 bits for each pixel")
             upright = ImageOps.exif_transpose(image).convert("RGBA")
-            # What is transparent is paper to whoever drew it.
+            # Transparent pixels are paper.
             grey = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("L")
     except Exception as error:  # whatever PIL makes of a damaged file
         raise UserError(
@@ -183,7 +183,7 @@ def write(path: Path, names: dict[str, list], digits: torch.Tensor, probabilitie
     """Write a row for each image: `names`, the digit, its probability, and those of all ten.
 
     Raises:
-        UserError: if the file cannot be written; what it held before stays.
+        UserError: if the file cannot be written; its old content is kept.
     """
     try:
         with replacing(path) as file:

@@ -39,7 +39,7 @@ def _rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     scores = hidden @ torch.randn(NUMBERS, len(CLASSES), generator=law)
     for size, column in zip(CATEGORIES, categories, strict=True):
         scores += torch.randn(size, len(CLASSES), generator=law)[column] * 0.8
-    # What no sum over the columns tells: two readings together, and one whose meaning differs by site.
+    # Effects beyond any sum over the columns: two readings together, and one whose meaning differs by site.
     scores[:, 2] += 1.5 * hidden[:, 0] * hidden[:, 1]
     scores[:, 1] += 1.5 * hidden[:, 2] * torch.randn(CATEGORIES[0], generator=law)[categories[0]]
     scores += torch.tensor([3.0, 0.0, -4.3])

@@ -74,7 +74,7 @@ class Counts:
 
 
 def in_one_line(metrics: list[Metric]) -> str:
-    """Format what a log is to show of them, in percent."""
+    """Format the metrics for a log, in percent."""
     value = {(one.metric, one.of): f"{100 * one.value:.1f} %" for one in metrics}
     recalls = ", ".join(f"{of} {text}" for (metric, of), text in value.items() if metric == "recall")
     return (

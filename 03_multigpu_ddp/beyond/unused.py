@@ -25,7 +25,7 @@ class BranchedNet(Net):
 
 
 def main() -> None:
-    graph = options.own("find", ("find", "plain", "static"), None, "what is done about unused parameters")
+    graph = options.own("find", ("find", "plain", "static"), None, "how to treat unused parameters")
     opts = options.parse(__doc__, graph=graph)
     here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)

@@ -44,7 +44,7 @@ def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Output(NamedTuple):
-    """What the network makes of n cells, all float32."""
+    """The network's output for n cells, all float32."""
 
     dispersion: torch.Tensor  # (GENES,), of the counts' negative binomial distributions
     logits: torch.Tensor  # (n, GENES), of the same: log of mean / dispersion
@@ -56,8 +56,8 @@ class Output(NamedTuple):
 class CountsVAE(nn.Module):
     """Encoder to a latent state, and decoder to a negative binomial distribution of every gene's count.
 
-    The decoder is told the plate, so the latent state need not hold it. A critic tries to tell the plate from
-    the latent state all the same, and the encoder learns to leave it nothing to go by.
+    The decoder is given the plate, so the latent state need not hold it. A critic still tries to infer the
+    plate from the latent state, and the encoder learns to leave no trace of it.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -93,7 +93,7 @@ def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 def negative_elbo(
     output: Output, counts: torch.Tensor, reduction: str = "mean", kl_weight: float = 1.0
 ) -> torch.Tensor:
-    """Return what a cell's counts and its latent state cost together, in nats: mean or sum."""
+    """Return the cost of a cell's counts and its latent state together, in nats: mean or sum."""
     distribution = NegativeBinomial(output.dispersion, logits=output.logits, validate_args=False)
     of_counts = -distribution.log_prob(counts).sum(dim=1)
     kl = 0.5 * (output.mean.square() + output.log_variance.exp() - 1 - output.log_variance).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Three ways to spend time on a GPU, or on one core where there is none. Two of them look equally busy.
+"""Three ways to spend time on a GPU, or on one core if there is none. Two of them look equally busy.
 
     python slurm/experiments/looks_busy.py                     all three, and a table
     python slurm/experiments/looks_busy.py spin --seconds 60   one of them, for as long as you look at it
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measure(way: str, on_gpu: bool, seconds: float) -> tuple[float, float, float]:
-    """What a monitor says, % of the GPU or of a core and W, and the matrix products per second."""
+    """Return what a monitor shows, % of the GPU or of a core and W, and the matrix products per second."""
     # A product that fills a GPU, or takes one core some milliseconds.
     size, kind = (8192, torch.half) if on_gpu else (512, torch.float)
     matrix = torch.rand(size, size, device="cuda" if on_gpu else "cpu", dtype=kind)

@@ -1,6 +1,6 @@
 """Make a process the parent of those below it that lose their own, in place of the system's first process.
 
-    python adopt.py COMMAND ...   becomes COMMAND, with that habit
+    python adopt.py COMMAND ...   becomes COMMAND, with that property
 
 Slurm's slurmstepd needs it: without cgroups it finds the processes of a job by their parents, and would miss
 those whose parent has ended.

@@ -117,7 +117,7 @@ def up(arguments: argparse.Namespace) -> int:
             cluster = prepare(arguments)
             start(cluster)
         except StartError:
-            processes.kill(name)  # the logs stay, for the error speaks of them
+            processes.kill(name)  # the logs stay, as the error names them
             raise
         except OSError as error:
             remove(name)
@@ -150,7 +150,7 @@ def shell(arguments: argparse.Namespace) -> int:
 
 
 def network(arguments: argparse.Namespace) -> int:
-    """cut or mend the network of a node"""
+    """cut or restore the network of a node"""
     cluster = load(arguments.name)
     if arguments.node not in cluster.node_names:
         raise ClusterError(f"there is no node {arguments.node}: choose from {', '.join(cluster.node_names)}.")
@@ -182,7 +182,7 @@ def down(arguments: argparse.Namespace) -> int:
 
 
 def load(name: str) -> Cluster:
-    """The cluster that is up. Raises ClusterError if there is none."""
+    """Return the cluster that is up; raise a ClusterError if there is none."""
     check_folder(name)
     if not (folder(name) / "ready").exists():
         raise ClusterError(f"{name} is not up: start it with `up`, or choose another --name.")
@@ -202,7 +202,7 @@ def description(cluster: Cluster) -> list[str]:
 
 
 def on_login_host(cluster: Cluster, command: list[str]) -> list[str]:
-    """The command line that runs `command` on the login host, in the current folder.
+    """Return the command line that runs `command` on the login host, in the current folder.
 
     Raises ClusterError if there is no login host or no current folder any more.
     """
@@ -222,7 +222,7 @@ def user_environment(cluster: Cluster) -> dict[str, str]:
 
 @contextmanager
 def lock(name: str) -> Iterator[None]:
-    """Make the cluster's folder and hold it. Raises ClusterError while another command does."""
+    """Make the cluster's folder and lock it; raise a ClusterError if another command has the lock."""
     try:
         with suppress(FileExistsError):
             folder(name).mkdir(mode=0o700)
@@ -276,7 +276,7 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
 
 
 def hosts_are_allowed(arguments: argparse.Namespace) -> bool:
-    """Whether this user may make hosts here. Raises ClusterError if they were asked for and cannot be."""
+    """Return whether this user may make hosts; raise a ClusterError if they are requested and not allowed."""
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add type bridge && ip link add type veth"
     if arguments.bandwidth:
         attempt += " && tc qdisc add dev veth0 root tbf rate 1mbit burst 70kb latency 50ms"
@@ -303,7 +303,7 @@ def machine_memory() -> int:
 
 
 def free_ports(name: str, count: int) -> int:
-    """The first of `count` ports in a row that nothing listens on."""
+    """Return the first of `count` ports in a row that nothing listens on."""
     # Every name starts its search elsewhere, so that clusters started at the same time do not meet.
     start = zlib.crc32(f"{os.getuid()} {name}".encode()) % (len(PORTS) // count)
     for row in range(len(PORTS) // count):

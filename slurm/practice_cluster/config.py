@@ -54,11 +54,11 @@ def _write_commands(cluster: Cluster) -> None:
 
 
 def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
-    """How to start an unpacked program, which needs the unpacked libraries.
+    """Return the command of an unpacked program, which needs the unpacked libraries.
 
-    The variable for that is good for daemons, which give it to no job. With sbatch and srun it would reach
-    the jobs, so there the dynamic loader is told on its command line. The link in exec/ gives the process
-    its name: without it `ps` would show slurmd-wlm, and the loader in place of srun.
+    Daemons can use the variable for that, as they do not pass it to jobs. From sbatch and srun it would reach
+    the jobs, so there the libraries are on the dynamic loader's command line. The link in exec/ gives the
+    process its name: without it `ps` would show slurmd-wlm, and the loader instead of srun.
     """
     library_path = ":".join(_short(cluster, library) for library in software.libraries())
     link = cluster.folder / "exec" / name
@@ -70,7 +70,7 @@ def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
 
 
 def _short(cluster: Cluster, path: Path) -> str:
-    """The path; an unpacked file's by way of the link in the cluster's folder, without spaces and colons."""
+    """Return the path; for an unpacked file through the cluster's link, without spaces and colons."""
     if not path.is_relative_to(software.UNPACKED):
         return str(path)
     return str(cluster.folder / "packages" / path.relative_to(software.UNPACKED))
@@ -156,7 +156,7 @@ def _hostname(cluster: Cluster, node: str) -> str:
 
 
 def _user() -> str:
-    """Who runs the daemons: the caller, by name, or by number where the number has no name."""
+    """Return the user of the daemons: the caller, by name, or by number if the number has no name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -164,7 +164,7 @@ def _user() -> str:
 
 
 def _plugin_dir(cluster: Cluster) -> str:
-    """Where Slurm's plugins are, where some are not in the place that Slurm knows."""
+    """Return the line that says where Slurm's plugins are, if some are not in its default place."""
     unpacked = {plugin.parent for plugin in software.UNPACKED.glob("usr/lib/*/slurm*/*_*.so")}
     installed = {plugin.parent for plugin in Path("/usr/lib").glob("*/slurm*/*_*.so")}
     places = [_short(cluster, place) for place in sorted(unpacked) + sorted(installed)]
@@ -172,7 +172,7 @@ def _plugin_dir(cluster: Cluster) -> str:
 
 
 def _gres_conf(cluster: Cluster) -> str:
-    """A GPU is a device file for Slurm; a link to /dev/null is one that anybody may make."""
+    """Return gres.conf. A GPU is a device file for Slurm; any user may make a link to /dev/null."""
     if not cluster.gpus:
         return ""
     for number in range(cluster.gpus):
@@ -182,19 +182,19 @@ def _gres_conf(cluster: Cluster) -> str:
 
 
 def _cgroup_conf(cluster: Cluster) -> str:
-    """No cgroups. Before 24.05 Slurm has no word for that, but does nothing with v1 unless asked to."""
+    """Return cgroup.conf for no cgroups. Before 24.05 no setting says so, but v1 is off unless asked for."""
     if _version(cluster) >= (24, 5):
         return "CgroupPlugin=disabled\n"
     return "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
 
 
 def _task_prolog(cluster: Cluster) -> str:
-    """From 24.11 on a copy of slurmstepd starts it, without the variable for the unpacked libraries."""
+    """Return the prolog's line. From 24.11 a copy of slurmstepd runs it, without the libraries' variable."""
     return f"TaskProlog={cluster.folder}/task_prolog.sh" if _version(cluster) < (24, 11) else ""
 
 
 def _version(cluster: Cluster) -> tuple[int, int]:
-    """Slurm's version, such as (22, 5): year and month of its release."""
+    """Return Slurm's version, such as (22, 5): year and month of its release."""
     command = [cluster.folder / "bin" / "slurmctld", "-V"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     year, month = re.search(r"(\d+)\.(\d+)", told).groups()
@@ -202,7 +202,7 @@ def _version(cluster: Cluster) -> tuple[int, int]:
 
 
 def _slurmdbd_conf(cluster: Cluster) -> str:
-    """Words: https://slurm.schedmd.com/slurmdbd.conf.html. The database's socket comes by the environment."""
+    """Return slurmdbd.conf (https://slurm.schedmd.com/slurmdbd.conf.html); the environment has the socket."""
     return f"""\
 DbdHost={"login" if cluster.hosts else "localhost"}
 DbdAddr={cluster.login_address}
@@ -220,7 +220,7 @@ StoragePass=slurm
 
 
 def _write_database(cluster: Cluster) -> None:
-    """A small, forgetful database with no door but its socket, in a folder that only its owner may enter."""
+    """Write a small, non-durable database, reachable only by its socket, in a folder private to its owner."""
     tables = _database_tables()
     (cluster.folder / "mariadb.cnf").write_text(f"""\
 [mariadbd]
@@ -244,6 +244,6 @@ aria_log_file_size=8M
 
 
 def _database_tables() -> Path:
-    """MariaDB's own list of the tables that every database starts with."""
+    """Return MariaDB's own list of the tables that every database starts with."""
     shares = (software.UNPACKED / "usr" / "share", Path("/usr/share"))
     return next(tables for share in shares for tables in share.glob("m*/m*_system_tables.sql"))

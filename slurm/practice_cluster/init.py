@@ -50,7 +50,7 @@ def start(cluster: Cluster) -> None:
 
 
 class Daemon:
-    """A program of the cluster. What it says goes to log/NAME.log."""
+    """A program of the cluster. Its output goes to log/NAME.log."""
 
     def __init__(
         self, cluster: Cluster, name: str, command: Sequence[str], stdin: Path = Path(os.devnull)
@@ -61,7 +61,7 @@ class Daemon:
             self.process = subprocess.Popen(command, stdin=source, stdout=log, stderr=log)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` is true. Raises ClusterError when the daemon ends or takes too long."""
+        """Return when `condition` is true; raise a ClusterError if the daemon ends or takes too long."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             if self.process.poll() is not None:
@@ -71,12 +71,12 @@ class Daemon:
             time.sleep(0.02)
 
     def wait_for_end(self) -> None:
-        """For a command that has to succeed and end. Raises ClusterError if it does not succeed."""
+        """Wait for a command that has to succeed and end; raise a ClusterError if it fails."""
         if self.process.wait() != 0:
             raise self.failure("failed")
 
     def failure(self, what: str) -> ClusterError:
-        """An error with the last two lines of the log that tell of one, or the last line."""
+        """Return an error with the last two lines of the log that report one, or the last line."""
         lines = self.log.read_text(errors="replace").splitlines() or ["it wrote nothing"]
         errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
         told = "; ".join(errors[-2:] or lines[-1:])
@@ -84,18 +84,18 @@ class Daemon:
 
 
 def start_munged(cluster: Cluster) -> None:
-    """Munge lets a daemon know which user sent it a message."""
+    """Start Munge, by which a daemon knows which user sent it a message."""
     folder = cluster.folder
     files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
     files |= {"log-file": "log/munge.log", "seed-file": "munge.seed"}
     options = [f"--{option}={folder / file}" for option, file in files.items()]
-    # --force: it mistrusts files below /tmp, but nobody else may enter our folder.
+    # --force: it mistrusts files below /tmp, but only we may enter our folder.
     munged = Daemon(cluster, "munged", ["munged", "--foreground", "--force", *options])
     munged.wait_for((folder / "munge.socket").exists)
 
 
 def start_accounting(cluster: Cluster) -> None:
-    """The database, empty, then the daemon that keeps the accounts in it."""
+    """Start the database, empty, then the daemon that keeps the accounts in it."""
     database = cluster.folder / "mariadb.socket"
     command = ["mariadbd", f"--defaults-file={cluster.folder / 'mariadb.cnf'}"]
     tables = cluster.folder / "tables.sql"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The login host of the practice cluster, in namespaces of its own: network, name, mounts.
+# The login host of the practice cluster, in separate namespaces: network, name, mounts.
 # login.sh HOSTS_FILE ADDRESS COMMAND ...   prepares it and becomes COMMAND.
 set -eu
 hosts_file=$1

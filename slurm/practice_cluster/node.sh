@@ -1,5 +1,5 @@
 #!/bin/sh
-# One node of the practice cluster, in namespaces of its own, with a cable to the login host's switch.
+# One node of the practice cluster, in separate namespaces, with a cable to the login host's switch.
 # node.sh NAME ADDRESS LOGIN_PID MBIT COMMAND ...   prepares it and becomes COMMAND.
 set -eu
 name=$1

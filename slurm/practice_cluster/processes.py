@@ -1,4 +1,4 @@
-"""The processes of a cluster: how they are found, entered and ended.
+"""Find, enter and end the processes of a cluster.
 
 They all have the cluster's SLURM_CONF in their environment, or descend from one that has. The first of them,
 init.py, adopts those whose parents end, so that nothing is ever out of reach.
@@ -17,7 +17,7 @@ PATIENCE = 20.0
 
 
 def first(name: str) -> int | None:
-    """The process number of the cluster's init.py, if it runs."""
+    """Return the process number of the cluster's init.py, if it runs."""
     try:
         pid = int((folder(name) / "init.pid").read_text())
     except (FileNotFoundError, ValueError):
@@ -26,7 +26,7 @@ def first(name: str) -> int | None:
 
 
 def entrance(cluster: Cluster) -> list[str]:
-    """What to put before a command that shall run on the login host. Raises ClusterError if it is gone."""
+    """Return the prefix of a command to run on the login host; raise a ClusterError if the host is gone."""
     pid = first(cluster.name)
     if not pid:
         raise ClusterError(f"{cluster.name} has crashed: take it down and up again.")
@@ -34,7 +34,7 @@ def entrance(cluster: Cluster) -> list[str]:
 
 
 def kill(name: str) -> None:
-    """End them all, init.py last, because it collects the others. Raises ClusterError if one does not end."""
+    """End them all, init.py last, as it adopts the others; raise a ClusterError if one does not end."""
     deadline = time.monotonic() + PATIENCE
     init = first(name)
     while living := _living(name):
@@ -49,7 +49,7 @@ def kill(name: str) -> None:
 
 
 def _living(name: str) -> set[int]:
-    """The numbers of the cluster's processes that have not ended yet."""
+    """Return the numbers of the cluster's processes that have not ended yet."""
     mark = f"SLURM_CONF={slurm_conf(name)}".encode()
     parents, marked = {}, set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -67,7 +67,7 @@ def _living(name: str) -> set[int]:
 
 
 def _line(pid: int, parents: dict[int, int]) -> list[int]:
-    """The process and its ancestors."""
+    """List the process and its ancestors."""
     line = [pid]
     while line[-1] in parents:
         line.append(parents[line[-1]])

@@ -1,4 +1,4 @@
-"""Slurm, munge and MariaDB: the system's own where they are installed, else unpacked into a folder here."""
+"""Slurm, munge and MariaDB: the system's own if they are installed, else unpacked into a folder here."""
 
 import fcntl
 import itertools
@@ -27,7 +27,7 @@ CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
 def ensure(accounting: bool) -> None:
     """Unpack what the system lacks, unless that was done before.
 
-    Raises ClusterError if it cannot be had; what only the accounting needs may be missing.
+    Raise a ClusterError if it is not available; what only the accounting needs may be missing.
     """
     try:
         lock = (UNPACKED.parent / "packages.lock").open("w")
@@ -48,7 +48,7 @@ def ensure(accounting: bool) -> None:
 
 
 def find(program: str) -> Path | None:
-    """The program's file: the system's own, else the unpacked one."""
+    """Return the program's file: the system's own, else the unpacked one."""
     installed = shutil.which(program, path=SYSTEM_PATH)
     if installed:
         return Path(installed)
@@ -59,7 +59,7 @@ def find(program: str) -> Path | None:
 
 
 def missing() -> list[str]:
-    """The programs that a cluster cannot do without, and that are not there."""
+    """List the programs that a cluster needs and that are missing."""
     needed = [name for name in DAEMONS + COMMANDS if name not in OPTIONAL]
     return [name for name in needed if not find(name)]
 
@@ -69,19 +69,19 @@ def has_accounting() -> bool:
 
 
 def libraries() -> list[Path]:
-    """The folders that hold the unpacked shared libraries."""
+    """List the folders with the unpacked shared libraries."""
     files = itertools.chain(UNPACKED.glob("lib/**/lib*.so*"), UNPACKED.glob("usr/lib/**/lib*.so*"))
     return sorted({file.parent for file in files})
 
 
 def environment() -> dict[str, str]:
-    """For a program that is started before the cluster has its own way to start it."""
+    """Return the environment of a program started before the cluster has its own commands."""
     path = [*(str(UNPACKED / folder) for folder in FOLDERS), SYSTEM_PATH]
     return os.environ | {"PATH": ":".join(path), "LD_LIBRARY_PATH": ":".join(map(str, libraries()))}
 
 
 def loader(program: Path) -> str:
-    """The dynamic loader that the program names in its header, such as /lib64/ld-linux-x86-64.so.2."""
+    """Return the dynamic loader named in the program's header, such as /lib64/ld-linux-x86-64.so.2."""
     return re.search(rb"(/lib\w*/ld-[^\0]+)\0", program.read_bytes())[1].decode()
 
 
@@ -103,7 +103,7 @@ def _unpack() -> None:
 
 
 def _download(here: Path) -> list[Path]:
-    """Download the packages that the system lacks, with apt's own idea of what they depend on."""
+    """Download the packages that the system lacks, with the dependencies that apt finds."""
     # Lists and caches of our own, so that neither root nor up-to-date lists of the system are needed.
     (here / "lists" / "partial").mkdir(parents=True)
     (here / "cache" / "archives" / "partial").mkdir(parents=True)
@@ -121,7 +121,7 @@ def _download(here: Path) -> list[Path]:
 
 
 def _run(command: list[str], **how: object) -> str:
-    """The command's output. Raises ClusterError with the reason it gives when it fails."""
+    """Return the command's output; raise a ClusterError with its reason if it fails."""
     done = subprocess.run(
         command,
         capture_output=True,

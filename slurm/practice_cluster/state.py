@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 class ClusterError(Exception):
-    """Something the user can mend; its text says what is wrong and what to do."""
+    """A mistake that the user can correct; its text says what is wrong and what to do."""
 
 
 @dataclass
 class Cluster:
-    """A practice cluster, as `up` was asked to make it.
+    """A practice cluster, with the options of `up`.
 
-    `hosts`: every node is a host of its own; otherwise all nodes share this machine's name and network.
+    `hosts`: every node is a separate host; otherwise all nodes share this machine's name and network.
     `cpus`, `memory` (MB) and `gpus` are per node. `mbit` is how fast a node sends (Mbit/s); 0: as
     fast as the machine can. The ports from `first_port` on are its own.
     """
@@ -32,7 +32,7 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str) -> "Cluster":
-        """What `save` wrote. Raises ClusterError if the file holds anything else."""
+        """Read what `save` wrote; raise a ClusterError if the file holds anything else."""
         file = folder(name) / "cluster.json"
         types = {field.name: field.type for field in fields(cls)}
         try:
@@ -64,14 +64,14 @@ class Cluster:
 
 
 def folder(name: str) -> Path:
-    """Everything that a cluster writes. It is short: the path of a socket may have 107 characters at most."""
+    """Return the folder of a cluster's files, a short one: a socket's path has at most 107 characters."""
     return Path(f"/tmp/practice-cluster-{os.getuid()}-{name}")
 
 
 def check_folder(name: str) -> None:
-    """Raises ClusterError if anybody but this user may have put something into the cluster's folder.
+    """Raise a ClusterError if another user may have put something into the cluster's folder.
 
-    Everybody may write to /tmp, and can guess the name.
+    Any user may write to /tmp, and can guess the name.
     """
     try:
         found = folder(name).lstat()

@@ -3,7 +3,7 @@
 #     cp slurm/sites/podman.sh slurm/site.sh
 export SBATCH_PARTITION=gpu
 
-# Each node keeps images of its own. One that does not have this one takes it from a file that all nodes see.
+# Each node keeps its own images. A node without this one loads it from a file that all nodes see.
 activate_environment() {
     local on_each=()
     [[ -z ${SLURM_JOB_ID:-} ]] || on_each=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
@@ -12,7 +12,7 @@ activate_environment() {
 }
 
 # Into the container go the job's variables and network, the checkout and the data at the same paths, and the GPUs.
-# Without cgroups of its own it ends with its job's step, as Slurm finds it there. `python` is the image's.
+# Without separate cgroups it ends with its job's step, as Slurm finds it there. `python` is the image's.
 SITE_CONTAINER=(
     podman run --rm --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
     --env-host --env=PATH=/usr/local/bin:/usr/bin:/bin --unsetenv=LD_LIBRARY_PATH

@@ -168,7 +168,7 @@ def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster
     done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1))
     assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
     assert re.search("probes-.* failed: error on rank 0: out of memory", done.stdout)
-    assert "a larger batch failed, as told above" in done.stdout
+    assert "a larger batch failed, as reported above" in done.stdout
     assert "batch 1024 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
     # As long as the runs on one GPU by their records: 4 epochs of 3 + 1 s, and 13 around them.
     assert "7 runs, 0 of them finished; the others take at least about 4 minute(s)" in done.stdout
@@ -231,7 +231,7 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     checkout.plant("single", "raise errors.UserError('planted')")
     broken = checkout.python("results/compare.py")
     assert "failed: error on rank 0: planted" in broken.stdout
-    assert broken.stderr.startswith("error: the run on one GPU with batch 256 failed, as told above")
+    assert broken.stderr.startswith("error: the run on one GPU with batch 256 failed, as reported above")
 
 
 @pytest.mark.full

@@ -204,7 +204,7 @@ def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return seconds until each run was at the goal, and how many times sooner than the classic script."""
+    """Return the seconds until each run reached the goal, and the speedup over the classic script."""
     runs = ["case", "repeat"]
     reached = frame[frame.test_accuracy >= GOAL].groupby(runs).first()
     # A run that never reached the goal shows as NaN.

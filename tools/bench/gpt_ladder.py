@@ -2,10 +2,9 @@
 
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
-Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a process of its own, with a time limit of its
-own (6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table
-beside it for the page, FILE.md. A section that fails has its error in place of numbers. Name sections to run
-only these.
+Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a separate process, with its own time limit
+(6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table next to
+it for the page, FILE.md. A failed section has its error instead of numbers. Name sections to run only these.
 """
 
 import csv

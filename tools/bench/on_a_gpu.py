@@ -1,8 +1,8 @@
-"""Measure on one GPU what the lessons tell of GPUs: every table that a machine without one cannot make.
+"""Measure on one GPU every table of the lessons that a machine without a GPU cannot make.
 
 PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
 
-Each section stands alone: it has a time limit of its own, and prints and writes its table at once. All
+Each section is independent: it has its own time limit, and prints and writes its table at once. All
 together take about 15 minutes. Name sections to run only these.
 """
 

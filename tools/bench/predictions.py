@@ -177,7 +177,7 @@ def true_seconds(law: Law, devices: int, batch: int) -> float:
 
 
 def is_as_good(answer: Answer, law: Law, deadline: float | None) -> bool:
-    """Tell whether the choice costs at most `AS_GOOD` more, in truth, than the best of the same options."""
+    """Return whether the choice truly costs at most `AS_GOOD` more than the best of the same options."""
 
     def seconds(option: Option) -> float:
         return true_seconds(law, option.shape.devices, option.global_batch)

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def table(path: Path) -> str:
-    """Tell of each case the median ratio of its pairs' images/s, its interval, and the sampler's load."""
+    """Lay out for each case the median ratio of its pairs' images/s, its interval, and the sampler's load."""
     chance, lines = np.random.default_rng(1), []
     for case, of_case in pd.read_csv(path).groupby("case", sort=False):
         speeds = of_case.pivot(index="pair", columns="sampled", values="images_per_s")

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Tell of each sweep how often the choice was as good, and what share of the device time it took."""
+    """Return for each sweep how often the choice was as good, and what share of the device time it took."""
     lines = []
     for name, rows in [*table.groupby("sweep", sort=False), ("all", table)]:
         share = rows.hours.sum() / rows.all_hours.sum()
@@ -111,7 +111,7 @@ class Replay:
             until_known.search(until_known.of_use(planned), self._ask, self._finish)
 
     def row(self, first: dict[str, object]) -> dict[str, object]:
-        """Tell what all runs recommend, and what those that were chosen do."""
+        """Return the recommendation from all runs, and from the chosen ones."""
         everything, known = advise(self._rows, self._constraints), self._answer()
         best = known.best if known else None
         return first | {

@@ -89,7 +89,7 @@ class Steps:
 
 
 class Ranks(LightningEnvironment):
-    """Tells Lightning who this rank is: what process_group.join found out, whoever started the processes."""
+    """Gives Lightning this rank's place from process_group.join, whatever started the processes."""
 
     creates_processes_externally = True
 

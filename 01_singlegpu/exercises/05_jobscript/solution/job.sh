@@ -13,6 +13,6 @@
 set -euo pipefail # end at the first error, also if a variable is not set
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh" # what is special about this site: slurm/site.sh
 
-# Since Slurm 22.05 srun has to be told again how many cores a task gets.
+# Since Slurm 22.05 srun needs the number of cores per task again.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
     python mnist_singlegpu.py --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" --epochs 2 --train-size 6000
