@@ -179,7 +179,7 @@ def _cores(num_workers: int) -> Iterator[Finding]:
     asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
     if own < asked:
         message = f"asked for {asked} cores and may run on {own}"
-        fix = "also give --cpus-per-task to srun (Slurm 22.05 and later), and no --cpu-bind that pins all"
+        fix = "give --cpus-per-task to srun as well (Slurm 22.05 and later), and no --cpu-bind that pins all"
         yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
     usable = min(asked, own)
     if usable < num_workers:
