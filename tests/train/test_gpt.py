@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,11 +38,8 @@ SCRIPT = BEYOND / "gpt.py"
 SMALL = ("--width", 16, "--heads", 2, "--context", 16, "--shards", 1, "--batch-size", 12, "--train-size", 120)
 SMALL += ("--test-size", 31, "--epochs", 2, "--lr-warmup-images", 48, "--timeout", 60, "--save-model")
 RECOMPUTE = ("--checkpoint-activations",)
-TRAININGS = [
-    ("ddp", 2, RECOMPUTE),
-    ("shard", 1, ()),
-    ("shard", 2, RECOMPUTE),
-]
+HOW = ("ddp", "shard")
+TRAININGS = list(itertools.product(HOW, (1, 2), ((), RECOMPUTE)))[1:]  # the first is `whole`
 Train = Callable[..., str]
 # Adam makes a step of full length of any gradient, however small.
 ROUNDING = {"loss": 1e-4, "weight": 1e-3}
@@ -94,10 +92,13 @@ def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
     assert facts == {("GPT", 120, 31 * 16)}
 
 
-def test_a_run_that_was_stopped_ends_as_one_in_one_go(whole: Path, train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_that_was_stopped_ends_as_one_in_one_go(
+    how: str, whole: Path, train: Train, tmp_path: Path
+) -> None:
     """After its first step; the weights that were best are those of the end here."""
     checkpoints = tmp_path / "checkpoints"
-    goes_on = ("--how", "shard", "--checkpoint-dir", checkpoints, "--resume", "auto")
+    goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
     assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=(*STOPS, 1, SCRIPT))
     assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
     assert_same_end(tmp_path, whole, **ROUNDING)
@@ -213,6 +214,14 @@ def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
         schedule.step()
     assert rates[0] == pytest.approx(1 / 16) and max(rates) == rates[16] == 1
     assert rates[16:] == sorted(rates[16:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_the_memory_that_the_page_counts_was_measured() -> None:
+    page = (BEYOND / "GPT.md").read_text()
+    counted = [float(gb) for gb in re.findall(r"^\w+ (?:True|False) .* = ([\d.]+) GB$", page, re.MULTILINE)]
+    rows = pd.read_csv(REPOSITORY / "results" / "sample" / "h100" / "gpt_ladder.csv").set_index("section")
+    measured = rows.peak_memory_mb[["fp32", "bf16", "bf16, checkpointing"]] / 1000
+    assert counted == pytest.approx(list(measured), rel=0.01)
 
 
 @pytest.mark.full
