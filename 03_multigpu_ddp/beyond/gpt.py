@@ -4,11 +4,13 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 """
 
 import math
+from functools import partial
 
 from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
 from trainkit.rank.options import MOST_IMAGES, Options
 from trainkit.rank.sharded import Sharded, check_pytorch
+from trainkit.rank.weights import Best, save
 from trainkit.runtime.command_line import above_0, at_least
 
 import torch
@@ -169,7 +171,7 @@ def main() -> None:
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
-    best = gpt_metrics.Best(opts.checkpoint_dir)
+    best = Best(model, sharded)
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
     more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
@@ -185,7 +187,9 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         tested = evaluate(model, test_batches, loss_of)
-        best.keep(tested.loss, model, sharded)
+        if opts.checkpoint_dir and best.keep(epoch, tested.loss):
+            where = opts.checkpoint_dir / "best.pt", "Give another --checkpoint-dir."
+            process_group.on_rank_0(partial(save, best.weights, *where))
         metrics = gpt_metrics.of_epoch(run.trained, opts, here, flops)
         run.end_of_epoch(epoch, tested, metrics)
         if here.rank == 0:

@@ -1,19 +1,13 @@
-"""The share of the GPU's peak (MFU), the lowest loss there is, and the best weights, for gpt.py."""
+"""The share of the GPU's peak (MFU), and the lowest loss there is, for gpt.py."""
 
 import math
-from pathlib import Path
 
-from trainkit import errors, process_group
 from trainkit.compare.peaks import peak
 from trainkit.rank.epoch import Metric, Trained
-from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
-from trainkit.rank.sharded import Sharded
-from trainkit.runtime import files
 from trainkit.runtime.device import device_name
 from trainkit.runtime.place import Place
 
-import torch
 from torch import nn
 
 import gpt_data
@@ -44,33 +38,3 @@ def in_one_line(metrics: list[Metric]) -> str:
     share, floor = (one.value for one in metrics)
     mfu = "" if math.isnan(share) else f"MFU {share:.1f} %; "
     return f"{mfu}no loss is lower than {floor:.4f}"
-
-
-class Best:
-    """The weights of the lowest validation loss so far, in best.pt of the folder of the checkpoints."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.loss = folder, math.inf
-
-    def state_dict(self) -> dict[str, float]:
-        return {"loss": self.loss}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.loss = state["loss"]
-
-    def keep(self, loss: float, model: nn.Module, sharded: Sharded | None) -> None:
-        """Keep the weights if `loss` is lower than before; all ranks call it, and rank 0 writes."""
-        if self.folder and loss < self.loss:
-            self.loss = loss
-            weights = sharded.weights() if sharded else unwrapped(model).state_dict()
-            process_group.on_rank_0(lambda: self._write(weights))
-
-    def _write(self, weights: dict[str, torch.Tensor]) -> None:
-        path = self.folder / "best.pt"
-        try:
-            with files.replacing(path, "wb") as file:
-                torch.save(weights, file)
-        except (OSError, RuntimeError) as error:
-            raise errors.UserError(
-                f"{path} cannot be written ({errors.reason(error)}): give another --checkpoint-dir."
-            ) from None

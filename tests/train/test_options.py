@@ -4,8 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import STAGES, Script, one_error, rows_of, succeeded
+from conftest import (
+    STAGES,
+    WITHOUT_DROPOUT,
+    Script,
+    furthest,
+    one_error,
+    places,
+    rows_of,
+    succeeded,
+    weights_of,
+)
 
+from trainkit.compare import comparison
+from trainkit.rank import batches, data
 from trainkit.rank.options import parse
 from trainkit.rank.recipes import optimizer_and_schedule
 
@@ -104,6 +116,48 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
         succeeded(script("single", *SMALL, *place, *limits, env={"TRAINKIT_JOB_DIR": str(tmp_path)}))
         assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
         assert folder.exists() == kept
+
+
+# Spoils the weights after the steps of the third epoch.
+SPOILED = """\
+        if epoch == 3:
+            model.module.fc2.weight.data.neg_()
+        run.end_of_epoch("""
+
+
+def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_stop(
+    script: Script, tmp_path: Path
+) -> None:
+    copy = tmp_path / "spoiled.py"
+    copy.write_text(STAGES["ddp"].read_text().replace("        run.end_of_epoch(", SPOILED))
+    training = (*SMALL, "--recipe", "sgd", "--keep-best", 300, "--save-model", "--patience", 1)
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    succeeded(script(*WITHOUT_DROPOUT, copy, *training, *places(kept), "--epochs", 2, ranks=2))
+    for folder, ranks in ((kept, 2), (other, 1)):
+        place = places(folder)
+        done = succeeded(script(*WITHOUT_DROPOUT, copy, *training, *place, "--epochs", 4, ranks=ranks))
+        assert "the weights are those of epoch 2, which has the lowest validation loss\n" in done.stdout
+        best = [(row["best_epoch"], row["keep_best"], row["ended"]) for row in rows_of(folder)]
+        assert best == [(1, 300, ""), (2, 300, ""), (2, 300, "no better for 1 epoch")]
+    assert furthest(weights_of(kept), weights_of(other)) < 1e-4
+    # The weights of epoch 2, and its accuracy, as of a training that ended there.
+    whole = tmp_path / "whole"
+    succeeded(script(*WITHOUT_DROPOUT, copy, *training, *places(whole), "--epochs", 2, ranks=2))
+    assert furthest(weights_of(kept), weights_of(whole)) == 0
+    rows, _ = comparison.load([kept])
+    table = comparison.summarize(rows)
+    assert table.test_accuracy.item() == pytest.approx(rows_of(whole)[1]["test_accuracy"])
+
+
+def test_images_to_validate_on_are_not_trained_on() -> None:
+    numbers = torch.arange(100)
+    opts = parse("", ["--keep-best", "30", "--batch-size", "14", "--test-size", "5"])
+    split = data.Split("numbers", numbers, numbers)
+    shares = [batches.training(split, opts, torch.device("cpu"), rank, 2) for rank in range(2)]
+    trained = [number for share in shares for inputs, _ in share for number in inputs.tolist()]
+    validated = [number for share in shares for inputs, _ in share.validation for number in inputs.tolist()]
+    assert sorted(trained + validated) == list(range(100))
+    assert len(validated) == 30 and max(validated) > 60  # from all over
 
 
 # --- the width, and the batch of a device -----------------------------------------------------------

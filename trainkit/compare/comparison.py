@@ -78,18 +78,21 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
-    such epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the
-    last epoch's, `joules_per_1000_images` over those with a value; `peak_memory_mb` is the largest, of a
-    warm-up only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on
-    CPUs), and `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown).
-    `train_images` is equal if each batch size drops another rest of the same data. `variant` names the
-    settings that differ within the section. With a `target` (% accuracy), `target_s` and `target_train_s` are
-    the seconds, all and of training, until it was first reached: medians over the `target_runs` that did.
+    such epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
+    epoch's (the accuracy, with --keep-best, of the best one), `joules_per_1000_images` over those with a
+    value; `peak_memory_mb` is the largest, of a warm-up only if there is nothing else. `tflops` is the rate
+    of all devices together (TFLOP/s, NaN on CPUs), and `mfu` its share of the datasheets' peak (1 is all of
+    it, NaN if that is unknown). `train_images` is equal if each batch size drops another rest of the same
+    data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
+    `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
+    over the `target_runs` that did.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
     groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
     epochs = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
     last = rows.groupby("run_id").tail(1).groupby("configuration")
+    ends = rows.groupby("run_id")[["epoch", "best_epoch"]].transform("last")
+    ends_with = rows[rows.epoch == ends.best_epoch.where(ends.best_epoch > 0, ends.epoch)]
     table = groups[CONFIGURATION].first()
     table = table.assign(
         images_per_s=steady.images_per_s.median(),
@@ -97,7 +100,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         fastest=steady.images_per_s.max(),
         epoch_seconds=steady.train_seconds.median(),
         eval_seconds=steady.eval_seconds.median(),
-        test_accuracy=last.test_accuracy.median(),
+        test_accuracy=ends_with.groupby("configuration").test_accuracy.median(),
         elapsed_s=last.elapsed_s.median(),
         joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),

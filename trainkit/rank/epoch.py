@@ -1,6 +1,7 @@
 """The results of an epoch: the numbers passed between the loop, the log and the checkpoints."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class Tested(NamedTuple):
     seconds: float
     loss: float
     accuracy: float  # NaN where the targets are not class numbers
+    again: Callable[..., "Tested"] | None = None  # the same of other batches
 
 
 NOT_TESTED = Tested(0, 0.0, math.nan, math.nan)
@@ -73,8 +75,8 @@ def why_ended(rows: list[dict[str, object]], options: Options) -> str:
         return ""
     if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:
         return f"accuracy {options.stop_at} reached"
-    losses = [row["test_loss"] for row in rows]
-    since_best = len(losses) - 1 - losses.index(min(losses))
+    best = rows[-1].get("best_epoch") or min(rows, key=lambda row: row["test_loss"])["epoch"]
+    since_best = rows[-1]["epoch"] - best
     if options.patience and since_best >= options.patience:
         return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
     return ""

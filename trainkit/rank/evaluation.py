@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,8 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     total, correct, samples = process_group.sum_in_place(sums).tolist()
     if not math.isfinite(total):
         raise diverged(f"the test loss is {total}")
-    return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
+    again = partial(evaluate, model, loss=loss)
+    return Tested(int(samples), seconds, total / samples, 100 * correct / samples, again)
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

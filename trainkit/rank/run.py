@@ -21,6 +21,7 @@ from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
+from trainkit.rank.weights import Best
 from trainkit.runtime import clock, process_group, startup
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.runtime.errors import UserError, tell
@@ -80,7 +81,8 @@ class Run:
         unit = self.unit, self.per_sample
         given = (self.options, self.here, dataset, self.model, self._facts(), unit)
         self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
-        state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
+        self._best = Best(self.model, self.sharded) if self.options.keep_best else None
+        state = {"optimizer": self.optimizer, "schedule": self.schedule, "best": self._best} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
         given = self._log, self.sharded, self.each_rank
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
@@ -118,10 +120,14 @@ class Run:
         """Yield the batches of `epoch` that no earlier process has trained on, on the clock.
 
         Raises:
-            UserError: if a loss was not a number, a second or so later; the text names the step.
+            UserError: if a loss was not a number, a second or so later; the text names the step. Also if
+                there are no images for --keep-best.
             Stopped: if a signal asked to save and stop within the epoch.
         """
         self.trained = None
+        self._validation = getattr(batches, "validation", None)
+        if self._best and self._validation is None:
+            raise UserError("--keep-best needs batches that batches.training has made: leave it out.")
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -211,28 +217,41 @@ class Run:
 
         Raises:
             UserError: if one of them cannot be written; what was written earlier is kept. Also if the loop
-                over `steps` was left early, or nothing was tested for --stop-at or --patience.
+                over `steps` was left early, or there is no test for --stop-at, --patience or --keep-best.
             Stopped: if a signal asked to stop.
         """
         if self.trained is None:
             raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
-        if tested is NOT_TESTED and (self.options.stop_at or self.options.patience):
+        by_test = self.options.stop_at or self.options.patience
+        if (tested is NOT_TESTED and by_test) or (self._best and not tested.again):
             raise UserError(
-                "--stop-at and --patience go by a test, and this training has none: leave them out."
+                "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this "
+                "training has none: leave them out."
             )
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
-        told = [*self._of_steps, *metrics]
-        process_group.on_rank_0(lambda: self._log.epoch(epoch, self.trained, tested, of_ranks, told))
+        told, best_epoch = [*self._of_steps, *metrics], 0
+        if self._best:
+            validated = tested.again(self._validation)
+            self._best.keep(epoch, validated.loss)
+            best_epoch = self._best.epoch
+            told.append(Metric("loss", "validation", validated.loss))
+        row = epoch, self.trained, tested, of_ranks, told, best_epoch
+        process_group.on_rank_0(lambda: self._log.epoch(*row))
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
-        split = self.sharded and self.options.save_model
-        weights = self.sharded.weights() if split else unwrapped(self.model).state_dict()
+        if self._best:
+            self._best.load()
+            weights = self._best.weights
+        elif self.sharded and self.options.save_model:
+            weights = self.sharded.weights()
+        else:
+            weights = unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._log.finish(weights))
         self._checkpoints.finish(self._ended)
 

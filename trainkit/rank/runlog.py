@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,10 @@ from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
 from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
+from trainkit.rank.weights import save
 from trainkit.runtime import machine, startup
 from trainkit.runtime.device import build, device_name, is_gpu
-from trainkit.runtime.errors import UserError, reason, tell
-from trainkit.runtime.files import replacing
+from trainkit.runtime.errors import tell
 from trainkit.runtime.place import Place
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
@@ -79,6 +78,7 @@ class RunLog:
         tested: Tested,
         of_ranks: list[dict[str, object]],
         metrics: Iterable[Metric] = (),
+        best_epoch: int = 0,
     ) -> None:
         """Write the row of one epoch, those of its ranks and its metrics, then print its line.
 
@@ -106,6 +106,7 @@ class RunLog:
                 "train_loss": trained.loss,
                 "test_loss": tested.loss,
                 "test_accuracy": tested.accuracy,
+                "best_epoch": best_epoch,
                 "learning_rate": trained.learning_rate,
                 "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
                 "elapsed_s": self._elapsed_s(),
@@ -176,26 +177,18 @@ class RunLog:
             )
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
+        for row in self._recorder.rows:
+            if row["epoch"] == self._recorder.rows[-1]["best_epoch"]:
+                tell(f"the weights are those of epoch {row['epoch']}, which has the lowest validation loss")
         of_ranks = self._recorder.of_ranks
         peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
         if len(peaks) > 1:
             tell(f"peak memory of each device, MB: {', '.join(map(str, peaks))}")
         if self._options.save_model:
-            tell(f"weights: {self._save(weights)}")
+            path = self._options.results_dir / "models" / f"{self.run_id}.pt"
+            save(weights, path, f"The results are in {self._recorder.path}.")
+            tell(f"weights: {path}")
         tell(f"results: {self._recorder.path}")
-
-    def _save(self, weights: dict[str, torch.Tensor]) -> Path:
-        path = self._options.results_dir / "models" / f"{self.run_id}.pt"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, "wb") as file:
-                torch.save(weights, file)  # loads into a plain network
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"the weights cannot be saved to {path} ({reason(error)}). "
-                f"The results are in {self._recorder.path}."
-            ) from None
-        return path
 
 
 def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:

@@ -1,0 +1,68 @@
+"""The weights that a training ends with: their file, and those of its best epoch."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainkit.rank.model import unwrapped
+from trainkit.runtime import process_group
+from trainkit.runtime.errors import UserError, reason
+from trainkit.runtime.files import replacing
+
+if TYPE_CHECKING:
+    from trainkit.rank.sharded import Sharded
+
+
+class Best:
+    """The weights of the epoch with the lowest validation loss so far; `epoch` is 0 before the first.
+
+    Rank 0 has them in its memory, and its checkpoints by `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, sharded: "Sharded | None" = None) -> None:
+        self._model, self._sharded = unwrapped(model), sharded
+        self.epoch, self.loss, self.weights = 0, math.inf, {}
+
+    def keep(self, epoch: int, loss: float) -> bool:
+        """Keep the weights if `loss` is lower than before, and return whether; to be called on all ranks."""
+        if loss >= self.loss:
+            return False
+        self.epoch, self.loss = epoch, loss
+        weights = self._sharded.weights() if self._sharded else self._model.state_dict()
+        if process_group.is_rank_0():
+            self.weights = {name: one.to("cpu", copy=True) for name, one in weights.items()}
+        return True
+
+    def load(self) -> None:
+        """Give all ranks the weights that were kept; a network that is split over them keeps its own."""
+        if not self._sharded:
+            self._model.load_state_dict(process_group.broadcast(self.weights))
+
+    def state_dict(self) -> dict[str, object]:
+        return {"epoch": self.epoch, "loss": self.loss, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        weights = state.get("weights", {})  # an earlier gpt.py kept them elsewhere
+        own, kept = (
+            {name: one.shape for name, one in part.items()} for part in (self._model.state_dict(), weights)
+        )
+        if kept and kept != own and not self._sharded:
+            raise ValueError("its best weights are of another network")
+        self.epoch, self.loss, self.weights = int(state.get("epoch", 0)), float(state["loss"]), weights
+
+
+def save(weights: dict[str, torch.Tensor], path: Path, advice: str) -> None:
+    """Write the weights to `path`, from which they load into a plain network.
+
+    Raises:
+        UserError: if that fails; the text ends with `advice`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "wb") as file:
+            torch.save(weights, file)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"the weights cannot be saved to {path} ({reason(error)}). {advice}") from None
