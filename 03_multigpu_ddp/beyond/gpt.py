@@ -4,7 +4,6 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 """
 
 import math
-from functools import partial
 
 from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
@@ -188,8 +187,7 @@ def main() -> None:
             run.add(loss)
         tested = evaluate(model, test_batches, loss_of)
         if opts.checkpoint_dir and best.keep(epoch, tested.loss):
-            where = opts.checkpoint_dir / "best.pt", "Give another --checkpoint-dir."
-            process_group.on_rank_0(partial(save, best.weights, *where))
+            process_group.on_rank_0(lambda: save(best.weights, opts.checkpoint_dir / "best.pt"))
         metrics = gpt_metrics.of_epoch(run.trained, opts, here, flops)
         run.end_of_epoch(epoch, tested, metrics)
         if here.rank == 0:

@@ -54,7 +54,7 @@ class Best:
         self.epoch, self.loss, self.weights = int(state.get("epoch", 0)), float(state["loss"]), weights
 
 
-def save(weights: dict[str, torch.Tensor], path: Path, advice: str) -> None:
+def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give another folder.") -> None:
     """Write the weights to `path`, from which they load into a plain network.
 
     Raises:
