@@ -11,9 +11,9 @@ batch_alone = 1.08
 
 # strong or weak?
 # The same training, with batch 128, has to take less time. Which one shows whether a second device helps?
-tells_sooner = strong
+same_training = strong
 # One device is full with 128 images, and the steps may change. Which one shows what a second device adds?
-tells_more = weak
+full_device = weak
 
 # From one device to two, both with batch 128, what shrinks more: an epoch's training, or the whole run?
 shrinks_more = epoch    # epoch or run
@@ -51,8 +51,8 @@ WRONG = [
     ("scaling.py", "return two / one / devices", "return two / one", "not divided"),
     ("scaling.py", "return two / one / devices", "return ...", "still a gap"),
     ("answers.txt", "batch_alone = 1.08", "batch_alone = 1.86", "two lines of one device"),
-    ("answers.txt", "tells_sooner = strong", "tells_sooner = weak", "half as many steps"),
-    ("answers.txt", "tells_more = weak", "tells_more = strong", "share the 128"),
+    ("answers.txt", "same_training = strong", "same_training = weak", "half as many steps"),
+    ("answers.txt", "full_device = weak", "full_device = strong", "share the 128"),
     ("answers.txt", "shrinks_more = epoch", "shrinks_more = run", "tests"),
     ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "nothing to be compared with"),
 ]
@@ -88,14 +88,14 @@ def check(mine: Workspace) -> str:
         raise Wrong(
             f"batch_alone: not {answers['batch_alone']}. Divide the images/s in the two lines of one device."
         )
-    if answers.word("tells_sooner", "strong", "weak") == "weak":
+    if answers.word("same_training", "strong", "weak") == "weak":
         raise Wrong(
-            "tells_sooner: with 256 there are half as many steps in an epoch, and other ones. So it is not "
+            "same_training: with 256 there are half as many steps in an epoch, and other ones. So it is not "
             f"the same training in less time, and {alone:.2f} times came from the larger batch alone."
         )
-    if answers.word("tells_more", "strong", "weak") == "strong":
+    if answers.word("full_device", "strong", "weak") == "strong":
         raise Wrong(
-            "tells_more: in strong scaling the two devices share the 128 images, 64 each. So neither is full."
+            "full_device: in strong scaling the two devices share the 128 images, 64 each: neither is full."
         )
     truth = "epoch" if two.speedup > shorter else "run"
     if answers.word("shrinks_more", "epoch", "run") != truth:

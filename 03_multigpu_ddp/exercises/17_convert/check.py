@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -91,6 +91,8 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     """Run the script in this rank, and return what it read, computed and wrote."""
     read, losses, backward, gradients, files, means = [], [], [], [], [], []
     make, get, meet = program.Images.__init__, program.Images.__getitem__, dist.init_process_group
+    # The script may leave the group at the end of main, as plain_ddp.py does, so the call is what counts.
+    joined = Mock(side_effect=partial(meet, timeout=timedelta(seconds=TIMEOUT)))
     step, save, entropy = torch.optim.SGD.step, torch.save, F.cross_entropy
     back, normalize = torch.Tensor.backward, nn.BatchNorm2d.forward
 
@@ -127,7 +129,7 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     with (
         patch.object(program.Images, "__init__", made),
         patch.object(program.Images, "__getitem__", got),
-        patch.object(dist, "init_process_group", partial(meet, timeout=timedelta(seconds=TIMEOUT))),
+        patch.object(dist, "init_process_group", joined),
         patch.object(torch.optim.SGD, "step", stepped),
         patch.object(torch, "save", saved),
         patch.object(F, "cross_entropy", computed),
@@ -136,7 +138,7 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     ):
         told = program.main(["--epochs", str(epochs), "--folder", str(folder)])
     return {
-        "met": dist.is_initialized(),
+        "met": joined.called,
         "read": [[number for _, number in of] for _, of in groupby(read, key=lambda one: one[0])],
         "steps": len(gradients),
         "gradients": gradients,

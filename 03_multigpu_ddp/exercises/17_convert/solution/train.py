@@ -91,6 +91,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
             torch.save(model.state_dict(), options.folder / "best.pt")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state | {"epoch": epoch + 1, "best": best}, last)
+    dist.destroy_process_group()
     return told
 
 
@@ -124,4 +125,3 @@ def validate(model: nn.Module, batches: DataLoader, device: torch.device) -> flo
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
