@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, STARTUP, rows_of
 
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp", "ddp": "03_multigpu_ddp"}
 SCRIPTS = {
@@ -62,7 +62,7 @@ class Checkout:
             name: value for name, value in ENVIRONMENT.items() if not name.startswith("SBATCH_")
         }
         # This copy of trainkit, not the installed one.
-        self.environment |= {"PATH": str(self.commands), "PYTHONPATH": str(folder)}
+        self.environment |= {"PATH": str(self.commands), "PYTHONPATH": f"{folder}:{STARTUP}"}
 
     def run(
         self, *command: object, cwd: Path | None = None, **environment: str
@@ -74,7 +74,7 @@ class Checkout:
             return subprocess.run(list(map(str, command)), env=self.environment | environment, **where, **how)
         # Set behind the cluster's own settings; the commands of `fake` come before those of the cluster.
         first = shlex.quote(f"{self.commands}:{Path(sys.executable).parent}")
-        settings = {"PYTHONPATH": str(self.folder)} | environment
+        settings = {"PYTHONPATH": self.environment["PYTHONPATH"]} | environment
         given = [f"{name}={value}" for name, value in settings.items()]
         return self.cluster.run(
             ["bash", "-c", f'PATH={first}:$PATH exec env "$@"', "bash", *given, *command], **where

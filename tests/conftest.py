@@ -57,6 +57,10 @@ GPUS = len(os.environ["GPUS_OF_THE_TESTS"].replace(",", " ").split())
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the empty word would hide none of AMD's
 os.environ.pop("HIP_VISIBLE_DEVICES", None)
 os.environ["SITE_MONITOR"] = "off"  # where a test does not ask for it, by a site file: that saves time
+# Where Python finds sitecustomize.py. The workers of pytest-xdist inherit it.
+STARTUP = str(REPOSITORY / "tests" / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), STARTUP]))
 # Every worker has one thread, so that results do not depend on the number of cores.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 # Nor does it matter whether the tests themselves run inside a job.

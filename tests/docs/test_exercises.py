@@ -1,5 +1,6 @@
 """The exercises themselves: what the untouched starter, typical wrong answers and the solution are told."""
 
+import json
 import os
 import pty
 import re
@@ -33,8 +34,8 @@ each = pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
 class Learner:
     """Somebody at work on one exercise, in a copy of its folder."""
 
-    def __init__(self, folder: Path, tmp_path: Path, forking: Forking, solved: Path) -> None:
-        self.original, self._solved = folder, solved / name_of(folder)
+    def __init__(self, folder: Path, tmp_path: Path, forking: Forking) -> None:
+        self.original, self._forking = folder, forking
         self.exercises = tmp_path / folder.parents[1].name / "exercises"
         left_out = shutil.ignore_patterns("mine", "mine-*", "__pycache__")
         self.folder = shutil.copytree(folder, self.exercises / folder.name, ignore=left_out)
@@ -44,11 +45,13 @@ class Learner:
             if not link.exists():
                 link.symlink_to(path)
         self.mine, self.name = self.folder / "mine", folder.name.partition("_")[2]
-        self._forking = forking
 
     def do(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         """`python exercises/check.py <arguments>`."""
-        return self._forking.run(self.exercises / "check.py", *arguments, env=ENVIRONMENT | environment)
+        return self.run(self.exercises / "check.py", *arguments, **environment)
+
+    def run(self, *command: object, **environment: str) -> subprocess.CompletedProcess:
+        return self._forking.run(*command, env=ENVIRONMENT | environment)
 
     def check(self) -> tuple[int, str]:
         """Exit code, and what the check says, in one line."""
@@ -57,26 +60,17 @@ class Learner:
         return done.returncode, " ".join(done.stdout.split())
 
     def solve(self) -> None:
-        """Lay out the solution; the next time it is a copy of that."""
-        if not self._solved.exists():
-            self.do()
-            if "RECORDED" in CHECKS[self.original]:
-                assert self.do("recorded", self.name).returncode == 0
-            for name, text in Exercise(self.folder).solution.items():
-                (self.mine / name).write_text(text)
-            shutil.copytree(self.mine, self._solved)
-        shutil.copytree(self._solved, self.mine, dirs_exist_ok=True)
-
-
-@pytest.fixture(scope="module")
-def solved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The solutions so far, each in a folder of its own."""
-    return tmp_path_factory.mktemp("solved")
+        """Lay out the solution."""
+        self.do()
+        if "RECORDED" in CHECKS[self.original]:
+            assert self.do("recorded", self.name).returncode == 0
+        for name, text in Exercise(self.folder).solution.items():
+            (self.mine / name).write_text(text)
 
 
 @pytest.fixture
-def learner(tmp_path: Path, forking: Forking, solved: Path) -> Callable[[Path], Learner]:
-    return lambda folder: Learner(folder, tmp_path, forking, solved)
+def learner(tmp_path: Path, forking: Forking) -> Callable[[Path], Learner]:
+    return lambda folder: Learner(folder, tmp_path, forking)
 
 
 @each
@@ -96,31 +90,45 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
     assert mine.do().stdout.splitlines()[0].startswith("[x]  1 ")
 
 
-@pytest.mark.parametrize(
-    ("folder", "number"),
-    [
-        pytest.param(folder, number, marks=[pytest.mark.full] * (number >= 1))
-        for folder in FOLDERS
-        for number in range(len(CHECKS[folder]["WRONG"]))
-    ],
-    ids=lambda value: name_of(value) if isinstance(value, Path) else str(value),
-)
-def test_a_typical_wrong_answer_gets_its_hint(
-    folder: Path, number: int, learner: Callable[[Path], Learner]
-) -> None:
-    pattern, right, wrong, hint = CHECKS[folder]["WRONG"][number]
+# Checks one wrong answer after the other, each in a copy of the solution, and prints what it is told.
+ANSWER_WRONGLY = """
+import json, shutil, sys
+from pathlib import Path
+from trainkit.workshop.exercises import Exercise
+
+folder, answers = Path(sys.argv[1]), json.loads(sys.argv[2])
+solved = shutil.copytree(folder / "mine", folder / "solved")
+for pattern, right, wrong in answers:
+    shutil.copytree(solved, folder / "mine", dirs_exist_ok=True)
+    for path in folder.glob(f"mine/{pattern}"):
+        text = path.read_text()
+        path.write_text(text.replace(right, wrong))
+    try:
+        said = Exercise(folder).check()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    print(" ".join(said.split()))
+"""
+
+
+@pytest.mark.full
+@each
+def test_typical_wrong_answers_get_their_hints(folder: Path, learner: Callable[[Path], Learner]) -> None:
     mine = learner(folder)
     mine.solve()
-    changed = 0
-    for path in mine.mine.glob(pattern):
-        text = path.read_text()
-        changed += right in text
-        path.write_text(text.replace(right, wrong))
-    assert changed, f"{right!r} is not in {pattern}"
-    code, said = mine.check()
-    assert code == 1, said
-    assert hint in said
-    assert hint != CHECKS[folder]["STARTS_WITH"]
+    script = mine.exercises / "answer_wrongly.py"
+    script.write_text(ANSWER_WRONGLY)
+    *answers, hints = zip(*CHECKS[folder]["WRONG"], strict=True)
+    for pattern, right in zip(*answers[:2], strict=True):
+        assert any(right in path.read_text() for path in mine.mine.glob(pattern)), f"{right!r}: {pattern}"
+    done = mine.run(script, mine.folder, json.dumps(list(zip(*answers, strict=True))))
+    told = done.stdout.splitlines()
+    assert [hint for hint, said in zip(hints, told, strict=True) if not is_told(hint, said)] == [], told
+    assert CHECKS[folder]["STARTS_WITH"] not in hints
+
+
+def is_told(hint: str, said: str) -> bool:
+    return said.startswith("Wrong: ") and hint in said
 
 
 @each

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from checkout import Checkout, copy_project
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, STARTUP, succeeded
 
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
@@ -30,7 +30,7 @@ def make_project(folder: Path) -> Path:
     # What `make` builds: here it is there already, and newer than pyproject.toml.
     python = copy / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}" exec "{sys.executable}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}:{STARTUP}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     (copy / ".venv" / "ready").touch()
     return copy
@@ -68,7 +68,7 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
 
     go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
-    again = succeeded(run(shlex.split(go_on), PYTHONPATH=str(project)))
+    again = succeeded(run(shlex.split(go_on), PYTHONPATH=f"{project}:{STARTUP}"))
     assert "4 runs, 4 of them finished" in again.stdout
 
 
