@@ -58,6 +58,7 @@ OTHERS = {
         --price --proposal --set --target""",
     "results/plot_results.py": "--each --out --target",
     "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
+    "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "--remove --unfinished --used",
     "slurm/monitor.py": "--attach --json --out --plot --sample --verdict",

@@ -1,0 +1,55 @@
+"""Write the records of runs for TensorBoard, a folder for each run: losses, accuracy, speed and own metrics.
+
+    python results/to_tensorboard.py results/runs
+    tensorboard --logdir results/tensorboard
+
+No network is needed. Each call writes all runs anew.
+"""
+
+import re
+from pathlib import Path
+
+from trainkit.compare import comparison
+from trainkit.runtime.command_line import Parser
+from trainkit.runtime.errors import UserError, run, tell
+from trainkit.schema import records
+
+RESULTS = Path(__file__).resolve().parent
+NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning_rate", "peak_memory_mb")
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, help="CSV files of runs, or folders that hold some")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tensorboard", help="folder to write to")
+    args = parser.parse_args()
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
+        ) from None
+    table, skipped = comparison.load_some(args.paths)
+    for run_id, rows in table.groupby("run_id"):
+        folder = args.out / re.sub(r"[^\w+-]", "_", run_id)  # a file may name any place
+        file = Path(rows.file.iloc[0])
+        own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
+        try:
+            for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both
+                before.unlink()
+            with SummaryWriter(folder) as writer:
+                for row in rows.itertuples():
+                    for name in NUMBERS:
+                        if (value := getattr(row, name)) == value:
+                            writer.add_scalar(name, value, row.epoch)
+                for row in records.read_metrics(file) if own else ():
+                    name = f"{row['metric']}/{row['of']}".rstrip("/")
+                    writer.add_scalar(name, row["value"], row["epoch"])
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror}): give another --out.") from None
+    written = f"{table.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
+    tell("\n".join([*skipped, written]))
+
+
+if __name__ == "__main__":
+    run(main)
