@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
 # The part of a job that is the same in every job script, sourced at its beginning: reads
 # slurm/site.sh, makes the Python environment ready, checks it, chooses where the ranks meet, and
-# prints what this job runs on. When the script ends, it tells why if it failed, and sends a job
+# prints what this job runs on. When the script ends, it says why if it failed, and sends a job
 # that was stopped by a signal, and has saved, back to the queue.
 #
 # Unless SITE_MONITOR is off, each node is sampled meanwhile, and a verdict stands among the job's last lines.
@@ -99,7 +99,7 @@ choose_training() {
 }
 
 # --- what watches it --------------------------------------------------------------------------------
-# A step beside the ranks, until `finish` closes its input. What becomes of it never matters to the job, and srun's
+# A step next to the ranks, until `finish` closes its input. Its outcome never matters to the job, and srun's
 # words about it stay out of the job's log, where it would count as a rank.
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then

@@ -78,7 +78,7 @@ activate() {
 }
 
 # Become the step of a job that samples its $1 nodes into the folder $2, until its input ends. What follows is for srun.
-# It shares memory, cores and GPUs with the ranks, and sees all of a node's, also where each rank has GPUs of its own.
+# It shares memory, cores and GPUs with the ranks, and sees all GPUs of a node, even if each rank has its own.
 sample() {
     local nodes=$1 folder=$2
     shift 2

@@ -96,7 +96,7 @@ def main() -> int:
         for run in runs:
             state = "finished" if asked.finished(run.name) else "to run"
             print(f"{run.name:{width}}  {state:8}  {run.shape}")
-        sweep.tell(asked, runs)
+        sweep.print_plan(asked, runs)
         return 0
     if here:
         print(f"{why_here}: one run at a time, as processes of this machine")

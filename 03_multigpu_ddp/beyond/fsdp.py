@@ -56,7 +56,7 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
-    tell_memory(model, optimizer)
+    print_memory(model, optimizer)
     run.finish()
     process_group.leave()
 
@@ -71,7 +71,7 @@ def split(model: nn.Module, here: process_group.Place) -> None:
     fsdp.fully_shard(model, mesh=mesh)
 
 
-def tell_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Print on rank 0 what each rank keeps from one step to the next, in MB."""
     weights = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]

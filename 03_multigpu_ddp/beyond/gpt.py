@@ -33,7 +33,7 @@ OPTIONS = {
     "how": options.own("ddp", ("ddp", "shard"), None, "all of the network on each rank, or a share of it"),
     "compile": options.own(False, None, None, "have torch.compile make fewer and larger kernels"),
     "checkpoint_activations": options.own(
-        False, None, None, "keep one tensor of each block, and compute the others anew when they are needed"
+        False, None, None, "keep one tensor of each block, and recompute the others when they are needed"
     ),
     "precision": options.own(
         "fp32", ("fp32", "tf32", "bf16"), None, "what the layers compute in; bf16 on GPUs that have it"
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recompute and self.training:  # keeps x only; the backward pass computes the rest anew
+        if self.recompute and self.training:  # keeps x only; the backward pass recomputes the rest
             return checkpoint(self._compute, x, use_reentrant=False)
         return self._compute(x)
 
@@ -100,7 +100,7 @@ class GPT(nn.Module):
             x = self.words(tokens) + self.positions[: tokens.shape[1]]
             for block in self.blocks:
                 x = block(x)
-            # A word is told by the vector that it is read as: one matrix for both.
+            # Words are read and predicted with the same vectors: one matrix for both.
             return F.linear(self.norm(x).flatten(0, 1), self.words.weight)
 
 

@@ -74,7 +74,7 @@ OPTIONS = {
 
 
 def entropy_rate() -> float:
-    """Return what a token costs whoever knows the grammar and all before it, in nats: no loss is lower."""
+    """Return the cost of a token, in nats, given the grammar and all before it: no loss is lower."""
     symbols = list(RULES)
     # Row i: what one symbol i becomes, in the mean.
     children = np.array([[_expected(rule, one) for one in symbols] for rule in RULES.values()])

@@ -17,7 +17,7 @@ def flops_per_token(model: nn.Module) -> int:
     """Count the operations of forward and backward of gpt.GPT, before it is split (PaLM, appendix B).
 
     6 for each weight that is multiplied, and the attention, as if each token saw the whole context. What
-    activation checkpointing computes anew does not count.
+    activation checkpointing recomputes does not count.
     """
     context, width = model.positions.shape
     weights = sum(one.numel() for one in model.parameters()) - model.positions.numel()

@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     options.add_argument(
         "--mode",
         choices=["hosts", "one-host"],
-        help="every node a host of its own (default, where that is allowed), or all nodes on this host",
+        help="every node a separate host (default, if that is allowed), or all nodes on this host",
     )
     options.add_argument(
         "--bandwidth",

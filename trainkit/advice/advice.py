@@ -147,7 +147,7 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     models = {stage: scaling.fit(runs.measured(stage), all_reduces, gradient_bytes) for stage in runs.stages}
     options, unknown, missing = runs.options(models)
     if all_reduces and not gradient_bytes:
-        why = "these runs do not tell how many weights the network has"
+        why = "these runs do not record how many weights the network has"
         unknown.append(f"from the doctor's all-reduce: {why}")
     if not options:
         what = "; ".join(unknown) or "no batch can be shared out evenly"

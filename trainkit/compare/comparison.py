@@ -21,7 +21,7 @@ from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOW
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
 _SETTINGS = columns.with_role(*(role for role in Role if role < Role.LAYOUT))
-MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]  # told last
+MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]  # named last
 _LAYOUT = columns.with_role(Role.LAYOUT)
 CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
@@ -29,7 +29,7 @@ CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 SECTION_BY = columns.with_role(Role.TASK)
 LONGEST_VERDICT = 2**20  # characters
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
-# What a label tells. Each batch size drops another rest of the same images, which `train_images` leaves in.
+# What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"

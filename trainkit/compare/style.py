@@ -68,7 +68,7 @@ def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list
         (out / name).unlink(missing_ok=True)
         if figure:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the font may lack a letter of somebody's name
+                warnings.simplefilter("ignore")  # the font may lack a letter of a name
                 figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
             plt.close(figure)
     return [name for name, figure in figures.items() if figure]

@@ -196,7 +196,7 @@ def _infiniband_gb_s() -> float:
 
 
 def _near_cores(gpu: torch.device) -> str:
-    """Return the cores near a GPU as the kernel's mask in hexadecimal; "" where it does not tell."""
+    """Return the cores near a GPU as the kernel's mask in hexadecimal; "" if unknown."""
     card = torch.cuda.get_device_properties(gpu)
     with suppress(OSError, ValueError, AttributeError):  # without /sys, or an older PyTorch
         name = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"

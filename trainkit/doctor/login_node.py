@@ -77,7 +77,7 @@ def check_slurm() -> list[Finding]:
 
 
 def check_share(site: Site) -> list[Finding]:
-    """Propose what to ask for with each GPU; nothing where Slurm does not tell what its nodes have."""
+    """Propose what to ask for with each GPU; nothing if Slurm does not list what its nodes have."""
     cores, gigabytes = slurm.share_of_gpu(site.sbatch.get("SBATCH_PARTITION"))
     message = (
         f"a GPU's share of a node is {cores} core(s) and {gigabytes} GB: ask for no more for each GPU "

@@ -118,7 +118,7 @@ def most_gpus(partition: str | None = None) -> int:
 def share_of_gpu(partition: str | None = None) -> tuple[int, int]:
     """Return the cores and GB of memory that a node has for each of its GPUs, the least of any node.
 
-    Of this partition, the default one, or all; zeros if Slurm does not tell.
+    Of this partition, the default one, or all; zeros if unknown.
     """
     partition = partition or default_partition()
     chosen = [f"--partition={partition}"] if partition else []

@@ -257,7 +257,7 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            # To others an option tells it.
+            # Others get it by an option.
             *([f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir))}"] if request.stage.plain else []),
         ],
         slurm_srun_args=[

@@ -364,11 +364,11 @@ def command_to_go_on(folder: Path) -> str:
 
 def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print what is planned, and how to continue it later."""
-    tell(sweep, planned, run_seconds)
+    print_plan(sweep, planned, run_seconds)
     print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
 
 
-def tell(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
+def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print how many runs are planned, and how long they take."""
     todo = [run for run in planned if not sweep.finished(run.name)]
     told = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"

@@ -180,7 +180,7 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
 
         collector.sample(folder, mine, at_end)
     number = until or os.environ["SLURM_JOB_ID"]
-    if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` tells it
+    if until or own_job and os.environ["SLURM_PROCID"] == "0":  # else `_attach` prints it
         _keep_and_tell(folder, f"job {number}", number)
 
 

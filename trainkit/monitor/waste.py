@@ -107,7 +107,7 @@ class Verdict:
 
     `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
     `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
-    trainings together, `of_runs` of each, by its CSV; NaN where it is not known. `notes` tell what could
+    trainings together, `of_runs` of each, by its CSV; NaN if unknown. `notes` say what could
     not be seen, and `enough` what less to ask for next time, if anything.
     """
 

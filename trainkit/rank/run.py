@@ -164,7 +164,7 @@ class Run:
                 *self._checkpoints.requests(), not losses.isfinite().all()
             )
             # The ranks first agree after the first step, and wait for its end.
-            if self._log and (told := startup.told("first step")):
+            if self._log and (told := startup.summary("first step")):
                 bar.clear()
                 tell(told)
             if broken:

@@ -88,13 +88,13 @@ def run(main: Callable[[], int | None]) -> None:
 def quiet_without_run() -> None:
     """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
 
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, UserError):
             print(f"error{_which_rank()}: {error}", file=sys.stderr)
         elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
 
-    sys.excepthook = told
+    sys.excepthook = hook
 
 
 def tell(text: str | None = None) -> None:

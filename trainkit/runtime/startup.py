@@ -20,7 +20,7 @@ def mark(what: str) -> None:
     _done.append((what, time.monotonic()))
 
 
-def told(last: str) -> str:
+def summary(last: str) -> str:
     """Format the seconds from the process's start until now, when `last` is done, and those of each part.
 
     Later calls return "": further trainings in the process did not start it.

@@ -23,7 +23,7 @@ LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
 # Column -> the reader of its cells, which refuses those that no run writes.
 Columns = dict[str, Callable[[str], object]]
 OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
-# Of the file beside it: how long the rank worked by itself (compute_time.py), and waited for its batches.
+# Of the ranks' file: how long the rank worked by itself (compute_time.py), and waited for its batches.
 RANK_COLUMNS: Columns = {
     "epoch": OF_A_RUN["epoch"],
     "rank": number(int, 0),
@@ -34,7 +34,7 @@ RANK_COLUMNS: Columns = {
     "data_seconds": number(float, 0, MOST, nan=True),
     "peak_memory_mb": OF_A_RUN["peak_memory_mb"],
 }
-# Of the file beside it that a training with metrics of its own has.
+# Of the file of a training with its own metrics.
 METRIC_COLUMNS: Columns = {
     "epoch": OF_A_RUN["epoch"],
     "metric": text(),

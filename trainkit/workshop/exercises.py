@@ -104,7 +104,7 @@ class Exercise:
                 raise EOFError
             seen = ours.recv()
         except EOFError:
-            raise Wrong("Your program ended the check: by an `exit`, or for want of memory?") from None
+            raise Wrong("Your program ended the check: by an `exit`, or for lack of memory?") from None
         finally:
             for kill in (os.killpg, os.kill):  # with the ranks it started
                 with suppress(ProcessLookupError):

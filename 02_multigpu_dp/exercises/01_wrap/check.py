@@ -122,7 +122,7 @@ def _look_into(path: Path, network: nn.Module) -> None:
 def _judge(answers: dict[str, str]) -> str:
     if answers.word("weights_on", "first", "all") == "all":
         raise Wrong(
-            "weights_on: the other GPUs hold copies of one step, made anew at the next one. What does "
+            "weights_on: the other GPUs hold copies of one step, made again at the next one. What does "
             "wrap.py print of the parameters?"
         )
     if answers.word("optimizer_state_on", "first", "all") == "all":

@@ -66,7 +66,7 @@ class Training(LightningModule):
         return loss  # Lightning does zero_grad, backward and both steps
 
     def optimizer_step(self, epoch: int, step: int, optimizer: object, backward: Callable) -> None:
-        backward()  # or Lightning has it called within `step`, and the run cannot tell the rank's own time
+        backward()  # otherwise Lightning calls it within `step`, and the rank's own time cannot be measured
         optimizer.step()
 
     def on_train_epoch_end(self) -> None:

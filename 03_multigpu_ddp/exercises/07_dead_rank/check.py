@@ -65,7 +65,7 @@ def check(mine: Workspace) -> str:
     given = answers.number("rank")
     if given in complained:
         raise Wrong(
-            f"Rank {given:.0f} wrote a traceback, so it lived on: it complains that somebody else is gone. "
+            f"Rank {given:.0f} wrote a traceback, so it lived on: it complains that another rank is gone. "
             "Who is first to complain is chance. Look for the rank that wrote nothing, and for what the "
             "launcher says."
         )
