@@ -85,7 +85,7 @@ def _hosts(cluster: Cluster) -> str:
 
 
 def _slurm_conf(cluster: Cluster) -> str:
-    """Words: https://slurm.schedmd.com/slurm.conf.html."""
+    """Return slurm.conf (https://slurm.schedmd.com/slurm.conf.html)."""
     folder = cluster.folder
     login = "login" if cluster.hosts else socket.gethostname().partition(".")[0]
     user = _user()

@@ -80,9 +80,7 @@ def text(longest: int = 200) -> Callable[[str], str]:
 
     def read(cell: str) -> str:
         if len(cell) > longest or not cell.isprintable():
-            raise ValueError(
-                f"{cell[:30]!r} has more than {longest} characters, or unprintable ones"
-            )
+            raise ValueError(f"{cell[:30]!r} has more than {longest} characters, or unprintable ones")
         return cell
 
     return read

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def my_images(split: data.Split) -> data.Split:
-    """The same images, prepared in my way, a batch at once on the device."""
+    """Return the same images, prepared in my way, a batch at once on the device."""
     return replace(split, prepare=prepare, prepare_one=None)
 
 

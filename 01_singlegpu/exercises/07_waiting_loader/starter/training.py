@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def my_images(split: data.Split) -> data.Split:
-    """The same images, prepared in my way, one by one in the processes of the loader."""
+    """Return the same images, prepared in my way, one by one in the processes of the loader."""
     return replace(split, prepare_one=prepare_one)
 
 

@@ -10,27 +10,27 @@ WEAK = (128, 256)
 
 
 def images_per_s(epochs: list[dict]) -> float:
-    """The median of the epochs that count. Each has `warmup`, 0 or 1, and `images_per_s`."""
+    """Return the median of the epochs that count. Each has `warmup`, 0 or 1, and `images_per_s`."""
     return median(epoch["images_per_s"] for epoch in epochs if not epoch["warmup"])
 
 
 def total_s(epochs: list[dict]) -> float:
-    """The whole run, tests included. Each epoch has `elapsed_s`, the clock of the run at its end."""
+    """Return the time of the whole run with its tests. Each epoch has `elapsed_s`, the run's clock at its end."""
     return epochs[-1]["elapsed_s"]
 
 
 def speedup(one: float, two: float) -> float:
-    """From the images/s of one device and of two."""
+    """Return the speedup from the images/s of one device and of two."""
     return two / one
 
 
 def efficiency(one: float, two: float, devices: int) -> float:
-    """The share of what `devices` would do at best."""
+    """Return the share of what `devices` would do at best."""
     return two / one / devices
 
 
 def runs() -> dict[tuple[int, int], list[dict]]:
-    """The epochs of every run, by (devices, global batch)."""
+    """Return the epochs of every run, by (devices, global batch)."""
     found = {}
     for path in sorted(Path(__file__).with_name("runs").glob("*.csv")):
         with path.open() as file:

@@ -25,7 +25,7 @@ def taken_in(weights: int, images: int, outputs: int, gpus: int) -> float:
 
 
 def all_reduced(weights: int, gpus: int) -> float:
-    """What each GPU of DDP sends, and takes in."""
+    """Return what each GPU of DDP sends and receives."""
     return ...
 
 

@@ -21,7 +21,7 @@ def who_am_i(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def gpu(rank: int, local_rank: int, world_size: int) -> int:
-    """The N of `cuda:N`, the GPU that this process takes. A node counts its own GPUs, from 0."""
+    """Return the N of `cuda:N`, the GPU that this process takes. A node counts its own GPUs, from 0."""
     return "?"
 
 

@@ -22,7 +22,7 @@ SEED = 1
 
 
 def main() -> None:
-    """In this function there is nothing to repair."""
+    """Train; nothing in this function needs repair."""
     rank, size = join()
     torch.manual_seed(SEED + rank)  # each rank drops other neurons
     train_set, validation_set = split(load(6_000, seed=1))
@@ -59,7 +59,7 @@ def network() -> nn.Module:
 
 
 def split(images: Dataset) -> tuple[Dataset, Dataset]:
-    """Those to train on, and every sixth to validate with."""
+    """Return the images to train on, and every sixth to validate with."""
     validation = len(images) // 6
     own_random = torch.Generator().manual_seed(SEED)  # the same on every rank
     sizes = [len(images) - validation, validation]
@@ -68,7 +68,7 @@ def split(images: Dataset) -> tuple[Dataset, Dataset]:
 
 
 def training_batches(train_set: Dataset, rank: int, size: int) -> DataLoader:
-    """This rank's share of every batch, in a new order in every epoch."""
+    """Return a loader of this rank's share of every batch, in a new order in every epoch."""
     sampler = DistributedSampler(train_set, size, rank, shuffle=True, drop_last=True)
     return DataLoader(train_set, BATCH // size, sampler=sampler, drop_last=True)
 
@@ -105,7 +105,7 @@ def train_epoch(
 
 
 def evaluate(model: nn.Module, images: Dataset, rank: int, size: int) -> float:
-    """The share of `images` that the model knows, in percent; each rank looks at a part of them."""
+    """Return the accuracy on `images` in percent; each rank evaluates a part of them."""
     model.eval()
     share = Subset(images, range(rank, len(images), size))
     sums = torch.zeros(2)
@@ -119,7 +119,7 @@ def evaluate(model: nn.Module, images: Dataset, rank: int, size: int) -> float:
 
 
 def save(model: nn.Module, rank: int) -> None:
-    """The trained weights, in a file next to this one."""
+    """Save the trained weights in a file next to this one."""
     if rank == 0:
         torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
 

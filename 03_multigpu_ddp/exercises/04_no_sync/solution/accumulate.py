@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def count_exchanges(model: DistributedDataParallel) -> list[int]:
-    """A list that gets an entry whenever the ranks exchange gradients: how many numbers it were."""
+    """Return a list that gets an entry for each exchange of gradients: how many numbers it had."""
     exchanges = []
 
     def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

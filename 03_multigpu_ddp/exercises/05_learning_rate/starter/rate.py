@@ -7,7 +7,7 @@ LR, BATCH = 0.02, 64  # a learning rate that is good at this global batch
 
 
 def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
-    """The learning rate by the rule `none`, `linear` or `sqrt`; `lr` is good at a global batch of 64."""
+    """Return the learning rate by the rule `none`, `linear` or `sqrt`; `lr` is for a global batch of 64."""
     if rule == "linear":
         return lr  # gap
     if rule == "sqrt":
@@ -16,7 +16,7 @@ def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
 
 
 def warmed_up(lr: float, step: int, global_batch: int, warmup_images: int) -> float:
-    """The learning rate of step 1, 2, 3, ... of a warm-up, which rises in equal steps.
+    """Return the learning rate of step 1, 2, 3, ... of a warm-up, which rises in equal steps.
 
     It is `lr` at the step that ends with image number `warmup_images`, and stays `lr` after it.
     """

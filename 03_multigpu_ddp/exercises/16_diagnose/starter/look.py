@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def values(folder: Path, what: str, column: str) -> dict[str, list[object]]:
-    """What is in a column, by the number of the GPU or rank: in samples of the training, or in its record."""
+    """Return a column by the number of the GPU or rank, of samples of the training, or of its record."""
     (path,) = samples.runs(folder)
     epochs = [row for row in records.read(path) if not row["warmup"]]
     if what == EPOCH:

@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 
 def choose_device() -> torch.device:
-    """The GPU of this process, or the CPU where there is none."""
+    """Return the GPU of this process, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
