@@ -52,13 +52,13 @@ class RunningCluster:
         return int(done.stdout)
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` tells, such as JobState, Reason, ExitCode, Restarts."""
+        """Return the fields of `scontrol show job`, such as JobState, Reason, ExitCode, Restarts."""
         done = self.run(["scontrol", "--oneliner", "show", "job", number])
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", done.stdout.strip()))
 
     def wait(self, number: int, timeout: float = 120, until: str = "") -> dict[str, str]:
-        """What `job` tells once it is in state `until` or has ended; fails after `timeout` seconds."""
+        """Return the fields of `job` once it is in state `until` or ended; fail after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (job := self.job(number))["JobState"] in UNFINISHED and job["JobState"] != until:
             assert time.monotonic() < deadline, f"not ended within {timeout} s: {job}"
@@ -66,7 +66,7 @@ class RunningCluster:
         return job
 
     def link(self, node: str, up: bool) -> None:
-        """Cut or mend the node's network; only where every node is a host of its own."""
+        """Cut or restore the node's network; only if every node is a separate host."""
         done = run_program("network", "--name", self.name, node, "up" if up else "down")
         assert done.returncode == 0, done.stderr
 

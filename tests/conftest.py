@@ -246,7 +246,7 @@ def cluster() -> Iterator["RunningCluster"]:
 
 @pytest.fixture(scope="session")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
-    """Runs Python programs much sooner than they start by themselves: one for all tests of this process."""
+    """Runs Python programs without their slow start: one for all tests of this process."""
     from forking import forking
 
     with forking(tmp_path_factory.mktemp("forking"), ENVIRONMENT) as started:
@@ -255,7 +255,7 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
 
 @pytest.fixture(scope="session")
 def script(forking: "Forking") -> Script:
-    """Runs a stage's script, or a changed copy of it, on the CPU; much sooner than `run_stage`."""
+    """Runs a stage's script, or a changed copy of it, on the CPU; much faster than `run_stage`."""
 
     def run(
         stage: str | Path, *arguments: object, ranks: int | None = None, env: dict | None = None

@@ -136,7 +136,7 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
 
 
 def _verdict(folder: Path, name: str) -> str:
-    """As the log of a job tells it."""
+    """Return the verdict as a job's log has it."""
     return "\n".join(["```", *cli.in_log(waste.judge(folder / name), "job 12", 12), "```"])
 
 

@@ -1,4 +1,4 @@
-"""What Lightning does where it is not told otherwise, in numbers: two ranks print them as a line of JSON.
+"""What Lightning does by default, in numbers: two ranks print them as a line of JSON.
 
 `mnist_lightning` has to be importable.
 """

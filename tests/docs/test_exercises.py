@@ -1,4 +1,4 @@
-"""The exercises themselves: what the untouched starter, typical wrong answers and the solution are told."""
+"""The exercises: the replies to the untouched starter, to typical wrong answers and to the solution."""
 
 import json
 import os

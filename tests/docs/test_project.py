@@ -1,4 +1,4 @@
-"""The project as a whole: style, dependencies, and documents that tell what is true."""
+"""The project as a whole: style, dependencies, and documents that are true."""
 
 import argparse
 import os
@@ -81,7 +81,7 @@ def test_the_lessons_stay_small() -> None:
 
 @pytest.mark.parametrize("stage", sorted(STAGES))
 def test_the_training_step_stands_in_the_stage(stage: str) -> None:
-    """Forward, loss, backward and step, in this order, under the eyes of whoever opens the script."""
+    """Forward, loss, backward and step, in this order, visible in the script."""
     lines = [line.partition("#")[0].strip() for line in STAGES[stage].read_text().splitlines()]
     first = lines.index("optimizer.zero_grad()")
     assert lines[first : first + 6] == [
@@ -230,7 +230,7 @@ def test_the_program_of_a_page_prints_what_it_says(page: str) -> None:
 def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the rows of the benchmark, beside what runs on the GPU, which is pretended here."""
+    """In the rows of the benchmark, next to those of the GPU, which is simulated here."""
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     import bench
 

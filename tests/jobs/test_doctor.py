@@ -79,7 +79,7 @@ def command(checkout: Checkout, *arguments: object) -> list[str]:
 
 
 def diagnose(done: subprocess.CompletedProcess) -> dict:
-    """What `doctor.py --json` told; its exit code has to fit the findings."""
+    """Return the output of `doctor.py --json`; its exit code has to fit the findings."""
     told = json.loads(done.stdout)
     levels = [finding["level"] for finding in told["findings"]]
     assert done.returncode == (1 if FAULT in levels else 0), done.stdout + done.stderr
@@ -192,7 +192,7 @@ def test_the_report_for_people(checkout: Checkout) -> None:
 
 
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
-    """Below a file, where nobody can write, not even root."""
+    """Below a file, where not even root can write."""
     checkout.site("SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n")
     told = diagnose(checkout.run(*command(checkout, "--json")))
     data = found(told, "data", FAULT)
@@ -495,7 +495,7 @@ def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None
 
 @pytest.fixture
 def on_cluster(checkout: Checkout, cluster: RunningCluster) -> Callable[..., dict]:
-    """Runs the doctor on the login host and returns what it told."""
+    """Run the doctor on the login host and return its output."""
 
     def run(*arguments: object) -> dict:
         return diagnose(cluster.run(command(checkout, "--json", *arguments)))

@@ -71,7 +71,7 @@ def say(text: str) -> str:
 
 
 def verdict(log: str) -> list[str]:
-    """What the end of the job's log tells, without `why` and `then`."""
+    """Return the end of the job's log, without `why` and `then`."""
     return [line[8:] for line in log.splitlines() if line.startswith(("why     ", "then    "))]
 
 

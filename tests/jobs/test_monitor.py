@@ -250,7 +250,7 @@ def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
 
 
 def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
-    """One line tells why, and nothing else is different."""
+    """One line gives the reason, and nothing else is different."""
     hangs = 'for last; do :; done; case "$*" in *--overlap*) {} exec sleep 600;; esac'
     # A broken Python, a Slurm without --overlap, a step that does not begin, one that hangs.
     faults = {

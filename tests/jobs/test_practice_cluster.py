@@ -152,7 +152,7 @@ def test_it_is_up_once_and_not_left_from_within(cluster: RunningCluster) -> None
 
 
 def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> None:
-    """A second one beside the first, in the other mode; then nothing is left of it."""
+    """A second one next to the first, in the other mode; then nothing is left of it."""
     with running_cluster("--mode", "one-host", nodes=1, gpus=0) as other:
         done = other.run(["srun", "sh", "-c", "echo $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES-none}"])
         assert done.stdout.startswith("n1 -1"), done.stderr  # no GPU, neither the machine's nor its own
@@ -207,7 +207,7 @@ def test_a_cell_that_no_doctor_writes(column: str, cell: str, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_the_gpus_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
-    """Nobody opens their device files where nodes are hosts; every job can tell that its own are virtual."""
+    """No job opens their device files if nodes are hosts; every job can see that its own are virtual."""
     gpu = Path("/dev/kfd")  # AMD's: other tests, at the same time, would take one of NVIDIA for a GPU
     try:
         os.mknod(gpu, stat.S_IFCHR | 0o666, Path("/dev/zero").stat().st_rdev)

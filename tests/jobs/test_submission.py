@@ -51,7 +51,7 @@ def job_folders(checkout: Checkout) -> list[Path]:
 
 
 def facts_in(folder: Path) -> list[dict]:
-    """What the ranks of the stage `FACTS` told, in the order of their ranks."""
+    """Return what the ranks of the stage `FACTS` printed, in rank order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
 
 
@@ -59,7 +59,7 @@ def facts_in(folder: Path) -> list[dict]:
 
 
 def test_a_script_of_ones_own(checkout: Checkout) -> None:
-    """Its data is its own matter, and so are options that we do not know; it imports what is beside it."""
+    """Its data and its own options are not checked; it imports the modules next to it."""
     folder = checkout.folder / "my work"
     folder.mkdir()
     (folder / "beside.py").touch()

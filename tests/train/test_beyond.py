@@ -74,7 +74,7 @@ TOLD = "told.txt"
 
 
 class Trained:
-    """What a training has left in its folder: its rows, its weights, and what its ranks have told."""
+    """The files of a training's folder: its rows and its weights; and the output of its ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.rows = rows_of(folder)
@@ -149,7 +149,7 @@ def test_ranks_that_do_not_average_drift_apart(trained: Callable) -> None:
 
 
 def checksums(by_hand: Trained) -> list[list[float]]:
-    """The sums of the weights that the ranks told after every epoch."""
+    """Return the sums of the weights that the ranks printed after every epoch."""
     lines = [line for line in by_hand.told if line.startswith("sum of the weights")]
     return [json.loads(line.partition(":")[2]) for line in lines]
 
@@ -231,7 +231,7 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
 
 
 def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
-    """One by sbatch on two nodes, one by submit.py; what a script imports from beside it is found."""
+    """One by sbatch on two nodes, one by submit.py; modules next to a script are found."""
     checkout = Checkout(tmp_path / "a checkout", cluster)
     small = ("--train-size", 256, "--test-size", 100, "--batch-size", 48, "--no-cuda", "--epochs", 1)
     one_each = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")

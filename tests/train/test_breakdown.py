@@ -89,7 +89,7 @@ def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
 
 
 def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> None:
-    """One worker exchanges nothing and waits for nobody."""
+    """One worker exchanges nothing and waits for no other."""
     folder = tmp_path / "breakdown"
     folder.mkdir()
     made_up(folder / "made-up.tsv")

@@ -26,7 +26,7 @@ OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes PyTorch tell of so many GPUs."""
+    """Makes PyTorch report this many GPUs."""
 
     def plant(number: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
@@ -60,7 +60,7 @@ def test_debug_writes_what_filled_the_memory(
 
 
 def test_gpus_that_cannot_be_used_stop_a_stage(tmp_path: Path, checkout: Checkout, forking: Forking) -> None:
-    """Before it has done anything; unless it is told to use the CPU."""
+    """Before it has done anything; unless the CPU is asked for."""
     fault = "import torch; torch.cuda.is_available = lambda: False; torch.cuda.device_count = lambda: 2"
     checkout.plant("single", fault)
     arguments = (checkout.script("single"), *ONE_STEP, "--results-dir", tmp_path / "results")
@@ -126,7 +126,7 @@ def test_gpus_that_are_hidden_are_not_missed(
 
 
 def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernels for it, held by somebody, full or broken: CUDA tells which."""
+    """No kernels for it, in use, full or broken: CUDA's error says which."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nstack")

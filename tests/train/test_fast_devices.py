@@ -64,7 +64,7 @@ CHOSEN = ("--width", 4, "--batch-size", 8, "--test-batch-size", 10, "--epochs", 
 
 @pytest.fixture
 def waits(script: Script, tmp_path: Path) -> Waits:
-    """What a run tells of its waits."""
+    """Return what a run records of its waits."""
 
     def count(stage: Path, recipe: str, steps: int) -> str:
         sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)

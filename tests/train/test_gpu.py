@@ -138,7 +138,7 @@ def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path, checkout: Ch
 
 
 def planted(folder: Path, script: Path, *lines: tuple[str, str]) -> Path:
-    """A copy of the script with more lines, each in front of the one that begins as told."""
+    """Return a copy of the script with more lines, each before the line with the given beginning."""
     checkout = Checkout(folder)
     for line, before in lines:
         checkout.insert(script.relative_to(REPOSITORY), line, before)
@@ -247,7 +247,7 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
 
 
 def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
-    """While they train for some seconds. In a container NVML may not tell whose processes it sees."""
+    """While they train for some seconds. In a container NVML may not show whose processes it sees."""
     sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
     with sampled(tmp_path, period=0.5, **WITH_GPUS):
         train("ddp", tmp_path, *sizes, processes=GPUS, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
@@ -321,7 +321,7 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
     ids=["is lost", "hangs"],
 )
 def test_a_peer_that(fate: str, why: str, tmp_path: Path, checkout: Checkout) -> None:
-    """Killed within an epoch, or asleep for longer than the timeout; `submit.py` tells."""
+    """Killed within an epoch, or asleep for longer than the timeout; `submit.py` reports it."""
     checkout.insert("ddp", f"if here.rank == 1 and epoch == 2: {fate}", before="model.train()")
     options = ("--gpus", 2, "--wait", "--timeout", 20, "--epochs", 3, "--results-dir", tmp_path)
     done = checkout.submit_py("ddp", *options, **WITH_GPUS)

@@ -1,4 +1,4 @@
-"""Lightning beside stage 03: equal losses, also after a stop, and what it does by itself."""
+"""Lightning against stage 03: equal losses, also after a stop, and what it does by itself."""
 
 import json
 import re

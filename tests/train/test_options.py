@@ -104,7 +104,7 @@ def test_all_ranks_end_together_and_patience_counts_over_a_resume(script: Script
 
 
 def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script, tmp_path: Path) -> None:
-    """In a job, whose checkpoints are removed when nobody is to go on from them."""
+    """In a job, whose checkpoints are removed when they are no longer needed."""
     folder = tmp_path / "checkpoints"
     place = ("--results-dir", tmp_path, "--checkpoint-dir", folder, "--resume", "auto", "--epochs", 3)
     ended = [("accuracy 1.0 reached", 1)]

@@ -126,7 +126,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
 def test_a_recorder_sums_up_over_the_ranks(
     numbers: tuple, wrong: str, forking: Forking, tmp_path: Path
 ) -> None:
-    """And refuses what nobody could read, before it is written."""
+    """And refuses what could not be read back, before it is written."""
     (tmp_path / "unequal.py").write_text(UNEQUAL)
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
     done = forking.run(tmp_path / "unequal.py", *numbers, ranks=2, env=env)

@@ -99,7 +99,7 @@ def test_auto_chooses_from_what_the_device_has(
 
 
 class Watched(nn.Sequential):
-    """A network that tells what it is asked to do."""
+    """A network that records what it is asked to do."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 2), nn.Dropout(0.5))

@@ -1,4 +1,4 @@
-"""What is told of each rank: its own seconds and memory, who is slow, and with --debug where each one is."""
+"""What is reported of each rank: its seconds and memory, which is slow, and with --debug where each is."""
 
 import math
 import os
@@ -24,14 +24,14 @@ SMALL += ("--width", 4)
 
 
 def of_ranks(results: Path) -> pd.DataFrame:
-    """The file beside the CSV of the one run in `results`, as a user reads it."""
+    """Return the ranks' file of the one run in `results`, as a user reads it."""
     (path,) = (results / "runs").glob("*.ranks.tsv")
     return pd.read_csv(path, sep="\t")
 
 
 @pytest.fixture(scope="module")
 def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The results of two ranks, of which the second sleeps in every step, and what they have told."""
+    """The results and the output of two ranks, of which the second sleeps in every step."""
     place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
     place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
     done = succeeded(script(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2))

@@ -42,7 +42,7 @@ Train = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def train(script: Script) -> Train:
-    """Trains two epochs without dropout, which has to go well; returns what all ranks have told."""
+    """Train two epochs without dropout, which has to go well; return the output of all ranks."""
 
     def run(path: Path, folder: Path, *arguments: object, ranks: int) -> str:
         given = (path, *SMALL, *places(folder), *arguments)

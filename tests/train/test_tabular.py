@@ -31,7 +31,7 @@ ROUNDING = 1e-5  # it came to a twentieth of that here
 
 
 class Trained:
-    """What a training has left in its folder: its rows, metrics, weights, and what it has told."""
+    """The files of a training's folder: its rows, metrics and weights; and its output."""
 
     def __init__(self, folder: Path, told: str) -> None:
         self.folder, self.told = folder, told

@@ -24,7 +24,7 @@ def vae(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -> None:
-    """The program of the page tells the adjusted Rand index with the true types, and with the plates."""
+    """The program of the page prints the adjusted Rand index with the true types, and with the plates."""
     (program,) = [block for block in PYTHON.findall(PAGE.read_text()) if "import" in block]
     arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
     succeeded(script(SCRIPT, *arguments, "--results-dir", tmp_path))

@@ -49,7 +49,7 @@ def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
 
 
 def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> None:
-    """And the table tells its name and default as the declaration does."""
+    """And the table has its name and default as in the declaration."""
     settings = {column.option for column in COLUMNS.values() if column.role <= Role.REPEAT}
     for one in fields(options.Options):
         flag, column = f"--{one.name.replace('_', '-')}", COLUMNS.get(one.metadata["column"])

@@ -25,7 +25,7 @@ def pack(*folders: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three runs: with a verdict that tells the energy, with one that does not, and with a slow rank."""
+    """Three runs: with a verdict that has the energy, with one that has not, and with a slow rank."""
     (row, *_) = records.read(SAMPLE)
     for run_id, slowest in {"one": 1.0, "two": 1.1, "slow": 2.0}.items():
         recorder = records.RunFiles(tmp_path, row | {"run_id": run_id})

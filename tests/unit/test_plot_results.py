@@ -515,7 +515,7 @@ def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str, words:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    """From another folder: all it tells and writes, and three PNGs with something on them.
+    """From another folder: all it prints and writes, and three PNGs with something on them.
 
     Links that somebody has put there are replaced, not followed.
     """

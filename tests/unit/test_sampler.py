@@ -251,7 +251,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
-    """Since the sample before; what the kernel does not count, nobody knows."""
+    """Since the last sample; what the kernel does not count is unknown."""
     job, other = processes.Processes({"JOB": "1"}), processes.Processes({"JOB": "1"})
     second = os.sysconf("SC_CLK_TCK")
     other.sample()
@@ -349,7 +349,7 @@ def test_a_disk_that_was_full_gets_the_samples_after_that(tmp_path: Path) -> Non
 def test_a_disk_may_be_full_only_when_it_is_written_through(
     code: int, is_an_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a file system that cannot be told to do so is none that is full."""
+    """And a file system without fsync is not taken for a full one."""
     writer = samples.Writer(tmp_path, NODE)
 
     def fsync(file: int) -> None:
@@ -502,7 +502,7 @@ def test_gpus_that_nobody_has_given_are_those_with_a_rank(
 
 
 def test_slices_of_a_card(sample: Sample, told: list[str]) -> None:
-    """NVML tells their memory and processes, and the rest of whole cards only."""
+    """NVML shows their memory and processes, and the rest of whole cards only."""
     alike = {"name": "NVIDIA A100 MIG 1g.5gb", "memory_limit_mb": 5_000, "pids": (3,)}
     slices = [{"uuid": f"MIG-{letter}"} | alike for letter in "ab"]
     rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ranks={3: 3})

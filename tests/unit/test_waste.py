@@ -208,7 +208,7 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
 
 
 def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
-    """GPUs at low power, and a rank that waits: what follows from the loader is not told again."""
+    """GPUs at low power, and a rank that waits: what follows from the loader is not repeated."""
     assert kinds(made([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]
     assert kinds(made([STARVED] * 2, facts=FROM_LOADERS)) == ["waiting_for_loader"]
     assert kinds(made([replace(STARVED, data=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
@@ -285,7 +285,7 @@ def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
 
 
 def test_a_short_job(made: Callable[..., Path]) -> None:
-    """What holds at any moment is told; for the rest there is too little."""
+    """What holds at any moment is reported; for the rest there is too little."""
     folder = made([STARVED] * 2, epochs=2, train=4)
     assert first_line(folder).startswith("too short to tell: ")
     folder = made([Gpu(memory=0.99)], epochs=1, train=2)
@@ -369,7 +369,7 @@ def test_the_energy_of_trainings_at_one_time_counts_once(made: Callable[..., Pat
 
 
 def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Path]) -> None:
-    """Not over the gap of a requeued job, nor past a counter that begins anew."""
+    """Not over the gap of a requeued job, nor past a counter that was reset."""
     folder = made([FULL] * 2)
     whole = waste.judge(folder)
     assert whole.energy_kwh == pytest.approx(2 * (36 * 290 + 4 * 150 + 6 * 58) / 3.6e6, rel=0.03)

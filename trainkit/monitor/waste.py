@@ -204,7 +204,7 @@ def keep(folder: Path, verdict: Verdict) -> None:
 
 
 def _next_request(job: SampledJob, found: Found) -> str:
-    """Return a sentence on the sbatch options that would have been enough, if less than what was asked for."""
+    """Return a sentence on the sbatch options that would have been enough, if less than those asked for."""
     needs = job.needs()
     if found & {"waiting_for_loader", "shared_cores"}:  # whose remedy takes cores
         needs = [need for need in needs if need.option != CORES]

@@ -15,7 +15,7 @@ def images_per_s(epochs: list[dict]) -> float:
 
 
 def total_s(epochs: list[dict]) -> float:
-    """Return the time of the whole run with its tests. Each epoch has `elapsed_s`, the run's clock at its end."""
+    """Return the seconds of the whole run, with tests. Each epoch has `elapsed_s`, the clock at its end."""
     return ...
 
 
