@@ -148,7 +148,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
 
 
 RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
-NO_TEST = "--stop-at and --patience go by a test, and this training has none: leave them out"
+NO_TEST = "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
 
 
