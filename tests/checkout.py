@@ -1,5 +1,6 @@
 """A copy of the checkout for tests: with a site file, results and faults of its own, and Slurm or none."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -126,8 +127,12 @@ class Checkout:
 
     def wait_for(self, text: str, job: int) -> None:
         """Until `text` is in the log of a job that still runs or waits."""
-        while text not in self.log(job):
-            assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING", "SIGNALING"), self.log(job)
+        for turn in itertools.count(1):
+            if text in self.log(job):
+                return
+            if turn % 20 == 0:  # seldom: each time a Python starts
+                state = self.cluster.job(job)["JobState"]
+                assert state in ("PENDING", "RUNNING", "SIGNALING") or text in self.log(job), self.log(job)
             time.sleep(0.2)
 
     def train(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:

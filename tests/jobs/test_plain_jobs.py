@@ -40,6 +40,26 @@ TRAIN = """optimizer.zero_grad()
     optimizer.step()
     print(f"Train Epoch: {epoch} of {args.gpus} {args.resume} {os.environ['DATA_DIR']}", flush=True)
     time.sleep(0.3)"""
+# Hears the same without PyTorch: under torchrun the question is whom the signal reaches.
+HEARS = """
+import os, signal, sys, time
+from pathlib import Path
+
+asked = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
+job = Path(os.environ["TRAINKIT_JOB_DIR"])
+last, first = job / "checkpoints" / os.environ["RANK"], 1
+if last.exists():
+    first = int(last.read_text()) + 1
+for epoch in range(first, 21):
+    print(f"Train Epoch: {epoch} of {sys.argv[4]} {sys.argv[8]} {os.environ['DATA_DIR']}", flush=True)
+    while first == 1 and not asked:
+        time.sleep(0.1)
+    if asked:
+        last.write_text(str(epoch))
+        (job / "stopped").touch()
+        break
+"""
 # With that of its vae: one process, which writes to a folder that it expects where it is started.
 VAE = """
 import argparse, os
@@ -70,7 +90,8 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
 def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster: Checkout) -> None:
     """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
     loop, *_ = re.findall(r"```python\n(.*?)```", (REPOSITORY / "YOUR_TRAINING.md").read_text(), re.DOTALL)
-    script = write(on_cluster, MNIST.replace("# the page", loop.replace("...  # train", TRAIN)))
+    with_torch = MNIST.replace("# the page", loop.replace("...  # train", TRAIN))
+    script = write(on_cluster, with_torch if launcher == "srun" else HEARS)
     theirs = ("--batch-size", 63, "--gpus", 3, "--epochs", 20, "--resume", "ck.pt")
     sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
     on_cluster.site("SITE_MONITOR=on\nexport DATA_DIR=/mine\n")

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from cluster import RunningCluster
 from conftest import Script, places, rows_of, run_stage, succeeded
 
 from trainkit.compare.report import report
@@ -196,18 +195,6 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
         analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", flight]
         compared = subprocess.run(analyser, capture_output=True, text=True).stderr
         assert "missing ranks: {1}" in compared and f"mnist_ddp.py:{stacks[0][-1]}" in compared, compared
-
-
-def test_debug_writes_into_the_folder_of_the_job(cluster: RunningCluster, tmp_path: Path) -> None:
-    place = Checkout(tmp_path / "a checkout", cluster)
-    (_, row) = place.train("srun", *SMALL, "--debug", sbatch=("--nodes=2", "--ntasks-per-node=1"))
-    log = place.log(row["job_id"])
-    for rank in (0, 1):
-        assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo, interface ", log, re.M), log
-    jobs = place.folder / "results" / "jobs"
-    found = sorted(path.relative_to(jobs) for path in place.folder.rglob("debug-*"))
-    assert "SLURM_LOCALID=0" in (jobs / found[1]).read_text()
-    assert found == [Path(row["job_id"], f"debug-rank-{rank}.txt") for rank in (0, 1)]
 
 
 def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
