@@ -7,7 +7,7 @@ import pytest
 import traces
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, succeeded
+from conftest import REPOSITORY, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
 from trainkit.jobs import housekeeping
@@ -104,6 +104,21 @@ def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster:
     epochs = list(map(int, re.findall("Train Epoch: (\\d+)", log)))
     assert sorted(epochs) == sorted([*range(1, 21)] * 2), log
     assert "watch   job" in log and "--num-workers" not in log and "results in" not in log
+
+
+def test_accelerate_as_a_plain_job(checkout: Checkout) -> None:
+    """The script of the page on two ranks: it trains as one, and every test image counts once."""
+    pytest.importorskip("accelerate")
+    page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
+    text, trainer = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    compile(trainer, "the Trainer's", "exec")  # without transformers it cannot be run
+    text = text.replace("60_000", "640").replace("(test_set, 500)", "(Subset(test_set, range(301)), 100)")
+    script = write(checkout, text)
+    succeeded(checkout.submit_py("ddp", "--gpus", 2, "--wait", "--plain", script))
+    rows = rows_of(checkout.folder / "results")
+    numbers = [(row["world_size"], row["images"], row["steps"], row["test_images"]) for row in rows]
+    assert numbers == [(2, 640, 10, 301)] * 2
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])
