@@ -1,0 +1,154 @@
+"""Compares the learner's split layers with the whole ones in two ranks, and counts what travels."""
+
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainkit.workshop.ranks import in_ranks
+from trainkit.workshop.work import Workspace, Wrong, is_close
+
+ANSWERS = """\
+# How many all-reduces do the two layers need in a training step, forward and backward together?
+prediction = 2
+# A block of GPT-2: width 768, hidden 3072, 16 windows of 1024 tokens, 4 bytes for each number.
+# MB of the tensors that are all-reduced in one step: by tensor parallelism, for its two layers
+tensor_parallel = 100.7
+# and by DDP, for the gradients of these two layers
+ddp = 18.9
+"""
+HINTS = """\
+## 1
+
+GELU works on each hidden number by itself. So a rank can have some of the hidden numbers whole, from
+`up` to `down`, and needs nothing of the other ranks in between. Which part of each weight is that?
+
+## 2
+
+The weight of a linear layer is (what it returns, what it takes in): `up` is cut along dimension 0,
+`down` along dimension 1. What `down` then returns is a part of a sum. And x goes into every rank's
+`up`, so its gradient is a sum as well. Each sum is a `dist.all_reduce`, on a copy.
+
+## 3
+
+`tensor = tensor.clone()`, `dist.all_reduce(tensor)`, `return tensor` in `Leave.forward` and in
+`Enter.backward`. PyTorch calls the first cut `ColwiseParallel`, as x is multiplied by the transposed
+weight, and the second `RowwiseParallel`. What travels is as large as x, twice.
+"""
+STARTS_WITH = "`prediction`"
+PLAN = '{"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}'
+SCRIPT, SUM, END = "split.py", "        dist.all_reduce(part)\n", "return gradient\n\n\ndef"
+WRONG = [
+    (SCRIPT, "data.chunk(size, dim=0)[rank]", "data", "`up` has the shape (12, 4)"),
+    (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "of rank 1 is another one"),
+    (SCRIPT, SUM, "", "a part of the sum"),
+    (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "no mean"),
+    (SCRIPT, "        dist.all_reduce(gradient)\n", "", "gradient of x"),
+    (SCRIPT, END, END.replace("return", "return dist.all_reduce(gradient) or"), "2.00 times"),
+    (SCRIPT, PLAN, "{}", "PyTorch has not split `up`"),
+    (SCRIPT, PLAN, '{"up": parallel.ColwiseParallel()}', "does not fit together"),
+    ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 50.3", "backward pass, too"),
+    ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 201.3", "GELU"),
+    ("answers.txt", "ddp = 18.9", "ddp = 9.4", "two layers"),
+]  # fmt: skip
+WIDTH, HIDDEN, SIZE, NUMBERS = 4, 12, 2, 6
+CUT = {"up": 0, "down": 1}
+
+
+def check(mine: Workspace) -> str:
+    answers = mine.answers()
+    prediction, program = answers.number("prediction"), mine.module(SCRIPT)
+    for rank, seen in enumerate(in_ranks(lambda rank, size: behave(program, rank, size), SIZE)):
+        judge(rank, seen)
+    once, weights = 16 * 1024 * 768 * 4 / 1e6, 2 * 768 * 3072 * 4 / 1e6
+    given = answers.number("tensor_parallel")
+    if not is_close(given, 2 * once):
+        hints = {once: "there is one in the backward pass, too", 4 * once: "none is needed before the GELU"}
+        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "think of how large x is")
+        raise Wrong(f"`tensor_parallel` is not {given:g} MB: {hint}.")
+    given = answers.number("ddp")
+    if not is_close(given, weights):
+        raise Wrong(f"`ddp` is not {given:g} MB: two layers of 768 x 3072 gradients, 4 bytes each.")
+    return (
+        f"Two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB for this "
+        f"block, where DDP has {weights:.0f}. DDP's is as large as the weights, whatever the batch, and "
+        "hides behind the backward pass. Tensor parallelism's grows with the batch, and the next layer "
+        "waits for it. So it stays within a node, on NVLink. In return each of N GPUs has 1 / N of the "
+        "weights and of the hidden numbers."
+    )
+
+
+def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
+    """Return what whole and split layers do in this rank, and the bytes of the learner's all-reduces."""
+    torch.manual_seed(1)
+    layers, x = program.Layers(WIDTH, HIDDEN), torch.randn(NUMBERS, WIDTH, requires_grad=True)
+    reduce, travelled = dist.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *arguments: object, **how: object) -> object:
+        travelled.append(tensor.numel() * tensor.element_size())
+        return reduce(tensor, *arguments, **how)
+
+    seen = {"whole": run(layers, lambda: layers(x), x), "bytes": travelled}
+    mine = program.share(layers, rank, size)
+    for name, dim in CUT.items():
+        judge_share(
+            name, rank, getattr(mine, name).weight, getattr(layers, name).weight.chunk(size, dim)[rank]
+        )
+        gradient = getattr(layers, name).weight.grad
+        seen["whole"][name] = gradient.chunk(size, dim)[rank].tolist()
+    with patch.object(dist, "all_reduce", counted):
+        seen["by hand"] = run(mine, lambda: program.by_hand(mine, x), x)
+    split = program.by_pytorch(layers, size)
+    try:
+        return seen | {"by PyTorch": run(split, lambda: split(x), x)}
+    except RuntimeError as error:
+        raise Wrong(
+            f"The plan in `by_pytorch` does not fit together ({error}): `down` has to take in what `up` "
+            "leaves on each rank."
+        ) from None
+
+
+def run(layers: nn.Module, forward: object, x: torch.Tensor) -> dict[str, object]:
+    """Return the result, and the gradients of x and of what this rank has of the weights."""
+    layers.zero_grad()
+    x.grad = None
+    result = forward()
+    result.square().mean().backward()
+    gradients = {name: getattr(layers, name).weight.grad for name in CUT}
+    own = {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in gradients.items()}
+    found = {"result": result, "x": x.grad, **own}
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+def judge_share(name: str, rank: int, got: torch.Tensor, right: torch.Tensor) -> None:
+    if got.shape != right.shape:
+        raise Wrong(
+            f"In each of two ranks `{name}` has the shape {tuple(got.shape)}; half of the hidden numbers "
+            f"are {tuple(right.shape)}."
+        )
+    if not got.equal(right):
+        raise Wrong(f"The part of `{name}` of rank {rank} is another one: the parts go by rank.")
+
+
+def judge(rank: int, seen: dict[str, object]) -> None:
+    for way in ("by hand", "by PyTorch"):
+        for name, whole in seen["whole"].items():
+            right, got = torch.tensor(whole), torch.tensor(seen[way][name])
+            if got.shape != right.shape:
+                raise Wrong(f"PyTorch has not split `{name}` as you have: see the plan in `by_pytorch`.")
+            if torch.allclose(got, right, rtol=1e-4, atol=1e-7):
+                continue
+            factor = ((got * right).sum() / right.square().sum()).item()
+            if name == "result":
+                mean = torch.allclose(SIZE * got, right, rtol=1e-4, atol=1e-7)
+                what = "the parts make a sum and no mean" if mean else "it is a part of the sum"
+                raise Wrong(f"{way}: the result of rank {rank} is not that of the whole layers: {what}.")
+            what = "x" if name == "x" else f"the weights of `{name}`"
+            raise Wrong(
+                f"{way}: in rank {rank} the gradient of {what} is not that of the whole layers, but about "
+                f"{factor:.2f} times that. Which sums does the backward pass need, and which does it not?"
+            )
+    if seen["bytes"] != [NUMBERS * WIDTH * 4] * 2:
+        raise Wrong(f"The all-reduces carry {seen['bytes']} bytes: two are needed, each as large as x.")

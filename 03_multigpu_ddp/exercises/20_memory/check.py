@@ -1,0 +1,96 @@
+"""Calculates each part of the memory, and lets the script measure the whole."""
+
+from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+
+ANSWERS = """\
+# MB at the fullest moment of the second step
+prediction = 70
+# MB of each part
+weights = 8.4
+gradients = 8.4
+optimizer = 16.8
+activations = 33.6  # without the batch itself
+# MB of the activations with a batch of 4096
+doubled = 67.1
+# MB of weights, gradients and optimizer together: with SGD without momentum in place of AdamW
+sgd = 16.8
+# and with AdamW on each of 4 ranks that share them by fully_shard
+sharded = 8.4
+# Two GPUs with DDP and the same global batch: which of the four parts is half as large on each?
+# weights, gradients, optimizer or activations
+halved = activations
+"""
+HINTS = """\
+## 1
+
+A layer has 512 x 512 weights of 4 bytes, and there are 8. How many numbers does AdamW keep for each?
+
+## 2
+
+Go through the forward pass: the first layer's input is the batch, which counts for itself. Each
+ReLU returns 2048 x 512 numbers; it keeps them, and they are the input of the next layer.
+
+## 3
+
+weights = gradients = 8 x 512 x 512 x 4 bytes, optimizer = 2 x weights, activations = 8 x 2048 x 512
+x 4 bytes. `fully_shard` leaves a quarter of all three on each of four ranks. DDP shares out the batch.
+"""
+STARTS_WITH = "`prediction`"
+WRONG = [
+    ("answers.txt", "weights = 8.4", "weights = 2.1", "4 bytes each"),
+    ("answers.txt", "optimizer = 16.8", "optimizer = 8.4", "two means"),
+    ("answers.txt", "activations = 33.6", "activations = 37.7", "counts the batch"),
+    ("answers.txt", "activations = 33.6", "activations = 67.1", "twice"),
+    ("answers.txt", "doubled = 67.1", "doubled = 33.6", "for every sample"),
+    ("answers.txt", "sgd = 16.8", "sgd = 8.4", "gradients, too"),
+    ("answers.txt", "sgd = 16.8", "sgd = 33.6", "keeps nothing"),
+    ("answers.txt", "sharded = 8.4", "sharded = 33.6", "as with DDP"),
+    ("answers.txt", "halved = activations", "halved = weights", "all of the network"),
+]  # fmt: skip
+WEIGHTS, ACTIVATIONS = (8 * rows * 512 * 4 / 1e6 for rows in (512, 2048))
+BATCH = ACTIVATIONS / 8
+# Each answer: what it is, and what wrong ones are told.
+PARTS = {
+    "weights": (WEIGHTS, {WEIGHTS / 4: "so many millions of numbers there are, of 4 bytes each"}),
+    "gradients": (WEIGHTS, {0: "the backward pass leaves one number for each weight"}),
+    "optimizer": (2 * WEIGHTS, {WEIGHTS: "AdamW keeps two means for each weight"}),
+    "activations": (
+        ACTIVATIONS,
+        {
+            ACTIVATIONS + BATCH: "that counts the batch, too",
+            2 * ACTIVATIONS: "what a ReLU returns is what the next layer takes in: you count it twice",
+        },
+    ),
+    "doubled": (2 * ACTIVATIONS, {ACTIVATIONS: "a layer keeps its input for every sample"}),
+    "sgd": (
+        2 * WEIGHTS,
+        {WEIGHTS: "there are gradients, too", 4 * WEIGHTS: "SGD without momentum keeps nothing for a weight"},
+    ),
+    "sharded": (WEIGHTS, {4 * WEIGHTS: "this is all of it on each rank, as with DDP"}),
+}
+
+
+def check(mine: Workspace) -> str:
+    answers = mine.answers()
+    prediction = answers.number("prediction")
+    for name in PARTS:
+        judge(answers, name)
+    if answers.word("halved", "weights", "gradients", "optimizer", "activations") != "activations":
+        raise Wrong("`halved`: with DDP each GPU has all of the network, and half of the samples.")
+    found = mine.module("memory.py").measure(layers=8, width=512, batch=2048)
+    return (
+        f"The fullest moment has {found['fullest']:.0f} MB; you predicted {prediction:g}. It is where the "
+        "backward pass begins: weights, AdamW's means, the batch and all activations are there "
+        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), no gradient of a weight yet, but two gradients "
+        "of activations. From there on each layer gives back more than its gradient takes. So a "
+        "smaller batch, or checkpointing, lowers this peak. Where the weights are larger than the "
+        "activations, sharding does."
+    )
+
+
+def judge(answers: Answers, name: str) -> None:
+    true, hints = PARTS[name]
+    given = answers.number(name)
+    if not is_close(given, true):
+        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "see `hint memory`")
+        raise Wrong(f"`{name}` is not {given:g} MB: {hint}.")
