@@ -66,7 +66,7 @@ def check(mine: Workspace) -> str:
     given = answers.number("tensor_parallel")
     if not is_close(given, 2 * once):
         hints = {once: "there is one in the backward pass, too", 4 * once: "none is needed before the GELU"}
-        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "think of how large x is")
+        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "how large is x")
         raise Wrong(f"`tensor_parallel` is not {given:g} MB: {hint}.")
     given = answers.number("ddp")
     if not is_close(given, weights):
