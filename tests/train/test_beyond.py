@@ -31,7 +31,7 @@ from trainkit.schema import records
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.
 VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")
-VARIANTS += ("unused.py",)
+VARIANTS += ("by_hand_overlap.py", "local_sgd.py", "unused.py")
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--no-cuda", "--epochs", 2)
 SMALL += ("--width", 4)
 WIDE = ("--width", 32)
@@ -43,8 +43,12 @@ TRAININGS = {
     "each": ((2,), BEYOND / "by_hand.py"),
     "flat": ((2,), BEYOND / "by_hand.py", "--flat"),
     "forget": ((2,), BEYOND / "by_hand.py", "--forget"),
+    "late": ((2,), "buckets.py"),
+    "at-once": ((2,), "buckets.py", "--wait", "at-once"),
     "accumulate": ((2,), "counted.py", "--accumulate", 5),
     "whole": ((2,), "counted.py", "--accumulate", 1),
+    "every-1": ((2,), BEYOND / "local_sgd.py", "--average-every", 1),
+    "every-3": ((2,), BEYOND / "local_sgd.py", "--average-every", 3),
     "fp16": ((2,), "overflow.py"),
     # A step per epoch: BatchNorm makes rounding errors grow faster. So does a narrow network here.
     "sync": ((1, 2), BEYOND / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
@@ -54,7 +58,7 @@ TRAININGS = {
     "dp": ((1,), DP_BY_HAND, "--replicas", 3),
 }
 # By two ranks also with a stop after the first epoch: those that keep more than stage 03 does.
-RESUMED = ("fp16", "sync")
+RESUMED = ("every-3", "fp16", "sync")
 # Copies with more lines: the variant, and each of its lines that one more comes before.
 COUNTING = """\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -66,7 +70,12 @@ OVERFLOW = """\
 if here.rank == 1 and schedule.last_epoch == 2:
     loss.register_hook(lambda gradient: gradient * torch.inf)"""
 SCALE = "print('scale', here.rank, scaler.get_scale(), model.module.fc2.weight.norm().item())"
+SENDING = "print('sent', sorted(one.numel() for one in self.bucket))"
 PLANTED = {
+    "buckets.py": (
+        "by_hand_overlap.py",
+        {"weights.register_post": "self.size = 2**17  # the network is narrow", "flat = torch.cat": SENDING},
+    ),
     "counted.py": ("accumulate.py", {"choose_precision(": COUNTING}),
     "overflow.py": ("mixed_precision.py", {"scaler.scale(": OVERFLOW, "schedule.step()": SCALE}),
 }
@@ -132,7 +141,8 @@ def test_the_difference_to_the_stage_stays_small(script: str) -> None:
     """DistributedDataParallel by hand, a captured step, and what splits the network, are longer."""
     done = subprocess.run(["diff", STAGES["ddp"], BEYOND / script], capture_output=True, text=True)
     added = sum(line.startswith(">") for line in done.stdout.splitlines())
-    assert 0 < added <= {"by_hand.py": 34, "captured.py": 31, "fsdp.py": 57}.get(script, 24)
+    longer = {"by_hand.py": 34, "by_hand_overlap.py": 49, "captured.py": 31, "fsdp.py": 57}
+    assert 0 < added <= longer.get(script, 24)
 
 
 @pytest.mark.parametrize("way", ["each", "flat"])
@@ -141,6 +151,15 @@ def test_gradients_averaged_by_hand_train_as_ddp_does(way: str, trained: Callabl
     assert furthest(by_hand.weights, trained("ddp", 2).weights) < ROUNDING
     assert {row["stage"] for row in by_hand.rows} == {f"ddp-by-hand-{way}"}
     assert all(len(set(sums)) == 1 and len(sums) == 2 for sums in checksums(by_hand))
+
+
+@pytest.mark.parametrize("wait", ["late", "at-once"])
+def test_buckets_are_sent_before_the_other_gradients_are_there(wait: str, trained: Callable) -> None:
+    """Those of the linear layers come first, and travel while the convolutions are computed."""
+    by_hand = trained(wait, 2)
+    assert furthest(by_hand.weights, trained("ddp", 2).weights) < ROUNDING
+    sent = [line for line in by_hand.told if line.startswith("sent ")]
+    assert sent == ["sent [10, 128, 1280, 147456]", "sent [4, 8, 36, 288]"] * 2 * 8
 
 
 def test_ranks_that_do_not_average_drift_apart(trained: Callable) -> None:
@@ -164,6 +183,16 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
 def test_micro_batches_exchange_their_gradients_once(trained: Callable) -> None:
     calls, of_the_whole = (trained(name, 2).told.count("exchange") for name in ("accumulate", "whole"))
     assert calls == of_the_whole >= 2 * 8
+
+
+def test_weights_averaged_after_each_step_are_those_of_ddp_and_less_often_they_are_not(
+    trained: Callable,
+) -> None:
+    """In between each rank goes its own way; the momentum of SGD, too, is a mean of the gradients' means."""
+    ddp = trained("ddp", 2).weights
+    assert furthest(trained("every-1", 2).weights, ddp) < ROUNDING
+    assert furthest(trained("every-3", 2).weights, ddp) > 2 * ROUNDING
+    assert {row["settings"] for row in trained("every-3", 2).rows} == {"average_every=3"}
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:
@@ -228,6 +257,20 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
     phases = [line for line in by_hand.told if line.startswith("seconds: ")]
     names = ["replicate", "scatter", "forward", "gather", "backward", "sum"]
     assert [re.findall(r"(\w+) [\d.]+", line) for line in phases] == [names, names]
+
+
+def test_the_programs_of_two_pages_run_on_ranks_of_their_own(script: Script, tmp_path: Path) -> None:
+    """What each rank says of itself, on two ranks; and unequal numbers of batches, which end equal."""
+    told = {}
+    for name, page in (("check", BEYOND.parent / "STARTING.md"), ("join", BEYOND / "README.md")):
+        *_, code = re.findall(r"^```python\n(import.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        (tmp_path / f"{name}.py").write_text(code)
+        told[name] = sorted(succeeded(script(tmp_path / f"{name}.py", ranks=2)).stdout.splitlines())
+    for rank, line in enumerate(told["check"]):
+        assert line.startswith(f"rank {rank} of 2, local rank {rank}, on ")
+        assert "CUDA_VISIBLE_DEVICES=" in line
+    steps, weights = zip(*(line.split(" steps, weight ") for line in told["join"]), strict=True)
+    assert steps == ("rank 0: 3", "rank 1: 5") and len({*weights}) == 1
 
 
 def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:

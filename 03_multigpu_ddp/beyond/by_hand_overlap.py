@@ -1,0 +1,90 @@
+"""Train as by_hand.py does, and send the gradients bucket by bucket while the backward pass goes on.
+
+Try: torchrun --standalone --nproc-per-node=2 by_hand_overlap.py --epochs 2
+"""
+
+from trainkit import batches, data, errors, options, process_group
+from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+class Buckets:
+    """Makes the gradients of a network their means over the ranks, each bucket sent as soon as it is full."""
+
+    def __init__(self, model: nn.Module, at_once: bool, size: int = 2**18) -> None:
+        self.at_once, self.size, self.bucket, self.sent = at_once, size, [], []
+        for weights in model.parameters():
+            weights.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, weights: torch.Tensor) -> None:
+        """Take a gradient that the backward pass has just computed; those of the last layers come first."""
+        self.bucket.append(weights.grad)
+        if sum(gradient.numel() for gradient in self.bucket) >= self.size:
+            self.send()
+
+    def send(self) -> None:
+        """Begin to add up the bucket over the ranks."""
+        flat = torch.cat([gradient.flatten() for gradient in self.bucket])
+        work = dist.all_reduce(flat, async_op=True)  # comes back before the sum is there
+        if self.at_once:
+            work.wait()
+        self.sent.append((self.bucket, flat, work))
+        self.bucket = []
+
+    def finish(self) -> None:
+        """Send what is left, wait for all sums, and put the means in place."""
+        self.send()
+        for bucket, flat, work in self.sent:
+            work.wait()
+            means = flat.div_(dist.get_world_size()).split([gradient.numel() for gradient in bucket])
+            for gradient, mean in zip(bucket, means, strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        self.sent = []
+
+
+def main() -> None:
+    wait = options.own(
+        "late", ("late", "at-once"), None, "for a bucket: before the update, or right after it is sent"
+    )
+    opts = options.parse(__doc__, wait=wait)
+    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
+    opts = opts.for_devices(here.size)
+    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = data.load(opts.dataset, opts.data_dir)
+    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    for weights in model.parameters():
+        dist.broadcast(weights.detach(), src=0)
+    choose_precision(model, opts, train_set)
+    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+
+    buckets = Buckets(model, at_once=opts.wait == "at-once")
+    run = Run(
+        f"ddp-by-hand-{opts.wait}", opts, here, train_set, model, optimizer, schedule, devices=here.size
+    )
+    for epoch in run.epochs():  # goes on where an earlier run stopped
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            buckets.finish()
+            optimizer.step()
+            schedule.step()
+            run.add(loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+    run.finish()
+    process_group.leave()
+
+
+if __name__ == "__main__":
+    errors.run(main)
