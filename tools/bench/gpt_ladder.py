@@ -3,12 +3,11 @@
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
 Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a separate process, with its own time limit
-(6 minutes together). Its row is printed and written as soon as it is known, to the CSV and to a table next to
-it for the page, FILE.md. A failed section has its error instead of numbers. Name sections to run only these.
+(6 minutes together). Its row is written to the CSV as soon as it is known; the table of all is printed at the
+end. A failed section has its error instead of numbers. Name sections to run only these.
 """
 
 import csv
-import math
 import os
 import signal
 import subprocess
@@ -101,14 +100,23 @@ def _run(command: list[str], limit: int, log: Path) -> str:
     return (lines or [""])[-1] or f"exit code {code}" if code else ""
 
 
-def in_table(row: dict[str, object], first: dict[str, object]) -> str:
-    """Lay out a row of the table for people."""
-    if "error" in row:
-        return f"| {row['section']} | {row['error']} | | | |"
-    gain = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}" if "error" not in first else "-"
-    mfu = "-" if math.isnan(row["mfu_percent"]) else row["mfu_percent"]
-    cells = f"{row['tokens_per_s']:,}", gain, mfu, f"{row['peak_memory_mb'] / 1000:.1f}"
-    return "| " + " | ".join(map(str, (row["section"], *cells))) + " |"
+def table(path: Path) -> str:
+    """Lay out the CSV as a table for people."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        "| what | tokens/s | times the first | MFU % | peak memory GB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        if row["error"]:
+            lines.append(f"| {row['section']} | {row['error']} | | | |")
+            continue
+        speed, first, peak = row["tokens_per_s"], rows[0]["tokens_per_s"], row["peak_memory_mb"]
+        gain = f"{int(speed) / int(first):.2f}" if first else "-"
+        mfu = row["mfu_percent"].replace("nan", "-")
+        lines.append(f"| {row['section']} | {int(speed):,} | {gain} | {mfu} | {int(peak) / 1000:.1f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -118,11 +126,6 @@ def main() -> None:
     names = [section.name for section in SECTIONS]
     parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
-    table = [
-        "| what | tokens/s | times the first | MFU % | peak memory GB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    print(*table, sep="\n", flush=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:
@@ -131,15 +134,13 @@ def main() -> None:
             if chosen.smoke:
                 section = section._replace(steps=3, limit=300)
             rows.append(measure(section, TINY if chosen.smoke else LARGE, Path(folder)))
-            table.append(in_table(rows[-1], rows[0]))
-            print(table[-1], flush=True)
             chosen.out.parent.mkdir(parents=True, exist_ok=True)
             with files.replacing(chosen.out) as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
-            with files.replacing(chosen.out.with_suffix(".md")) as file:
-                file.write("\n".join(table) + "\n")
+            print(f"{section.name}: {rows[-1].get('error') or 'done'}", file=sys.stderr, flush=True)
+    print(table(chosen.out))
 
 
 if __name__ == "__main__":
