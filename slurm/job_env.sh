@@ -13,6 +13,8 @@
 
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
+[[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
+    fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
 plain="" needed=(torch numpy tqdm psutil filelock trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1 needed=(trainkit)
@@ -21,6 +23,7 @@ else
 fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate
+type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
 

@@ -10,7 +10,7 @@ What runs or waits stays, and so does everything whose state is not known. CSVs 
 
 from contextlib import suppress
 
-from trainkit.jobs import housekeeping, slurm
+from trainkit.jobs import housekeeping
 from trainkit.jobs.site import read_site
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
@@ -39,7 +39,7 @@ def main() -> int:
         return 0
     if not options.remove:
         _print_table([("job", "last change", "size", "state", ""), *(one.row(jobs_dir) for one in folders)])
-        print(f"\n{len(folders)} folders in {slurm.printable(str(jobs_dir))}; --remove removes {len(old)}")
+        print(f"\n{len(folders)} folders in {errors.printable(str(jobs_dir))}; --remove removes {len(old)}")
         return 0
     problems = 0
     for folder in old:

@@ -32,6 +32,8 @@ site_problem() {
                 echo "problem: it sets a trap: leave that to the job"
             elif [[ $(jobs -p) ]]; then
                 echo "problem: it leaves a process behind: start that in activate_environment"
+            elif [[ $(readonly -p) =~ \ (TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT))= ]]; then
+                echo "problem: it makes ${BASH_REMATCH[1]} read-only, and jobs set that: leave it out"
             else
                 echo "read to its end"
             fi' bash "$1" 2>&1
@@ -48,10 +50,12 @@ site_problem() {
     fi
 }
 
+type env grep sed timeout >/dev/null 2>&1 || fail "the usual commands are not on PATH ('${PATH-}'): give /usr/bin:/bin, too."
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
     [[ -f $site && -r $site ]] ||
         fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): fix or remove it."
+    [[ ! -s $site ]] || LC_ALL=C grep -qI '' "$site" || fail "slurm/site.sh is no text: write it anew, from site.example.sh."
     [[ $(<"$site") != *$'\r'* ]] ||
         fail "slurm/site.sh has the line ends of Windows, which are text to bash: sed -i 's/\r\$//' slurm/site.sh"
     problem=$(bash -n "$site" 2>&1) ||

@@ -112,16 +112,16 @@ def write(data_dir: Path, shards: int) -> list[Path]:
     """Write the shards that are not there yet; returns all: the text for validation, then those to train on.
 
     Raises:
-        UserError: if they cannot be written.
+        UserError: if they cannot be written, or a file that is there was not written by this.
     """
     folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # another grammar, another text
     paths = [folder / f"{name}.uint16" for name in ("validation", *map("{:05}".format, range(shards)))]
+    sizes = {path: SHARD if path != paths[0] else VALIDATION_TOKENS for path in paths}
     missing = [path for path in paths if not path.exists()]
     if missing:
         files.check_writable(folder, "the text", "give another --data-dir.")
     for path in missing:
-        count = VALIDATION_TOKENS if path.stem == "validation" else SHARD
-        text = np.fromiter(tokens(path.stem), np.uint16, count)
+        text = np.fromiter(tokens(path.stem), np.uint16, sizes[path])
         try:
             with files.replacing(path, "wb") as file:
                 file.write(text.tobytes())
@@ -129,8 +129,18 @@ def write(data_dir: Path, shards: int) -> list[Path]:
             raise errors.UserError(
                 f"{path} cannot be written ({error.strerror}): free the space, or give another --data-dir."
             ) from None
+    for path in paths:
+        if not _is_whole(path, sizes[path]):
+            raise errors.UserError(f"{path} is no text of this program: remove it, and it is written again.")
     startup.mark("data")
     return paths
+
+
+def _is_whole(path: Path, count: int) -> bool:
+    """Return whether the file has so many tokens, all of them words."""
+    if not path.is_file() or path.stat().st_size != 2 * count:
+        return False
+    return int(np.memmap(path, np.uint16, mode="r").max()) < len(WORDS)
 
 
 class Text:

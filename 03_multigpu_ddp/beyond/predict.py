@@ -70,7 +70,7 @@ def main() -> None:
     write(args.out, names, digits, probabilities)
     if labels is None:
         for path, digit, chances in zip(args.images, digits, probabilities, strict=True):
-            errors.tell(f"{errors.printable(str(path))}: {digit} ({100 * chances[digit]:.1f} %)")
+            errors.tell(f"{path}: {digit} ({100 * chances[digit]:.1f} %)")
     else:
         correct = (digits == labels).sum().item()
         errors.tell(f"accuracy {100 * correct / len(labels):.2f} %: {correct} of {len(labels)} test images")

@@ -36,7 +36,7 @@ class Cluster:
         file = folder(name) / "cluster.json"
         types = {field.name: field.type for field in fields(cls)}
         try:
-            facts = json.loads(file.read_bytes())
+            facts = json.loads(file.read_bytes() if file.is_file() else "")
             fits = {fact: type(value) for fact, value in facts.items()} == types
         except (OSError, ValueError, AttributeError, RecursionError):
             fits = False

@@ -15,7 +15,7 @@ import pandas as pd
 
 from trainkit.compare import packed, peaks, trust
 from trainkit.runtime.errors import UserError, printable
-from trainkit.runtime.files import check_regular
+from trainkit.runtime.files import read_text
 from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
@@ -27,7 +27,7 @@ CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
-LONGEST_VERDICT = 2**20  # characters
+LARGEST_VERDICT = 2**20  # bytes
 WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
@@ -291,9 +291,7 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
     if not run_ids or not file.exists():
         return {}
     try:
-        check_regular(file)
-        with file.open(encoding="utf-8") as opened:
-            facts = json.loads(opened.read(LONGEST_VERDICT))
+        facts = json.loads(read_text(file, LARGEST_VERDICT))
         verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
         found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
         known = {run_id: joules for run_id, joules in found.items() if joules is not None}

@@ -5,13 +5,14 @@ column `run_id` before the others, and `runs.monitor.json` has the verdicts by i
 """
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
 
 from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import replacing
+from trainkit.runtime.files import read_text, replacing
 from trainkit.schema import records
 
 TABLES = {".csv": {"sep": ","}, ".ranks.tsv": {"sep": "\t"}, ".metrics.tsv": {"sep": "\t"}}  # by suffix
@@ -49,7 +50,8 @@ def pack(folder: Path) -> None:
             _write(folder.with_name(folder.name + suffix), of_all, cells)
     if any(verdicts.values()):
         known = {run_id: verdict for run_id, verdict in verdicts.items() if verdict}
-        folder.with_name(folder.name + VERDICT).write_text(json.dumps({OF_RUNS: known}, indent=1))
+        with replacing(folder.with_name(folder.name + VERDICT)) as lines:
+            json.dump({OF_RUNS: known}, lines, indent=1)
 
 
 def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
@@ -68,11 +70,11 @@ def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
 
 
 def _verdict(file: Path) -> dict[str, object] | None:
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except ValueError:
+    try:
+        return dict(json.loads(read_text(file)))
+    except (OSError, ValueError, TypeError, RecursionError):
         raise UserError(f"{file}: not packed, it is damaged.") from None
 
 

@@ -33,7 +33,7 @@ from trainkit.jobs.site import Site
 from trainkit.jobs.stages import STAGES
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.errors import UserError, printable, reason, tell
+from trainkit.runtime.errors import UserError, reason, tell
 from trainkit.schema import records
 from trainkit.schema.columns import DDP
 
@@ -56,7 +56,7 @@ def main() -> int:
             nodes = ", ".join(dict.fromkeys(finding.node for finding in alike if finding.node))
             ranks = ", ".join(str(finding.rank) for finding in alike if finding.rank is not None)
             where = f"{f'rank {ranks} on ' if ranks else ''}{nodes}: " if nodes else ""
-            tell(f"{LABELS[level]:8} {check:12} {where}{printable(message)}")
+            tell(f"{LABELS[level]:8} {check:12} {where}{message}")
             if fix:
                 tell(f"{'':21} fix: {fix}")
     count = {level: sum(finding.level == level for finding in found) for level in LABELS}

@@ -118,7 +118,7 @@ class SlurmHandle(Handle):
         if state == "UNKNOWN":
             if time.monotonic() - self.answered_at > PATIENCE_SECONDS:
                 later = f"the job may well go on, so look again later, with squeue --jobs={self.job_id}"
-                raise UserError(f"Slurm does not answer ({printable(reason)}): {later}")
+                raise UserError(f"Slurm does not answer ({reason}): {later}")
             return State("unknown", reason)
         self.answered_at = time.monotonic()
         if reason == "launch_failed_requeued_held":

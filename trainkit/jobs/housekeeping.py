@@ -116,7 +116,7 @@ def _state_here(job: Path) -> str:
         with suppress(OSError):  # it has ended, or is another user's
             if mark in environment.read_bytes().split(b"\0"):
                 return "RUNNING"
-    nodes = {note.read_text().strip() for note in job_folder.notes(job, "started").values()}
+    nodes = {job_folder.read(note) for note in job_folder.notes(job, "started").values()}
     nodes |= {path.stem for path in (job / samples.FOLDER).glob("*.csv")}
     return "ended" if nodes <= {os.uname().nodename} else UNKNOWN
 

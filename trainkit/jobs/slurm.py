@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.errors import UserError
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 
@@ -137,7 +137,7 @@ def check_path(path: Path) -> None:
     """
     if not str(path).isprintable() or re.search(r"[%\\]", str(path)):
         raise UserError(
-            f"Slurm cannot write logs to {printable(str(path))} (it has %, a backslash, control characters "
+            f"Slurm cannot write logs to {path} (it has %, a backslash, control characters "
             "or no UTF-8 in its name): rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
         )
 

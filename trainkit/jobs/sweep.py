@@ -25,7 +25,8 @@ from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
-from trainkit.runtime.errors import UserError, first_line, printable
+from trainkit.runtime import job_folder
+from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
@@ -195,9 +196,9 @@ class Sweep:
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)
-        elif (was := known.read_text(errors="replace")) != mine:
+        elif (was := job_folder.read(known)) != mine:
             raise UserError(
-                f"{self.folder} belongs to a sweep with the options {printable(was[:1000])}, not {mine}: "
+                f"{self.folder} belongs to a sweep with the options {was[:1000]}, not {mine}: "
                 "its rows could not be compared with these. Give another --out."
             )
         return lock

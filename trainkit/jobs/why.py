@@ -37,7 +37,7 @@ class Evidence:
         self._folder, self._launcher = folder, launcher
         self._lines = list(filter(TELLS.search, printed))  # a log may have millions of others
         silent = job_folder.notes(folder, "started")
-        self._nodes = {rank: note.read_text().strip() for rank, note in silent.items()}
+        self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
     def reasons(self) -> list[str]:
@@ -54,7 +54,7 @@ class Evidence:
     def _told_by_a_rank(self) -> str | None:
         """Return the note of the rank that failed first; on a full disk there is none."""
         notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
-        lines = (line for note in notes if note for line in note.read_text(errors="replace").splitlines())
+        lines = (line for note in notes if note for line in job_folder.read(note).splitlines())
         return next(filter(None, lines), None)
 
     def _deaths(self) -> Iterator[str | None]:

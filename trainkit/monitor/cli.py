@@ -27,7 +27,7 @@ from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import REPOSITORY
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.errors import UserError, first_line, printable, tell
+from trainkit.runtime.errors import UserError, first_line, tell
 from trainkit.runtime.files import check_writable
 from trainkit.schema import samples
 
@@ -61,7 +61,7 @@ def main(own_job: str | None) -> int:
         from trainkit.monitor import timeline
 
         folder = _find_samples(own.plot)
-        print(timeline.draw(folder, own.out or folder / "timeline.png"))
+        tell(timeline.draw(folder, own.out or folder / "timeline.png"))
     else:
         from trainkit.monitor import waste
 
@@ -105,12 +105,12 @@ def _find_samples(job: str) -> Path:
             )
         folder = found[-1]
     if not folder.is_dir():
-        raise UserError(f"there is no folder {printable(job)}: give a job's number or folder.")
+        raise UserError(f"there is no folder {job}: give a job's number or folder.")
     if (folder / samples.FOLDER).is_dir():
         folder /= samples.FOLDER
     elif not any(folder.glob("*.csv")):
         raise UserError(
-            f"job {printable(job)} was not sampled (SITE_MONITOR=off?): while it runs in Slurm, "
+            f"job {job} was not sampled (SITE_MONITOR=off?): while it runs in Slurm, "
             "`python slurm/monitor.py --attach <number>` does it."
         )
     return folder
@@ -131,9 +131,7 @@ def _run(command: list[str]) -> int:
         child = subprocess.Popen(command, env=os.environ | mine)
     except OSError as error:
         shutil.rmtree(job)
-        raise UserError(
-            f"{printable(command[0])} cannot be run ({error.strerror}): correct the command."
-        ) from None
+        raise UserError(f"{command[0]} cannot be run ({error.strerror}): correct the command.") from None
     for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal also sends them to the command
         signal.signal(number, signal.SIG_IGN)
     for number in HANDED_ON:
@@ -194,7 +192,7 @@ def _attach(job: int) -> None:
         raise UserError(f"no Slurm here ({why}): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
     if facts["JobState"] != "RUNNING":
-        told = ", ".join(filter(None, (facts["JobState"], printable(facts.get("Reason", "")))))
+        told = ", ".join(filter(None, (facts["JobState"], facts.get("Reason", ""))))
         raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
     if "monitor" in steps:
@@ -222,8 +220,8 @@ def _attach(job: int) -> None:
             step.wait(VERDICT_SECONDS)
         step.terminate()
     if not any(folder.glob("*.csv")):
-        last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-        raise UserError(f"job {job} could not be sampled: {printable(last) or 'the step failed'}")
+        last = job_folder.read(folder / "log").rpartition("\n")[2]
+        raise UserError(f"job {job} could not be sampled: {last or 'the step failed'}")
     _keep_and_tell(folder, f"job {job}", job)
 
 

@@ -87,10 +87,11 @@ def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
             if word.isdecimal():
                 found[int(word)] = nvml.nvmlDeviceGetHandleByIndex(int(word))
             else:
-                gpu = nvml.nvmlDeviceGetHandleByUUID(_whole_name(nvml, word))
-                found[place if word.startswith("MIG-") else nvml.nvmlDeviceGetIndex(gpu)] = gpu
+                is_slice = word.startswith("MIG-")
+                gpu = nvml.nvmlDeviceGetHandleByUUID(word if is_slice else _whole_name(nvml, word))
+                found[place if is_slice else nvml.nvmlDeviceGetIndex(gpu)] = gpu
         except nvml.NVMLError:
-            if chosen is not None:
+            if chosen is not None and not word.startswith("MIG-"):
                 break  # else a card that is lost, or that this user may not see
     return found
 

@@ -26,7 +26,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """Return the text without control sequences: it may quote a file, or another program."""
-        return "\n".join(map(printable, super().__str__().split("\n")))
+        return _printable_lines(super().__str__())
 
 
 class PeerError(UserError):
@@ -64,7 +64,7 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
         raise
     except Exception as error:
-        if told := _told_by_pytorch(error):
+        if told := _in_a_sentence(error):
             fail(told)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others refer to it instead of adding a traceback each.
@@ -91,6 +91,8 @@ def quiet_without_run() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, UserError):
             print(f"error{_which_rank()}: {error}", file=sys.stderr)
+        elif lacks := _no_memory(error):
+            print(f"error{_which_rank()}: {lacks}", file=sys.stderr)
         elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
 
@@ -101,7 +103,7 @@ def tell(text: str | None = None) -> None:
     """Print, and go on even if that fails: `| head` has ended, or the log's disk is full."""
     try:
         if text is not None:
-            print(text)
+            print(_printable_lines(text))
         if sys.stdout:
             sys.stdout.flush()
     except OSError:
@@ -110,7 +112,7 @@ def tell(text: str | None = None) -> None:
 
 def fail(text: str, state: str = "failed") -> NoReturn:
     """End the process with this error, from any thread of a rank, whatever the others are stuck in."""
-    text = f"error{_which_rank()}: {text}"
+    text = _printable_lines(f"error{_which_rank()}: {text}")
     note(state, text)
     tell()
     if rank_of() is None and threading.current_thread() is threading.main_thread():
@@ -139,13 +141,27 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
 def _which_rank() -> str:
     """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
     return f" on rank {rank_of()}" if rank_of() else ""
 
 
-def _told_by_pytorch(error: Exception) -> str | None:
-    """Explain a full GPU or /dev/shm, or a network that was used in part; None for other errors."""
+def _no_memory(error: BaseException) -> str | None:
+    if isinstance(error, MemoryError) or re.search("failed to map segment|an't allocate memory", str(error)):
+        return "this process may not have more memory: raise `ulimit -v`, or ask Slurm for more with --mem."
+    return None
+
+
+def _in_a_sentence(error: Exception) -> str | None:
+    """Explain a path, full memory, or a network that was used in part; None for other errors."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename} cannot be read or written ({error.strerror}): give another path, or repair it."
+    if lacks := _no_memory(error):
+        return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "out of memory" in text or "ALLOC_FAILED" in text:
         return (

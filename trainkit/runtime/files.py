@@ -38,22 +38,33 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise a ValueError if there is no such file, or if it has no end, as a pipe."""
+    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe.
+
+    Raises:
+        OSError: if its links lead nowhere, or its name is too long.
+    """
     if not path.is_file():
-        raise ValueError("it is not a regular file" if path.exists() else "there is no such file")
+        if not os.path.lexists(path):
+            raise ValueError("there is no such file")
+        path.stat()
+        raise ValueError("it is not a regular file")
 
 
-def read_text(path: Path, most: int = 10**6) -> str:
-    """Read a small file from any source; what is not UTF-8 becomes a question mark.
+def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
+    """Read a file from any source; what is not UTF-8 becomes a question mark.
+
+    Args:
+        most: bytes that it may have.
+        errors: "strict" refuses what is not UTF-8.
 
     Raises:
         ValueError: if there is no such file, if it has no end, or more than `most` bytes.
         OSError: if it cannot be read.
     """
     check_regular(path)
-    if (size := path.stat().st_size) > most:
-        raise ValueError(f"it has {size:,} bytes, where {most:,} are the most")
-    return path.read_text(encoding="utf-8", errors="replace")
+    if path.stat().st_size > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def check_writable(folder: Path, what: str, fix: str) -> None:

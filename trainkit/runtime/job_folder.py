@@ -22,6 +22,7 @@ from trainkit.runtime.place import rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN = "plain"
+LONGEST_NOTE = 10**6  # characters
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
 
@@ -58,6 +59,15 @@ def notes(folder: Path, *states: str) -> dict[int, Path]:
     return dict(sorted((int(name[1]), path) for path, name in found.items() if name and name[2] in states))
 
 
+def read(note: Path) -> str:
+    """Return what a note says; "" if it is not there, or is no file: anybody may have put it there."""
+    with suppress(OSError):
+        if note.is_file():  # a pipe would be waited for
+            with note.open(errors="replace") as file:
+                return file.read(LONGEST_NOTE).strip()
+    return ""
+
+
 def first_failed(folder: Path) -> Path | None:
     """Return the note of the rank that failed first."""
     first = folder / "first-failed"
@@ -78,4 +88,4 @@ def note_stop(checkpoints: Path) -> None:
 def stopped(folder: Path) -> str | None:
     """Return where this job's run saved before a signal stopped it; None if none was stopped."""
     path = folder / "stopped"
-    return path.read_text().strip() if path.exists() else None
+    return read(path) if path.exists() else None

@@ -1,6 +1,7 @@
 """DDP from a notebook or a REPL: `trainkit.launch(train, workers=2)` calls train in fresh processes."""
 
 import codecs
+import ctypes
 import linecache
 import math
 import os
@@ -148,6 +149,9 @@ def _failed(ranks: list[subprocess.Popen], folder: Path) -> list[int]:
 
 def _rank(folder: Path) -> None:
     """Call train in this process, which is one of the ranks."""
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGCONT
+    )  # one that is stopped is woken by the caller's end, and ends, too
     threading.Thread(target=_end_with_the_caller, args=[folder], daemon=True).start()
     # Whole lines, as all ranks write into one pipe: PYTHONUNBUFFERED would send line ends separately.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import check_regular, check_writable, replacing
+from trainkit.runtime.files import check_writable, read_text, replacing
 from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, text
 
 SCHEMA_VERSION = 1
@@ -260,10 +260,8 @@ def _read(
     path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
 ) -> list[dict[str, object]]:
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-        check_regular(path)
-        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), **dialect)
+        content = read_text(path, LARGEST_FILE, errors="strict")
+        lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
         rows = []
         for line in lines:
             where = f"line {lines.line_num}"

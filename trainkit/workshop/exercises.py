@@ -97,14 +97,13 @@ class Exercise:
         process = multiprocessing.get_context("fork").Process(target=self._answer, args=(theirs, patience))
         process.start()
         theirs.close()
+        seen = Wrong("Your program ended the check: by an `exit`, or for lack of memory?")
         try:
             if not wait([ours, process.sentinel], patience):
-                raise Wrong(TOO_LONG)
-            if not ours.poll():
-                raise EOFError
-            seen = ours.recv()
-        except EOFError:
-            raise Wrong("Your program ended the check: by an `exit`, or for lack of memory?") from None
+                seen = Wrong(TOO_LONG)
+            elif ours.poll():
+                with suppress(EOFError):
+                    seen = ours.recv()
         finally:
             for kill in (os.killpg, os.kill):  # with the ranks it started
                 with suppress(ProcessLookupError):
@@ -230,7 +229,8 @@ def main(folder: Path, description: str) -> int:
     """Do what the command line of the exercises in `folder` asks for; return the exit code.
 
     Raises:
-        UserError: if there is no such exercise, or its files cannot be read or written.
+        UserError: if there is no such exercise, or a file cannot be read.
+        OSError: if one cannot be written.
     """
     parser = Parser(description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -241,15 +241,11 @@ def main(folder: Path, description: str) -> int:
         if command == "solution":
             with_name.add_argument("--yes", action="store_true", help="show it without asking")
     args = parser.parse_args()
-    try:
-        workbook = Workbook(folder)
-        for exercise in workbook.exercises:
-            exercise.begin()
-        if args.command:
-            return args.act(workbook, workbook.find(args.name), args)
-    except OSError as error:
-        what = error.filename or folder
-        raise UserError(f"{what} cannot be read or written ({error.strerror}): repair that.") from None
+    workbook = Workbook(folder)
+    for exercise in workbook.exercises:
+        exercise.begin()
+    if args.command:
+        return args.act(workbook, workbook.find(args.name), args)
     tell(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
