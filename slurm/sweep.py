@@ -16,7 +16,7 @@ from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
 from trainkit.rank.options import MOST_IMAGES
 from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, above_0, at_least, list_of, one_of, time_limit
+from trainkit.runtime.command_line import Parser, above_0, at_least, given, list_of, one_of, time_limit
 from trainkit.runtime.errors import UserError
 
 NOTES = """\
@@ -152,10 +152,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="of single, dp and ddp (default: all)",
     )
     trainings.add_argument(
-        "--script", metavar="FILE.py", help="your own training instead, one process per GPU as in ddp"
-    )
+        "--script", metavar="FILE.py", type=given,
+        help="your own training instead, one process per GPU as in ddp",
+    )  # fmt: skip
     trainings.add_argument(
-        "--plain", metavar="FILE.py",
+        "--plain", metavar="FILE.py", type=given,
         help="a script that does not use the kit, on each of --gpus; after it come its own arguments "
         "(YOUR_TRAINING.md)",
     )  # fmt: skip

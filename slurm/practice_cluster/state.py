@@ -36,7 +36,8 @@ class Cluster:
         file = folder(name) / "cluster.json"
         types = {field.name: field.type for field in fields(cls)}
         try:
-            facts = json.loads(file.read_bytes() if file.is_file() else "")
+            with (file if file.is_file() else Path(os.devnull)).open("rb") as saved:
+                facts = json.loads(saved.read(10**6))
             fits = {fact: type(value) for fact, value in facts.items()} == types
         except (OSError, ValueError, AttributeError, RecursionError):
             fits = False

@@ -16,7 +16,8 @@ ENDS = f"{FAILS}it ends the shell that reads it (exit, exec, or a command that f
 BAD = {
     b"export SBATCH_PARTITION=practice\r\n": "slurm/site.sh has the line ends of Windows",
     b"if true; do\n": "slurm/site.sh is not valid shell code, correct it: ",
-    b"\x7fELF\x00\x01": "slurm/site.sh is not valid shell code, correct it: ",
+    b"\x7fELF\x00\r\n\x01": "slurm/site.sh is no text",
+    b"readonly DATA_DIR=/here\n": f"{FAILS}it makes DATA_DIR read-only",
     b"echo $NOT_SET_ANYWHERE\n": f"{FAILS}{{}}/slurm/site.sh: line 1: NOT_SET_ANYWHERE: unbound variable",
     b"module load cuda\n": f"{FAILS}{{}}/slurm/site.sh: line 1: module: command not found",
     b"false\n": f"{ENDS}1",

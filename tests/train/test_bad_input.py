@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 from checkout import Checkout
-from conftest import BEYOND, STAGES, Script, failed, one_error, rows_of, start_stage
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, Script, failed, one_error, rows_of, start_stage
+from forking import Forking
 
 from trainkit.rank import sharded, staging
 
@@ -39,6 +40,16 @@ ALONE = [
 def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script: Script) -> None:
     assert sentence in one_error(script("single", "--results-dir", tmp_path, *arguments))
     assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["slurm/monitor.py --verdict", "tools/pack_runs.py", "03_multigpu_ddp/submit.py --dry-run --script"],
+)
+def test_a_name_that_is_too_long(command: str, forking: Forking) -> None:
+    program, *options = command.split()
+    told = one_error(forking.run(REPOSITORY / program, *options, "x" * 5000, env=ENVIRONMENT))
+    assert told.startswith("error: ") and "cannot be read or written (File name too long)" in told
 
 
 OF_OTHERS = [

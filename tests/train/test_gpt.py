@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import random
 import re
 import subprocess
@@ -28,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.rank import sharded
+from trainkit.runtime.errors import UserError
 from trainkit.schema import records
 
 pytestmark = pytest.mark.skipif(
@@ -138,6 +140,22 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
     assert told["lowest_possible_loss"] == pytest.approx(floor, rel=1e-5)
     assert told["tokens_per_s"] == pytest.approx(32 * row["images_per_s"], rel=1e-5)
     assert math.isnan(told["mfu_percent"])  # of a CPU no peak is known
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:-1], lambda text: b"\xff" * len(text), None])
+def test_a_shard_of_another_program_is_refused(
+    damage: Callable[[bytes], bytes] | None, gpt_data: ModuleType, tmp_path: Path
+) -> None:
+    """One that is cut, tokens that are no words, and a pipe, which would be waited for."""
+    _, shard = gpt_data.write(tmp_path, 1)
+    text = shard.read_bytes()
+    shard.unlink()
+    if damage:
+        shard.write_bytes(damage(text))
+    else:
+        os.mkfifo(shard)
+    with pytest.raises(UserError, match=f"{shard} is no text of this program: remove it"):
+        gpt_data.write(tmp_path, 1)
 
 
 def test_the_text_costs_what_its_grammar_says(gpt_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from checkout import wait_until
 from conftest import ENVIRONMENT
@@ -169,9 +170,13 @@ def test_a_rank_that_ends_too_early_ends_the_others(end: Callable, sentence: str
     assert not alive(sleeper.name)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    ("how", "stopped"),
+    [(signal.SIGINT, False), (signal.SIGKILL, False), (signal.SIGKILL, True)],
+    ids=["interrupted", "killed", "killed while its ranks are stopped"],
+)
 def test_no_rank_outlives_its_caller(
-    how: signal.Signals, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    how: signal.Signals, stopped: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Neither one that does not obey SIGTERM, nor a process that a rank has started, nor a file of theirs."""
     command, files = [sys.executable, "-c", SLEEPS, tmp_path], tmp_path_factory.mktemp("files")
@@ -179,6 +184,8 @@ def test_no_rank_outlives_its_caller(
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
         try:
             wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
+            for rank in psutil.Process(caller.pid).children() if stopped else ():
+                rank.suspend()
             caller.send_signal(how)
             said, _ = caller.communicate(timeout=60)
         finally:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainkit.compare import comparison
+from trainkit.jobs.why import Evidence
 from trainkit.rank import options
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.epoch import PartialEpoch
+from trainkit.runtime import errors, job_folder
 from trainkit.runtime.errors import STOP_SIGNALS, UserError
 from trainkit.schema import samples
 from trainkit.workshop.exercises import PROGRESS, Workbook
@@ -125,6 +128,20 @@ def state(tmp_path: Path) -> Iterator[dict]:
         signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.write_bytes(b"\xff\x1b[2J")])
+def test_a_note_that_no_rank_has_left(tmp_path: Path, put: Callable[[Path], object]) -> None:
+    """A pipe would be waited for."""
+    for name in ("rank-0.started", "rank-1.failed", "stopped"):
+        put(tmp_path / name)
+    assert Evidence(tmp_path, []).reasons()
+    assert job_folder.stopped(tmp_path) is not None
+
+
+def test_what_is_told_commands_no_terminal(capsys: pytest.CaptureFixture) -> None:
+    errors.tell("results: \x1b[2J\n\tnext")
+    assert capsys.readouterr().out == "results: \\x1b[2J\n        next\n"
+
+
 @many
 @given(st.data())
 def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
@@ -145,3 +162,9 @@ def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, val
     forged = state | {name: state[name] | value if isinstance(value, dict) else value}
     with pytest.raises(UserError, match="does not fit this training"):
         resume(tmp_path, forged)
+
+
+def test_a_learning_rate_that_no_training_has(state: dict, tmp_path: Path) -> None:
+    state["optimizer"]["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(UserError, match=r"its learning rate is -1.0"):
+        resume(tmp_path, state)

@@ -1,6 +1,7 @@
 """Many runs in one CSV, by tools/pack_runs.py: read as the folder was, and taken apart again to the byte."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -77,6 +78,11 @@ def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_p
         file.write_text("{broken off")
         with pytest.raises(UserError, match=rf"^{file}: not (read|packed), "):
             packed.pack(folder)
+        file.unlink()
+        os.mkfifo(file)  # it would be waited for
+        with pytest.raises(UserError, match=rf"^{file}: not (read|packed), "):
+            packed.pack(folder)
+        file.unlink()
         file.write_text(before)
     table = pd.read_csv(one, dtype=str, keep_default_na=False).drop(columns="model")  # as of before
     table.to_csv(one, index=False)

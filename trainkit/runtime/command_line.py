@@ -75,6 +75,13 @@ def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
     return lambda text: tuple(kind(part.strip()) for part in text.split(","))
 
 
+def given(text: str) -> str:
+    """An argparse type: text, and not that of a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a name, or leave out the option")
+    return text
+
+
 def one_of(words: Iterable[str]) -> Callable[[str], str]:
     """Return an argparse type: one of `words`, for use in a `list_of`."""
 

@@ -159,7 +159,7 @@ def _no_memory(error: BaseException) -> str | None:
 def _in_a_sentence(error: Exception) -> str | None:
     """Explain a path, full memory, or a network that was used in part; None for other errors."""
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename} cannot be read or written ({error.strerror}): give another path, or repair it."
+        return f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
     if lacks := _no_memory(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""

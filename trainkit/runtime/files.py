@@ -22,7 +22,7 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     Raises:
         OSError: if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     # A name that is not UTF-8 must not end a run.
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
     try:
