@@ -167,6 +167,8 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
 
         collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
     else:
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
         # As if the input had ended. A job script blocks the signal, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
         mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}

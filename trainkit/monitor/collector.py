@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.monitor.gpus import Gpus
 from trainkit.monitor.processes import Processes
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import reason
 from trainkit.schema import samples
 
@@ -61,10 +62,7 @@ class _Notes:
 
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
-        self._told: set[str] = set()
-        self._untold = ""
-        with suppress(OSError):
-            self._told |= set(path.read_text(errors="replace").splitlines())
+        self._told, self._untold = set(job_folder.read(path).splitlines()), ""
 
     def tell(self, sentence: str) -> None:
         line = f"{self._node}: {sentence}"

@@ -78,9 +78,7 @@ class SampledJob:
         usual = seconds.groupby([table[name] for name in ONE]).transform("median")
         self.table = table.assign(seconds=seconds[seconds.between(1e-9, (3 * usual).clip(lower=GAP))])
         self.rows = _by_place(self.table)
-        self.trainings, self.notes = [], []
-        with suppress(OSError):
-            self.notes = (folder / samples.NOTES).read_text(errors="replace").splitlines()
+        self.trainings, self.notes = [], job_folder.read(folder / samples.NOTES).splitlines()
         for path in samples.runs(folder):
             try:
                 self.trainings.append(TrainingRecord(path))
