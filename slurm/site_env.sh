@@ -50,12 +50,12 @@ site_problem() {
     fi
 }
 
-type env grep sed timeout >/dev/null 2>&1 || fail "the usual commands are not on PATH ('${PATH-}'): give /usr/bin:/bin, too."
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
+    type timeout >/dev/null 2>&1 || fail "the usual commands are not on PATH ('${PATH-}'): give /usr/bin:/bin, too."
     [[ -f $site && -r $site ]] ||
         fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): fix or remove it."
-    [[ ! -s $site ]] || LC_ALL=C grep -qI '' "$site" || fail "slurm/site.sh is no text: write it anew, from site.example.sh."
+    ! IFS= read -r -d '' _ <"$site" || fail "slurm/site.sh is no text: write it anew, from site.example.sh."
     [[ $(<"$site") != *$'\r'* ]] ||
         fail "slurm/site.sh has the line ends of Windows, which are text to bash: sed -i 's/\r\$//' slurm/site.sh"
     problem=$(bash -n "$site" 2>&1) ||
