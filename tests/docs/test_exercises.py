@@ -257,7 +257,7 @@ def test_a_mistake_on_the_command_line_gets_a_sentence(
             "class E(Exception):\n    __str__ = None\nraise E",
             "ends in line 3 with E.",
         ),
-        ("clock.py", "import os\nos._exit(0)", "ended the check: by an `exit`, or for want"),
+        ("clock.py", "import os\nos._exit(0)", "ended the check: by an `exit`, or for lack"),
         ("clock.py", "#" * 10**7, "it has more than 1,000,000 bytes"),
         ("clock.py", "", "has no `images_per_second` any more"),
         ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program gives it"),
