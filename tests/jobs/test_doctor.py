@@ -310,7 +310,7 @@ GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2, 4)  # of two t
         (
             {"cores": 1},
             CORES,
-            "fault: asked for 8 cores and may run on 1 -> also give --cpus-per-task to srun",
+            "fault: asked for 8 cores and may run on 1 -> give --cpus-per-task to srun",
         ),
         ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores and may run on 8"),
         ({"SLURM_CPUS_PER_TASK": 1}, CORES, "fault: 1 CPU(s) per task for the training and 4 loader workers"),
