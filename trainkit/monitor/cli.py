@@ -61,7 +61,7 @@ def main(own_job: str | None) -> int:
         from trainkit.monitor import timeline
 
         folder = _find_samples(own.plot)
-        tell(timeline.draw(folder, own.out or folder / "timeline.png"))
+        tell(str(timeline.draw(folder, own.out or folder / "timeline.png")))
     else:
         from trainkit.monitor import waste
 
