@@ -52,6 +52,14 @@ def test_a_name_that_is_too_long(command: str, forking: Forking) -> None:
     assert told.startswith("error: ") and "cannot be read or written (File name too long)" in told
 
 
+def test_a_file_that_a_training_of_ones_own_lacks_keeps_its_traceback(
+    forking: Forking, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("from trainkit import errors\nerrors.run(lambda: open('/nowhere/mine'))")
+    done = forking.run(tmp_path / "own.py", env=ENVIRONMENT)
+    assert done.returncode == 1 and "own.py" in done.stderr and "Traceback" in done.stderr
+
+
 OF_OTHERS = [
     ("accumulate --accumulate 7 --batch-size 60", "--batch-size 60 does not divide among 7 micro-batches (1"),
     ("accumulate --accumulate 0", "argument --accumulate: 0 is too small"),

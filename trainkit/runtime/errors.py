@@ -6,8 +6,10 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -156,9 +158,16 @@ def _no_memory(error: BaseException) -> str | None:
     return None
 
 
+def _is_of_the_kit(error: Exception) -> bool:
+    """Return whether the kit opened the file: an error of a user's own code keeps its traceback."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [name for name in files if not name.startswith((str(Path(os.__file__).parent), "<"))]
+    return outside[-1].startswith(str(Path(__file__).parents[1]))
+
+
 def _in_a_sentence(error: Exception) -> str | None:
     """Explain a path, full memory, or a network that was used in part; None for other errors."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
+    if isinstance(error, OSError) and error.filename and error.strerror and _is_of_the_kit(error):
         return f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
     if lacks := _no_memory(error):
         return lacks
