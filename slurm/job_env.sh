@@ -106,7 +106,8 @@ choose_training() {
 # words about it stay out of the job's log, where it would count as a rank.
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
-    echo "$SLURM_CPUS_PER_TASK ${SLURM_TASKS_PER_NODE%%[(,]*}" >"$watching/asked" || true
+    tasks=${SLURM_TASKS_PER_NODE:-1}
+    echo "${SLURM_CPUS_PER_TASK:-0} ${tasks%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked" || true
     exec {own_output}>&1 # in place of which a coprocess has a pipe
     coproc SAMPLER { sample "$SLURM_JOB_NUM_NODES" "$watching" 1>&"$own_output" 2>"$watching/log"; }
     exec {own_output}>&-

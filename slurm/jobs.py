@@ -53,15 +53,19 @@ def main() -> int:
 
 def _used(folders: list[housekeeping.JobFolder]) -> list[tuple[str, ...]]:
     """Return a row for each job that asked Slurm for something and was sampled, and a header."""
-    from trainkit.monitor.sampled_job import SampledJob
+    from trainkit.monitor.sampled_job import CORES, SampledJob
 
     rows = [("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")]
     for folder in folders:
         with suppress(UserError):  # no samples
             needs = SampledJob(folder.path / samples.FOLDER).needs()
-            cells = [(f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", f"{n.enough}{n.unit}") for n in needs]
-            if len(cells) == 2:
-                rows.append((folder.path.name, *cells[0], *cells[1]))
+            cells = {
+                n.option: (f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", f"{n.enough}{n.unit}")
+                for n in needs
+            }
+            if cells:
+                mem, cores = (cells.get(option, ("-",) * 3) for option in ("--mem", CORES))
+                rows.append((folder.path.name, *mem, *cores))
     return rows
 
 

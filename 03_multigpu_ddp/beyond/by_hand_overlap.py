@@ -37,7 +37,8 @@ class Buckets:
 
     def finish(self) -> None:
         """Send what is left, wait for all sums, and put the means in place."""
-        self.send()
+        if self.bucket:
+            self.send()
         for bucket, flat, work in self.sent:
             work.wait()
             means = flat.div_(dist.get_world_size()).split([gradient.numel() for gradient in bucket])

@@ -9,7 +9,7 @@ from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
 from trainkit.rank.options import MOST_IMAGES, Options
 from trainkit.rank.sharded import Sharded, check_pytorch
-from trainkit.rank.weights import Best, save
+from trainkit.rank.weights import Best
 from trainkit.runtime.command_line import above_0, at_least
 
 import torch
@@ -170,7 +170,7 @@ def main() -> None:
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
-    best = Best(model, sharded)
+    best = Best(model, sharded, opts.checkpoint_dir and opts.checkpoint_dir / "best.pt")
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
     more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
@@ -186,8 +186,8 @@ def main() -> None:
             schedule.step()
             run.add(loss)
         tested = evaluate(model, test_batches, loss_of)
-        if opts.checkpoint_dir and best.keep(epoch, tested.loss):
-            process_group.on_rank_0(lambda: save(best.weights, opts.checkpoint_dir / "best.pt"))
+        if opts.checkpoint_dir:
+            best.keep(epoch, tested.loss)
         metrics = gpt_metrics.of_epoch(run.trained, opts, here, flops)
         run.end_of_epoch(epoch, tested, metrics)
         if here.rank == 0:

@@ -143,13 +143,17 @@ def is_usable(value: torch.Tensor) -> bool:
 
 
 def run_of(path: Path) -> dict[str, object] | None:
-    """Return the last row of the record of the run that wrote these weights; None if it is not next to them.
+    """Return the row of the epoch that these weights are of; None if the run's record is not next to them.
 
     Raises:
         RecordError: if it cannot be read.
     """
     record = path.absolute().parent.with_name("runs") / f"{path.stem}.csv"
-    return records.read(record)[-1] if record.exists() else None
+    if not record.exists():
+        return None
+    rows = records.read(record)
+    best = rows[-1]["best_epoch"]  # with --keep-best
+    return next((row for row in rows if row["epoch"] == best), rows[-1])
 
 
 def read_image(path: Path, invert: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    BEYOND,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -144,6 +145,12 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
     whole = tmp_path / "whole"
     succeeded(script(*WITHOUT_DROPOUT, copy, *training, *places(whole), "--epochs", 2, ranks=2))
     assert furthest(weights_of(kept), weights_of(whole)) == 0
+    (weights,) = (kept / "models").glob("*.pt")
+    predicted = succeeded(
+        script(BEYOND / "predict.py", weights, "--test-size", 100, "--out", tmp_path / "table.csv")
+    ).stdout
+    of_best = f"{rows_of(kept)[1]['test_accuracy']:.2f} %"
+    assert f"accuracy {of_best}" in predicted and f"at the end of the run, in fp32: {of_best}" in predicted
     rows, _ = comparison.load([kept])
     table = comparison.summarize(rows)
     assert table.test_accuracy.item() == pytest.approx(rows_of(whole)[1]["test_accuracy"])

@@ -194,16 +194,20 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
         return waste.judge(folder).lines("job 12")[1:-1]
 
     loading = [Gpu(loaders=2, loader_cores=1.98)] * 2
-    assert told(loading, "8 2") == [
-        "next time --mem=10G --cpus-per-task=4 would be enough: the job used 7.7 of --mem=59.6G, 3.0 of "
+    assert told(loading, "8 2 61440") == [
+        "next time --mem=10G --cpus-per-task=4 would be enough: the job used 7.7 of --mem=60G, 3.0 of "
         "--cpus-per-task=8 at the peak."
     ]
-    memory = ["next time --mem=10G would be enough: the job used 7.7 of --mem=59.6G at the peak."]
-    assert told(loading, "8 1") == memory  # torchrun: one task with all ranks of its node
-    assert told(loading, "4 2") == told([STARVED] * 2, "8 2", facts=FROM_LOADERS) == memory
+    memory = ["next time --mem=10G would be enough: the job used 7.7 of --mem=60G at the peak."]
+    assert told(loading, "8 1 61440") == memory  # torchrun: one task with all ranks of its node
+    assert told(loading, "4 2 61440") == told([STARVED] * 2, "8 2 61440", facts=FROM_LOADERS) == memory
+    cores = [
+        "next time --cpus-per-task=4 would be enough: the job used 3.0 of --cpus-per-task=8 at the peak."
+    ]
+    assert told(loading, "8 2 0") == cores  # no --mem was given
     assert told(loading, "") == []
     short = made(loading, epochs=1, train=1, record=False)
-    (short / "asked").write_text("8 2")
+    (short / "asked").write_text("8 2 61440")
     assert waste.judge(short).enough == ""
 
 

@@ -191,8 +191,12 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
 
 def _infiniband_gb_s() -> float:
     """Return what the fastest port of this node carries; 0 without any."""
-    rates = [path.read_text() for path in processes.SYS.glob("class/infiniband/*/ports/*/rate")]
-    return max((float(rate.split()[0]) / 8 for rate in rates if "Gb/sec" in rate), default=0.0)
+    rates = [0.0]
+    for path in processes.SYS.glob("class/infiniband/*/ports/*/rate"):
+        with suppress(OSError, ValueError):  # a port that cannot be read
+            number, unit, *_ = path.read_text().split()
+            rates.append(float(number) / 8 if unit == "Gb/sec" else 0.0)
+    return max(rates)
 
 
 def _near_cores(gpu: torch.device) -> str:

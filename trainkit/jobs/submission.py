@@ -292,7 +292,7 @@ def main(stage_name: str, description: str) -> int:
         print(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
     else:
         print(f"job {handle.job_id} submitted: {request.resources}")
-        if not (REPOSITORY / "slurm" / "site.sh").exists():
+        if request.resources.gpus and not (REPOSITORY / "slurm" / "site.sh").exists():
             _propose_share(request.partition or site.sbatch.get("SBATCH_PARTITION"))
     print(handle.how_to_follow(), flush=True)
     return follow(handle) if own.wait else 0

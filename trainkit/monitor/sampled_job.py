@@ -176,15 +176,15 @@ class SampledJob:
     def needs(self) -> list[Need]:
         """List the memory of a node and the cores of a task; none where a job script did not ask for them."""
         try:
-            cpus, tasks = map(float, (self.folder / samples.ASKED).read_text().split())
-        except (OSError, ValueError):
+            cpus, tasks, mb = map(float, job_folder.read(self.folder / samples.ASKED).split())
+        except ValueError:
             return []
         nodes, gb = pd.concat(self.rows[NODE].values()), 2**30 / 1e6
         of_ranks = [(rows.cores + rows.loader_cores.fillna(0)).max() for rows in self.rows[RANK].values()]
         # A task of torchrun has all ranks of its node.
         cores = pd.Series([nodes.cores.max() / max(tasks, 1), *of_ranks]).max()
-        memory = round(nodes.memory_limit_mb.max() / gb, 2), nodes.memory_mb.max() / gb
-        needs = [Need("--mem", "G", *memory), Need(CORES, "", cpus, cores)]
+        memory = Need("--mem", "G", round(mb / 1024, 2), nodes.memory_mb.max() / gb)
+        needs = [memory, Need(CORES, "", cpus, cores)]
         return [need for need in needs if need.asked > 0 and need.used >= 0]
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> pd.DataFrame:

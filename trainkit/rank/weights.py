@@ -19,22 +19,28 @@ if TYPE_CHECKING:
 class Best:
     """The weights of the epoch with the lowest validation loss so far; `epoch` is 0 before the first.
 
-    Rank 0 has them in its memory, and its checkpoints by `state_dict`.
+    With a `path` they are written to that file. Otherwise rank 0 has them in its memory, and its checkpoints
+    by `state_dict`.
     """
 
-    def __init__(self, model: nn.Module, sharded: "Sharded | None" = None) -> None:
-        self._model, self._sharded = unwrapped(model), sharded
+    def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
+        self._model, self._sharded, self._path = unwrapped(model), sharded, path
         self.epoch, self.loss, self.weights = 0, math.inf, {}
 
-    def keep(self, epoch: int, loss: float) -> bool:
-        """Keep the weights if `loss` is lower than before, and return whether; to be called on all ranks."""
+    def keep(self, epoch: int, loss: float) -> None:
+        """Keep the weights if `loss` is lower than before; to be called on all ranks.
+
+        Raises:
+            UserError: if they cannot be written.
+        """
         if loss >= self.loss:
-            return False
+            return
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
-        if process_group.is_rank_0():
+        if self._path:
+            process_group.on_rank_0(lambda: save(weights, self._path))
+        elif process_group.is_rank_0():
             self.weights = {name: one.to("cpu", copy=True) for name, one in weights.items()}
-        return True
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""
@@ -45,13 +51,17 @@ class Best:
         return {"epoch": self.epoch, "loss": self.loss, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        weights = state.get("weights", {})  # an earlier gpt.py kept them elsewhere
+        epoch, loss = int(state.get("epoch", 0)), float(state["loss"])  # an earlier gpt.py kept the loss only
+        weights = state.get("weights", {})
         own, kept = (
             {name: one.shape for name, one in part.items()} for part in (self._model.state_dict(), weights)
         )
         if kept and kept != own and not self._sharded:
             raise ValueError("its best weights are of another network")
-        self.epoch, self.loss, self.weights = int(state.get("epoch", 0)), float(state["loss"]), weights
+        if not self._path and bool(kept) != math.isfinite(loss):
+            raise ValueError("its best weights and their loss do not fit together")
+        self.epoch, self.loss = epoch, loss
+        self.weights = weights if process_group.is_rank_0() else {}
 
 
 def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give another folder.") -> None:

@@ -159,10 +159,14 @@ def _no_memory(error: BaseException) -> str | None:
 
 
 def _is_of_the_kit(error: Exception) -> bool:
-    """Return whether the kit opened the file: an error of a user's own code keeps its traceback."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    outside = [name for name in files if not name.startswith((str(Path(os.__file__).parent), "<"))]
-    return outside[-1].startswith(str(Path(__file__).parents[1]))
+    """Return whether the kit used the file: an error of a user's own code keeps its traceback."""
+    libraries = (str(Path(os.__file__).parent), "<")  # Python's own, and frozen ones
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(Path(__file__).parents[1]):
+            return True
+        if not frame.filename.startswith(libraries) and "site-packages" not in frame.filename:
+            return False
+    return False
 
 
 def _in_a_sentence(error: Exception) -> str | None:

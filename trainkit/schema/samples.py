@@ -2,7 +2,7 @@
 
 `<job's folder>/monitor/` has a file per node, `<node>.csv`, with a row for each GPU, each rank and the node
 itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; and, for a job
-script, `asked`: CPUs per task and tasks per node.
+script, `asked`: CPUs per task, tasks per node, and MB per node (0: not asked for).
 """
 
 import csv
