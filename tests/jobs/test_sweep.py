@@ -93,7 +93,7 @@ def main():
     facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(NUMBERS, 1)
     facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
     facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
-    facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0}
+    facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0, "best_epoch": 0}
     facts |= {"steps": steps, "images": steps * opts.batch_size}
     facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
     recorder = records.RunFiles(opts.results_dir, facts)

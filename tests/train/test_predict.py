@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import re
 import shlex
 import shutil
@@ -152,6 +153,7 @@ def test_image_files_are_classified_as_the_test_images_that_they_show(
         (("good.pt", "text"), "give PNG or JPEG files"),
         (("good.pt", "eps.png"), "give PNG or JPEG files"),
         (("good.pt", "--out", "good.pt"), "good.pt would overwrite what is read: give another --out"),
+        (("good.pt", "--out", "pipe"), "it is not a regular file"),
         (("good.pt", "--epochs", 3), "unrecognized arguments: --epochs"),
     ],
 )
@@ -170,6 +172,7 @@ def test_a_mistake_is_one_sentence(
         torch.save(good | {"conv1.bias": bias}, tmp_path / name)
     torch.save(good | {"more": Path("a program, as far as pickle knows")}, tmp_path / "program.pt")
     Image.new("RGB", (28, 28)).save(tmp_path / "eps.png", "EPS")  # for which Pillow would start `gs`
+    os.mkfifo(tmp_path / "pipe")
     out = tmp_path / "out.csv"
     out.write_text("precious")
     files = {path.name: path for path in (*tmp_path.iterdir(), tmp_path / "none.pt")}
