@@ -92,7 +92,7 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
             if first := job_folder.first_failed(folder):
                 trace = first.with_suffix(".traceback")
                 why = job_folder.read(first).removeprefix("error on ")
-                why += trace.read_text() if trace.exists() else ""
+                why += "\n" + trace.read_text() if trace.exists() else ""
             raise RankError(why)
         if not (folder / "result").exists():  # a Run stopped by a signal says how to continue
             raise RankError(job_folder.notes(folder, "finished")[0].read_text())
