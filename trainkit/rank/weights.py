@@ -33,7 +33,7 @@ class Best:
         Raises:
             UserError: if they cannot be written.
         """
-        if loss >= self.loss:
+        if not loss < self.loss:  # nor NaN
             return
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
