@@ -20,13 +20,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
+from beyond.by_hand_overlap import Buckets
+
 STEPS, TRACED = 10, 3  # in a row, as a GPU works through a queue
 
 
 def main() -> None:
     repeats = options.own(10, at_least(1, 10_000), "N", f"times {STEPS} steps of each kind, in turns")
     trace = options.own(False, None, None, f"also write down {TRACED} steps with torch.profiler")
-    opts = options.parse(__doc__, repeats=repeats, trace=trace)
+    how = "exchange the gradients as beyond/by_hand_overlap.py does with this --wait, not by DDP"
+    by_hand = options.own(None, ("late", "at-once"), None, how, shapes_training=True)
+    opts = options.parse(__doc__, repeats=repeats, trace=trace, by_hand=by_hand)
     here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)
     torch.manual_seed(opts.seed + here.rank)
@@ -38,7 +42,12 @@ def main() -> None:
     train_set, _ = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if opts.by_hand:
+        buckets = Buckets(model, at_once=opts.by_hand == "at-once")
+        no_sync, exchanged = buckets.no_sync, buckets.finish
+    else:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        no_sync, exchanged = model.no_sync, lambda: None  # DDP's backward pass ends when all is exchanged
     choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED)
 
@@ -53,6 +62,7 @@ def main() -> None:
                 loss = F.nll_loss(model(images), labels)
                 yield "forward"
                 loss.backward()
+                exchanged()
                 yield "backward"
                 optimizer.step()
                 schedule.step()
@@ -64,7 +74,7 @@ def main() -> None:
         whole = step_phases.laps(phases, here.device, STEPS, every=STEPS * len(step_phases.TIMED))
         together = alone = step_phases.laps(phases, here.device, STEPS)
         if here.size > 1:
-            with model.no_sync():  # the ranks drift apart: this is no training
+            with no_sync():  # the ranks drift apart: this is no training
                 alone = step_phases.laps(phases, here.device, STEPS)
         measured.append((whole.mean() / STEPS, together.view(STEPS, -1), alone.view(STEPS, -1)))
     measured = [torch.stack(kind) for kind in zip(*measured[1:], strict=True)]  # the first is a warm-up

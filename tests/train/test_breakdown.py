@@ -48,7 +48,7 @@ def times(*ranks: tuple[float, float, float, float]) -> torch.Tensor:
 
 
 FACTS = {"run_id": "made-up", "dataset": "mnist", "model": "Net", "width": 32, "loader": "resident"}
-FACTS |= {"workers_per_loader": 0, "recipe": "fast", "precision": "bf16", "debug": 0}
+FACTS |= {"workers_per_loader": 0, "recipe": "fast", "precision": "bf16", "debug": 0, "settings": ""}
 FACTS |= {"device_name": "one GPU", "threads_per_worker": 1, "world_size": 2, "nodes": 2, "global_batch": 512}
 
 
@@ -102,6 +102,17 @@ def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> Non
     assert two == ["2", "2", "512", *(f"{ms}.00" for ms in (1500, 3000, 4000, 2000, 1500, 1000, 13000))]
     assert one[:3] == ["1", "1", "16"]
     assert one[6:8] == ["0.00", "0.00"]
+
+
+def test_an_exchange_by_hand_is_measured_apart_from_that_of_ddp(script: Script, tmp_path: Path) -> None:
+    succeeded(script(SCRIPT, *SMALL, "--by-hand", "at-once", "--results-dir", tmp_path, ranks=2))
+    assert set(rows_of(tmp_path).settings) == {"by_hand=at-once"}
+    made_up(tmp_path / "breakdown" / "made-up.tsv")
+    breakdown_figure.draw((tmp_path / "breakdown").glob("*.tsv"), tmp_path)
+    *_, ddp, by_hand = sorted(
+        (tmp_path / "breakdown.md").read_text().splitlines(), key=lambda row: "by_hand" in row
+    )
+    assert "by_hand=at-once" in by_hand and "by_hand" not in ddp
 
 
 @pytest.mark.parametrize("damage", ["nothing", "another table", "cut", "no text"])

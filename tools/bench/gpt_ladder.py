@@ -1,10 +1,11 @@
-"""What each step buys a GPT of 124 million weights on one GPU: tf32, bf16, recomputing, splitting, compiling.
+"""What each step buys a GPT in speed and memory: 16 bits, recomputing, splitting, compiling.
 
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
-Each section is a training by 03_multigpu_ddp/beyond/gpt.py in a separate process, with its own time limit
-(6 minutes together). Its row is written to the CSV as soon as it is known; the table of all is printed at the
-end. A failed section has its error instead of numbers. Name sections to run only these.
+124 million weights on one GPU, or, with --cpu, 7 million on two ranks of a CPU. Each section is a training by
+03_multigpu_ddp/beyond/gpt.py in a separate process, with its own time limit (15 minutes together). Its row is
+written to the CSV as soon as it is known; the table of all is printed at the end. A failed section has its
+error instead of numbers. Name sections to run only these.
 """
 
 import csv
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -26,15 +28,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "g
 EPOCHS = 3  # the first warms up, and is not counted
 
 
-class Size(NamedTuple):
-    arguments: str
-    batch_size: int
-
-
-LARGE = Size("--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --test-size 32", 16)
-TINY = Size("--context 16 --test-size 32 --no-cuda", 8)
-
-
 class Section(NamedTuple):
     name: str
     arguments: str
@@ -42,25 +35,53 @@ class Section(NamedTuple):
     limit: int  # seconds for the process
 
 
-SECTIONS = [
-    Section("fp32", "", 10, 60),
-    Section("tf32", "--precision tf32", 25, 45),
-    Section("bf16", "--precision bf16", 50, 45),
-    Section("bf16, checkpointing", "--precision bf16 --checkpoint-activations", 50, 45),
-    Section("bf16, split over one rank", "--precision bf16 --how shard", 50, 45),
-    Section("bf16, compiled", "--precision bf16 --compile", 50, 120),
-]
+class Ladder(NamedTuple):
+    sections: list[Section]
+    arguments: str  # of all sections
+    batch_size: int
+    ranks: int
+
+
+ON_A_GPU = Ladder(
+    [
+        Section("fp32", "", 10, 60),
+        Section("tf32", "--precision tf32", 25, 45),
+        Section("bf16", "--precision bf16", 50, 45),
+        Section("bf16, checkpointing", "--precision bf16 --checkpoint-activations", 50, 45),
+        Section("bf16, split over one rank", "--precision bf16 --how shard", 50, 45),
+        Section("bf16, compiled", "--precision bf16 --compile", 50, 120),
+    ],
+    "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --test-size 32",
+    batch_size=16,
+    ranks=1,
+)
+ON_A_CPU = Ladder(
+    [
+        Section("fp32", "", 6, 150),
+        Section("bf16", "--precision bf16", 1, 400),
+        Section("compiled", "--compile", 6, 150),
+        Section("checkpointing", "--checkpoint-activations", 6, 150),
+        Section("split over two ranks", "--how shard", 6, 150),
+        Section("split, checkpointing", "--how shard --checkpoint-activations", 6, 150),
+    ],
+    "--layers 6 --heads 4 --width 256 --context 256 --vocabulary 8192 --test-size 16 --no-cuda",
+    batch_size=16,
+    ranks=2,
+)
 FACTS = ["parameters", "global_batch", "device_name", "torch_version", "cuda_version", "started_at"]
 NUMBERS = ["tokens_per_s", "slowest", "fastest", "mfu_percent", "peak_memory_mb", "train_loss"]
 COLUMNS = ["section", *NUMBERS, "process_seconds", "error", "arguments", *FACTS]
 
 
-def measure(section: Section, size: Size, folder: Path) -> dict[str, object]:
+def measure(section: Section, ladder: Ladder, folder: Path) -> dict[str, object]:
     """Run one section, and return its row."""
-    batch = size.batch_size
-    arguments = f"{size.arguments} --batch-size {batch} {section.arguments}".split()
+    batch = ladder.batch_size
+    arguments = f"{ladder.arguments} --batch-size {batch} {section.arguments}".split()
     results, log = folder / section.name, folder / "log.txt"
-    command = [sys.executable, SCRIPT, *arguments, "--train-size", section.steps * batch, "--epochs", EPOCHS]
+    command = [sys.executable]
+    if ladder.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ladder.ranks]
+    command += [SCRIPT, *arguments, "--train-size", section.steps * batch, "--epochs", EPOCHS]
     command += ["--lr-warmup-images", batch, "--data-dir", folder, "--results-dir", results]
     row = {"section": section.name, "arguments": " ".join(arguments)}
     started = time.monotonic()
@@ -91,8 +112,10 @@ def _run(command: list[str], limit: int, log: Path) -> str:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what compiles for it
-            process.wait()
+            for number in (signal.SIGTERM, signal.SIGKILL):  # at the first, torchrun ends its ranks
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(40)
             return f"not done after {limit} s"
     lines = log.read_text().strip().splitlines()
     if code:
@@ -122,18 +145,16 @@ def table(path: Path) -> str:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--smoke", action="store_true", help="a tiny network on the CPU: does it all work?")
-    names = [section.name for section in SECTIONS]
+    parser.add_argument("--cpu", action="store_true", help="the small network, on two ranks of a CPU")
+    names = sorted({section.name for section in ON_A_GPU.sections + ON_A_CPU.sections})
     parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
-    rows = []
+    ladder, rows = ON_A_CPU if chosen.cpu else ON_A_GPU, []
     with tempfile.TemporaryDirectory() as folder:
-        for section in SECTIONS:
+        for section in ladder.sections:
             if chosen.sections and section.name not in chosen.sections:
                 continue
-            if chosen.smoke:
-                section = section._replace(steps=3, limit=300)
-            rows.append(measure(section, TINY if chosen.smoke else LARGE, Path(folder)))
+            rows.append(measure(section, ladder, Path(folder)))
             chosen.out.parent.mkdir(parents=True, exist_ok=True)
             with files.replacing(chosen.out) as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

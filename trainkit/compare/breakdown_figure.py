@@ -17,7 +17,7 @@ from trainkit.runtime.files import replacing
 
 # Panels differ in the first, and the bars of a panel in the second.
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
-SETTINGS += ["threads_per_worker", "debug"]
+SETTINGS += ["threads_per_worker", "debug", "settings"]
 BARS = ["global_batch", "world_size", "nodes"]
 COLUMNS = ["run_id", *SETTINGS, *BARS, "rank", "repeat", "phase", "seconds"]
 MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it
@@ -70,7 +70,8 @@ def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _read(file: Path) -> pd.DataFrame:
     try:
-        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))[COLUMNS]
+        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))
+        rows = rows.assign(settings=rows.get("settings", "")).fillna({"settings": ""})[COLUMNS]
         numbers = ["rank", "seconds", *BARS]
         rows[numbers] = rows[numbers].apply(pd.to_numeric)
         if rows.isna().any(axis=None) or set(rows.phase) != {*PHASES, "step"}:
@@ -108,7 +109,11 @@ def _label(row: tuple) -> str:
 
 def _settings(row: pd.Series) -> str:
     words = [row.device_name, comparison.with_model(row.dataset, row.model)]
-    told = [name for name in SETTINGS[3:] if name not in ("workers_per_loader", "debug") or row[name] != "0"]
-    words += [f"{name.replace('_', ' ')} {row[name]}" for name in told]
+    named = [
+        name for name in SETTINGS[3:-1] if name not in ("workers_per_loader", "debug") or row[name] != "0"
+    ]
+    words += [f"{name.replace('_', ' ')} {row[name]}" for name in named] + [row.settings] * (
+        row.settings != ""
+    )
     words += ["CPU workers standing in for GPUs"] * comparison.is_cpu(row.device_name)
     return ", ".join(words)

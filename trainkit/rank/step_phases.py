@@ -63,7 +63,8 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 def facts(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
     """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
-    return {"run_id": run_id} | facts_of_run(options, here, dataset, model)
+    own = {"run_id": run_id, "settings": options.settings()}
+    return own | facts_of_run(options, here, dataset, model)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:
@@ -77,7 +78,7 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
     lines = [
         f"{facts['world_size']} x {facts['device_name']} · {facts['dataset']} · global batch "
         f"{facts['global_batch']} · {facts['loader']} loader · {facts['precision']} · "
-        f"recipe {facts['recipe']}",
+        f"recipe {facts['recipe']}{facts['settings'] and ' · ' + facts['settings']}",
         f"{'phase':<10}{'ms':>9}{'%':>7}   least..most of the ranks",
     ]
     for phase, values in of_ranks.items():
