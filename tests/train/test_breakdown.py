@@ -1,6 +1,7 @@
 """Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and its figure."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -113,6 +114,17 @@ def test_an_exchange_by_hand_is_measured_apart_from_that_of_ddp(script: Script, 
         (tmp_path / "breakdown.md").read_text().splitlines(), key=lambda row: "by_hand" in row
     )
     assert "by_hand=at-once" in by_hand and "by_hand" not in ddp
+
+
+def test_the_exposed_exchanges_of_the_page_were_measured() -> None:
+    page = (REPOSITORY / "03_multigpu_ddp" / "beyond" / "README.md").read_text()
+    shown = re.findall(r"^\| (?:DDP|by hand, .*) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    samples = REPOSITORY / "results" / "sample" / "cpu-epyc-avx2-2-cores"
+    for name, of_page in zip(("full_speed", "200_mbit"), zip(*shown, strict=True), strict=True):
+        rows = pd.read_csv(samples / f"exchange_{name}.tsv", sep="\t", keep_default_na=False)
+        measured = breakdown_figure.milliseconds(rows).set_index("settings").exchange
+        measured = measured[["", "by_hand=late", "by_hand=at-once"]]
+        assert list(map(int, of_page)) == list(measured.round())
 
 
 @pytest.mark.parametrize("damage", ["nothing", "another table", "cut", "no text"])

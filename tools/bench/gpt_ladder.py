@@ -150,10 +150,11 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
     ladder, rows = ON_A_CPU if chosen.cpu else ON_A_GPU, []
+    sections = [one for one in ladder.sections if one.name in (chosen.sections or names)]
+    if not sections:
+        parser.error(f"{chosen.sections} {'need a GPU' if chosen.cpu else 'need --cpu'}: name others.")
     with tempfile.TemporaryDirectory() as folder:
-        for section in ladder.sections:
-            if chosen.sections and section.name not in chosen.sections:
-                continue
+        for section in sections:
             rows.append(measure(section, ladder, Path(folder)))
             chosen.out.parent.mkdir(parents=True, exist_ok=True)
             with files.replacing(chosen.out) as file:
