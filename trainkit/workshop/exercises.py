@@ -6,12 +6,12 @@ Every exercise is a folder next to its stage's check.py, such as `01_clock`, and
                 the question and the commands
     check.py    `check(mine)` returns what the exercise shows, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
-    solution/   the finished versions of the files of starter/ that change
 
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
-`HINTS` has three, each under a line that begins with `## `. There may also be `GIVEN`, folders of the
-repository by their place in mine/, and `RECORDED`, its files for learners who cannot run the exercise: logs,
-and CSVs of many runs, each with the names of the runs to take, or none for all. For test_exercises.py it has
+`HINTS` has three, each under a line that begins with `## `. There may also be `SOLUTION`, for each file of
+starter/ that changes a diff whose hunks begin with a line `@@`, `GIVEN`, folders of the repository by their
+place in mine/, and `RECORDED`, its files for learners who cannot run the exercise: logs, and CSVs of many
+runs, each with the names of the runs to take, or none for all. For test_exercises.py it has
 `STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`, typical wrong answers: (file in
 mine/, text of the solution, its replacement, part of the resulting hint); for runs, the file may be
 `runs/*.csv`.
@@ -155,8 +155,19 @@ class Exercise:
     @property
     def solution(self) -> dict[str, str]:
         """Return the text of the finished files that the learner changes, by name."""
-        programs = {path.name: path.read_text() for path in sorted(self.folder.glob("solution/*"))}
+        starter, diffs = self.folder / "starter", self.plain.get("SOLUTION", {})
+        programs = {name: _patched((starter / name).read_text(), diff) for name, diff in diffs.items()}
         return {ANSWERS: self.plain["ANSWERS"]} | programs
+
+
+def _patched(text: str, diff: str) -> str:
+    """Return the text with each hunk of the diff in its place, which is the only one where it fits."""
+    for hunk in diff.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        before, after = text.split(old)
+        text = before + new + after
+    return text
 
 
 class Workbook:

@@ -21,6 +21,19 @@ epoch: does it say anything about the others?
 `torch.cuda.synchronize()` is called `device.synchronize()` here. Call it before the clock is read, once per
 epoch, not once per step. Leave `speeds[0]` out.
 """
+SOLUTION = {
+    "clock.py": '''\
+@@
+-"""How many images per second does the device train? The answer is wrong for two reasons."""
++"""How many images per second does the device train?"""
+@@
++        device.synchronize()
+         seconds = clock() - start
+@@
+-    return statistics.mean(speeds)
++    return statistics.median(speeds[1:])
+''',
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "= high", "= low", "Run the starter once more"),

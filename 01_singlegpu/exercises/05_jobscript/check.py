@@ -34,6 +34,32 @@ job is some minutes, such as 00:15:00.
 `srun --cpus-per-task="$SLURM_CPUS_PER_TASK"` hands on the number of the `#SBATCH` line. The ignored line is
 the one that asks for memory: take out the blank behind `#`.
 """
+SOLUTION = {
+    "job.sh": r"""@@
+-# My first job script. Fill in every gap, and fix the line that Slurm would not read.
+-# Submit it from the folder of the stage: sbatch exercises/05_jobscript/mine/job.sh
++# My first job script. Submit it from the folder of the stage: sbatch exercises/05_jobscript/mine/job.sh
+@@
+-#SBATCH --ntasks=____           # how many processes has stage 01?
+-#SBATCH --gpus-per-node=____    # how many GPUs does it use?
+-#SBATCH --cpus-per-task=____    # CPU cores: one for the training, and at least one for its loader
+-# SBATCH --mem=8G
+-#SBATCH --time=____             # HH:MM:SS; the training takes some minutes
+-#SBATCH --output=first-____.log # with the number of the job: no job overwrites the log of another
++#SBATCH --ntasks=1              # how many processes has stage 01?
++#SBATCH --gpus-per-node=1       # how many GPUs does it use?
++#SBATCH --cpus-per-task=2       # CPU cores: one for the training, and at least one for its loader
++#SBATCH --mem=8G
++#SBATCH --time=00:15:00         # HH:MM:SS; the training takes some minutes
++#SBATCH --output=first-%j.log   # with the number of the job: no job overwrites the log of another
+@@
+-set -____ pipefail # end at the first error, also if a variable is not set
++set -euo pipefail # end at the first error, also if a variable is not set
+@@
+-srun ____ "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
++srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+""",
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),

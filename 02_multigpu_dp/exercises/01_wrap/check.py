@@ -41,6 +41,22 @@ the names do not fit.
 Only `model(...)` is split over them: the wrapper has no `guess`, and `model.module` is the plain
 network.
 """
+SOLUTION = {
+    "wrap.py": '''\
+@@
+-"""Train on all GPUs of a node, save the network, and load it into a plain one. Three things are wrong."""
++"""Train on all GPUs of a node, save the network, and load it into a plain one."""
+@@
+-    return model  # nothing is wrapped yet
++    return nn.DataParallel(model)
+@@
+-    torch.save(model.state_dict(), path)
++    torch.save(model.module.state_dict(), path)
+@@
+-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), strict=False)
++    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+''',
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("wrap.py", "nn.DataParallel(model)", "model", "still a plain"),

@@ -38,6 +38,33 @@ speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, 
 For `batch_alone` divide the two lines of one device. The same steps in less time: strong. Other
 steps, more images: weak.
 """
+SOLUTION = {
+    "scaling.py": '''\
+@@
+-"""One device against two, from the CSVs in runs/ next to this file. Six gaps `...`."""
++"""One device against two, from the CSVs in runs/ next to this file."""
+@@
+-STRONG = (128, ...)
+-WEAK = (128, ...)
++STRONG = (128, 128)
++WEAK = (128, 256)
+@@
+-    return median(...)
++    return median(epoch["images_per_s"] for epoch in epochs if not epoch["warmup"])
+@@
+     """Return the seconds of the whole run, with tests. Each epoch has `elapsed_s`, the clock at its end."""
+-    return ...
++    return epochs[-1]["elapsed_s"]
+@@
+     """Return the speedup from the images/s of one device and of two."""
+-    return ...
++    return two / one
+@@
+     """Return the share of what `devices` would do at best."""
+-    return ...
++    return two / one / devices
+''',
+}
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/strong_weak.csv": []}
 WRONG = [

@@ -40,6 +40,29 @@ sent = (gpus - 1) * weights + (gpus - 1) / gpus * (images + outputs), where `out
 their gradients; taken in = (gpus - 1) * weights + (gpus - 1) / gpus * outputs, where `weights`
 stands for theirs; DDP: 2 * (gpus - 1) / gpus * weights. Take the bytes of each.
 """
+SOLUTION = {
+    "traffic.py": '''\
+@@
+-"""The bytes that DataParallel and DDP move in one step. Four gaps `...`."""
++"""The bytes that DataParallel and DDP move in one step."""
+@@
+ def bytes_of(tensor: torch.Tensor) -> int:
+-    return ...
++    return tensor.numel() * tensor.element_size()
+@@
+ def sent(weights: int, images: int, outputs: int, gpus: int) -> float:
+-    return ...
++    return (gpus - 1) * weights + (gpus - 1) / gpus * (images + outputs)
+@@
+ def taken_in(weights: int, images: int, outputs: int, gpus: int) -> float:
+-    return ...
++    return (gpus - 1) * weights + (gpus - 1) / gpus * outputs
+@@
+     """Return what each GPU of DDP sends and receives."""
+-    return ...
++    return 2 * (gpus - 1) / gpus * weights
+''',
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("traffic.py", "tensor.numel() * tensor.element_size()", "tensor.numel()", "not bytes"),

@@ -37,6 +37,24 @@ Take the first three rows of the table in the README, and leave the fourth. `gpu
 `local_rank`: in the log of the second job, see why a formula of the rank, such as `rank % 2`,
 would give ranks 0 and 2 the same GPU.
 """
+SOLUTION = {
+    "who.py": '''\
+@@
+-"""Who is this process? The gaps are to be filled in."""
++"""Who is this process?"""
+@@
+-TORCHRUN = "?", "?", "?"
+-SRUN = "?", "?", "?"
++TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE"
++SRUN = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"
+@@
+-    elif "?" in environment:  # a step of srun
++    elif "SLURM_STEP_NUM_TASKS" in environment:  # a step of srun
+@@
+-    return "?"
++    return local_rank
+''',
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "world_size = 4", "world_size = 2", "the processes of one node"),

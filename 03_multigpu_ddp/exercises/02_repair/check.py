@@ -42,6 +42,65 @@ takes a `generator=torch.Generator().manual_seed(SEED)`. A `DistributedSampler` 
 `set_epoch(epoch)`, and pads what does not divide: `Subset(images, range(rank, len(images),
 size))` does not. A barrier goes before each of the two readings of the clock.
 """
+SOLUTION = {
+    "broken_ddp.py": '''\
+@@
+-"""Train a small network on digits with DistributedDataParallel. It runs, and has ten bugs.
++"""Train a small network on digits with DistributedDataParallel.
+@@
+-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, random_split
++from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
+@@
+-    os.environ["MASTER_ADDR"] = "localhost"
+-    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
++    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+@@
++    own_random = torch.Generator().manual_seed(SEED)  # the same on every rank
+     sizes = [len(images) - validation, validation]
+@@
+-    train_set, validation_set = random_split(images, sizes)
++    train_set, validation_set = random_split(images, sizes, own_random)
+@@
++        dist.barrier()
+         start = time.perf_counter()
+@@
+-        loss, images = train_epoch(model, loader, optimizer, epoch)
++        sums = train_epoch(model, loader, optimizer, epoch)
++        dist.barrier()
+@@
+-        numbers.append({"loss": loss, "images_per_s": images / seconds, "seconds": seconds})
++        dist.all_reduce(sums)
++        losses, images = sums.tolist()
++        numbers.append({"loss": losses / images, "images_per_s": images / seconds, "seconds": seconds})
+@@
+-) -> tuple[float, int]:
+-    """One epoch; returns its mean loss and the number of its images."""
++) -> torch.Tensor:
++    """One epoch; returns the sum of the losses of this rank's images, and their number."""
++    loader.sampler.set_epoch(epoch)
+@@
+-    trained = 0
++    sums = torch.zeros(2)
+@@
+-        for weights in model.parameters():
+-            weights.grad /= dist.get_world_size()
+@@
+-        trained += len(images)
+-    return loss.item(), trained
++        sums += torch.tensor([loss.item() * len(images), len(images)])
++    return sums
+@@
+-    sampler = DistributedSampler(images, size, rank, shuffle=False)
++    share = Subset(images, range(rank, len(images), size))
+@@
+-        for inputs, labels in DataLoader(images, 250, sampler=sampler):
++        for inputs, labels in DataLoader(share, 250):
+@@
+-    torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
++    if rank == 0:
++        torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
+''',
+}
 STARTS_WITH = "`prediction`"
 SCRIPT, BATCH, IMAGES, SLOW = "broken_ddp.py", 8, 32, 1  # seconds that rank 1 is late, or slower
 CLOCK = time.perf_counter  # all processes of a machine have the same

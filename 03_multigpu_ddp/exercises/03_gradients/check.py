@@ -35,6 +35,19 @@ no gradient: its `.grad` is `None`, on every rank.
 
 and one more line, with `dist.get_world_size()`.
 """
+SOLUTION = {
+    "average.py": '''\
+@@
+-"""Train in several processes without DistributedDataParallel. The function `average` is to be written.
++"""Train in several processes without DistributedDataParallel.
+@@
+     """Make every gradient of the model its mean over all ranks."""
++    for weights in model.parameters():
++        if weights.grad is not None:
++            dist.all_reduce(weights.grad)
++            weights.grad /= dist.get_world_size()
+''',
+}
 STARTS_WITH = "`prediction`"
 SCRIPT, REDUCE = "average.py", "dist.all_reduce(weights.grad)"
 BOTH = "weights.grad)\n            weights.grad"

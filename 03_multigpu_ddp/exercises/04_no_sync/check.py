@@ -32,6 +32,27 @@ other's gradients once, when all parts are in: which of the 4 backward passes is
 < parts else nullcontext():` around both the model's call and `backward`, and the loss divided by
 `parts`. `zero_grad` stays in front of the loop.
 """
+SOLUTION = {
+    "accumulate.py": '''\
+@@
+-"""A batch in micro-batches with DistributedDataParallel. The function `step` has two mistakes.
++"""A batch in micro-batches with DistributedDataParallel.
+@@
+ Try: torchrun --standalone --nproc-per-node=2 exercises/04_no_sync/mine/accumulate.py
+ """
++
++from contextlib import nullcontext
+@@
+-    for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+-        loss = F.cross_entropy(model(inputs), targets)
+-        loss.backward()
++    micro_batches = zip(images.chunk(parts), labels.chunk(parts), strict=True)
++    for part, (inputs, targets) in enumerate(micro_batches, start=1):
++        with model.no_sync() if part < parts else nullcontext():
++            loss = F.cross_entropy(model(inputs), targets) / parts
++            loss.backward()
+''',
+}
 STARTS_WITH = "`prediction`"
 SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"

@@ -43,6 +43,25 @@ seen when a step ends?
 growth ** 0.5`. Step `step` ends with image number `step * global_batch`; divide that by
 `warmup_images`, but let it be 1 at most.
 """
+SOLUTION = {
+    "rate.py": '''\
+@@
+-"""The learning rate for a batch that grew. The gaps are to be filled in.
++"""The learning rate for a batch that grew.
+@@
+-        return lr  # gap
++        return lr * batch_per_rank * ranks / BATCH
+     if rule == "sqrt":
+@@
+-        return lr  # gap
++        return lr * (batch_per_rank * ranks / BATCH) ** 0.5
+     return lr
+@@
+     """
+-    return lr  # gap
++    return lr * min(1, step * global_batch / warmup_images)
+''',
+}
 STARTS_WITH = "`prediction`"
 SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
 WARM = "step * global_batch / warmup_images"

@@ -32,6 +32,21 @@ For each of the five questions cross out the rows that are not allowed (8 hours 
 Of those that are left, take the one with the fewest minutes, or with the fewest GPU-hours where
 those are asked for.
 """
+SOLUTION = {
+    "table.csv": """\
+@@
+-1,1280,1280,?,?,?,?
+-2,2338,2467,?,?,?,?
+-4,3984,4847,?,?,?,?
+-8,6150,9609,?,?,?,?
+-16,8445,19135,?,?,?,?
++1,1280,1280,1.00,100.0,833,13.9
++2,2338,2467,1.83,91.3,456,15.2
++4,3984,4847,3.11,77.8,268,17.8
++8,6150,9609,4.80,60.1,173,23.1
++16,8445,19135,6.60,41.2,126,33.7
+""",
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("table.csv", "60.1,173,23.1", "60.1,173,2.9", "each of the 8 GPUs"),

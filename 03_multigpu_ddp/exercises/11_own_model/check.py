@@ -36,6 +36,38 @@ use for.
 and `F.cross_entropy` twice, `Run("waves", ...)`, and `from waves import WaveNet, waves` at the
 top.
 """
+SOLUTION = {
+    "my_training.py": '''\
+@@
+-"""Train the classic MNIST network with DistributedDataParallel: one process per GPU, on any number of nodes.
++"""Train a network for waves with DistributedDataParallel: one process per GPU, on any number of nodes.
+@@
+-Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
++Try: torchrun --standalone --nproc-per-node=2 my_training.py --epochs 2
+@@
+-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
++from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+@@
+ from torch import nn
++from waves import WaveNet, waves
+@@
+-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
++    train_set, test_set = data.Split("waves", *waves(2000, seed=1)), data.Split("waves", *waves(500, seed=2))
+@@
+-    # channels_last: the memory layout in which convolutions are fastest.
+-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
++    model = WaveNet().to(here.device)
+@@
+-    run = Run("ddp", opts, here, train_set, model, optimizer, schedule, devices=here.size)
++    run = Run("waves", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+@@
+-            loss = F.nll_loss(model(images), labels)
++            loss = F.cross_entropy(model(images), labels)
+@@
+-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
++        run.end_of_epoch(epoch, evaluate(model, test_batches, F.cross_entropy))
+''',
+}
 STARTS_WITH = "`prediction`"
 _SHARE, _DDP = (
     ", here.rank, here.size",

@@ -34,6 +34,23 @@ the kit do with the first epoch of every run?
 The first epoch is the warm-up, which no mean has in it. So a run of one epoch measures nothing.
 Three runs are left: of them the cheapest is the one with fewer workers and fewer epochs.
 """
+SOLUTION = {
+    "candidates.csv": """\
+@@
+-A,4,512,3,27,?
+-B,1,512,12,98,?
+-C,2,512,1,11,?
+-D,2,512,12,98,?
+-E,1,512,3,27,?
+-F,2,512,3,27,?
++A,4,512,3,27,0.03
++B,1,512,12,98,0.0272
++C,2,512,1,11,0.00611
++D,2,512,12,98,0.0544
++E,1,512,3,27,0.0075
++F,2,512,3,27,0.015
+""",
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("candidates.csv", "F,2,512,3,27,0.015", "F,2,512,3,27,0.0075", "Each of the 2 workers"),

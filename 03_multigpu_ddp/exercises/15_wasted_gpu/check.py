@@ -34,6 +34,13 @@ Job by job: GPUs - ranks. The hours are those of the whole job (the line without
 first second on a GPU is yours, and no other job's. In the script, `--ntasks` counts over all nodes and
 `--gpus-per-node` on each.
 """
+SOLUTION = {
+    "wide.sh": """\
+@@
+-#SBATCH --ntasks=2                # one for each GPU of a node
++#SBATCH --ntasks-per-node=2       # one for each GPU of a node
+""",
+}
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "job = 3", "job = 1", "is torchrun"),

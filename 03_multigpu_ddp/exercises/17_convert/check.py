@@ -47,6 +47,69 @@ buffers: each rank has its own after a step, so take those of rank 0 before you 
 (`dist.broadcast(buffer, src=0)` for each of `model.buffers()`). What only rank 0 does must have no
 call that the others have to make, too.
 """
+SOLUTION = {
+    "train.py": '''\
+@@
+-"""Train a small network with BatchNorm on images that lie on disk, with one process on one GPU.
++"""Train a small network with BatchNorm on images that lie on disk, with one process per GPU.
+@@
+-Try: python exercises/17_convert/mine/train.py --epochs 3
++Try: torchrun --standalone --nproc-per-node=2 exercises/17_convert/mine/train.py --epochs 3
+@@
++import os
+ from pathlib import Path
+@@
++import torch.distributed as dist
+ import torch.nn.functional as F
+@@
+-from torch.utils.data import DataLoader, Dataset
++from torch.nn.parallel import DistributedDataParallel
++from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+@@
+-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
++    if not torch.cuda.is_available():
++        return torch.device("cpu")
++    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
++    torch.cuda.set_device(device)
++    return device
+@@
++    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
++    rank, size = dist.get_rank(), dist.get_world_size()
+     device = choose_device()
+@@
+-    order = torch.Generator()
+-    batches = DataLoader(train_set, BATCH, shuffle=True, drop_last=True, generator=order)
+-    validation_batches = DataLoader(validation_set, BATCH)
++    shares = DistributedSampler(train_set, drop_last=True)
++    batches = DataLoader(train_set, BATCH // size, sampler=shares, drop_last=True)
++    own = Subset(validation_set, range(rank, len(validation_set), size))
++    validation_batches = DataLoader(own, BATCH)
+@@
++    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+@@
+-        order.manual_seed(epoch)
+-        loss = train_epoch(model, batches, optimizer, device)
++        shares.set_epoch(epoch)
++        loss = train_epoch(ddp, batches, optimizer, device)
++        for buffer in model.buffers():  # each rank has seen other images: validate and save those of one
++            dist.broadcast(buffer, src=0)
+@@
++        if rank > 0:
++            continue
+         print(f"epoch {epoch + 1}: loss {loss:.4f}, {accuracy:.2f} % right")
+@@
++    dist.destroy_process_group()
+     return told
+@@
+-    return losses.item() / len(batches)
++    dist.all_reduce(losses)
++    return losses.item() / len(batches) / dist.get_world_size()
+@@
++    dist.all_reduce(right)
+     return 100 * (right[0] / right[1]).item()
+''',
+}
 STARTS_WITH = "`prediction`"
 SCRIPT, TRAIN, VALIDATE = "train.py", 96, 65  # images, which two ranks cannot share evenly
 Seen = dict[str, object]

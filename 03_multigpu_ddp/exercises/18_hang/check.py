@@ -40,6 +40,15 @@ compare? That is in the `--locals` of `main`, too.
 What decides on a collective has to be equal on all ranks. Here each compares the error of its own
 station. In front of the `if`, make it the mean of all stations (`dist.all_reduce` of a tensor).
 """
+SOLUTION = {
+    "train.py": """\
+@@
+-        error = validate(model, *this_year)
++        mean = torch.tensor(validate(model, *this_year))
++        dist.all_reduce(mean)  # all ranks compare the same number, so all of them save, or none
++        error = mean.item() / dist.get_world_size()
+""",
+}
 STARTS_WITH = "`prediction`"
 SCRIPT = "train.py"
 SUM = "        dist.all_reduce(mean)  # all ranks compare the same number, so all of them save, or none\n"

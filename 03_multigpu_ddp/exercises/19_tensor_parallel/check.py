@@ -37,6 +37,30 @@ The weight of a linear layer is (what it returns, what it takes in): `up` is cut
 `Enter.backward`. PyTorch calls the first cut `ColwiseParallel`, as x is multiplied by the transposed
 weight, and the second `RowwiseParallel`. What travels is as large as x, twice.
 """
+SOLUTION = {
+    "split.py": """\
+@@
+-    mine = Layers(width, hidden)
+-    mine.up.weight.data = layers.up.weight.data  # all of it: where to cut?
+-    mine.down.weight.data = layers.down.weight.data
++    mine = Layers(width, hidden // size)
++    mine.up.weight.data = layers.up.weight.data.chunk(size, dim=0)[rank].clone()
++    mine.down.weight.data = layers.down.weight.data.chunk(size, dim=1)[rank].clone()
+@@
+-        return gradient  # what is missing?
++        gradient = gradient.clone()
++        dist.all_reduce(gradient)
++        return gradient
+@@
+-        return part.view_as(part)  # what is missing?
++        part = part.clone()
++        dist.all_reduce(part)
++        return part
+@@
+-    plan = {}  # for each of "up" and "down": parallel.ColwiseParallel() or parallel.RowwiseParallel()
++    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+""",
+}
 STARTS_WITH = "`prediction`"
 PLAN = '{"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}'
 SCRIPT, SUM, END = "split.py", "        dist.all_reduce(part)\n", "return gradient\n\n\ndef"
