@@ -32,6 +32,7 @@ def slow_rank(
     text = text.replace("STEPS, TRACED = 10, 3", "STEPS, TRACED = 4, 1")
     slow = text.replace(OWN_WORK, f"here.rank and __import__('time').sleep(0.1); {OWN_WORK}")
     (folder / "slow.py").write_text(slow)
+    (folder / "beyond").symlink_to(SCRIPT.with_name("beyond"))  # it imports by_hand_overlap.py
     results = folder / "results"
     done = script(folder / "slow.py", *SMALL, "--repeats", 2, "--trace", "--results-dir", results, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
