@@ -12,6 +12,7 @@ from pathlib import Path
 from trainkit.compare import comparison
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, run, tell
+from trainkit.runtime.files import explained
 from trainkit.schema import records
 
 RESULTS = Path(__file__).resolve().parent
@@ -34,7 +35,7 @@ def main() -> None:
         folder = args.out / re.sub(r"[^\w+-]", "_", run_id)  # a file may name any place
         file = Path(rows.file.iloc[0])
         own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
-        try:
+        with explained(f"{folder} cannot be written", "give another --out."):
             for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both
                 before.unlink()
             with SummaryWriter(folder) as writer:
@@ -45,8 +46,6 @@ def main() -> None:
                 for row in records.read_metrics(file) if own else ():
                     name = f"{row['metric']}/{row['of']}".rstrip("/")
                     writer.add_scalar(name, row["value"], row["epoch"])
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error.strerror}): give another --out.") from None
     written = f"{table.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
     tell("\n".join([*skipped, written]))
 

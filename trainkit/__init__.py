@@ -15,7 +15,7 @@ _WHERE = {
     "batches": "rank.batches",
     "choose_precision": "rank.precision",
     "data": "rank.data",
-    "evaluate": "rank.evaluation",
+    "evaluate": "rank.epoch",
     "launch": "runtime.launching",
     "optimizer_and_schedule": "rank.recipes",
     "options": "rank.options",

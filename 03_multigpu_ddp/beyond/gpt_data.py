@@ -23,6 +23,7 @@ import torch
 
 SHARD = 2**18  # tokens, uint16 each
 VALIDATION_TOKENS = 2**16
+NOT_OURS = "{} is no text of this program: remove it, and it is written again."
 
 
 def _of_words(words: str) -> dict[str, float]:
@@ -122,25 +123,14 @@ def write(data_dir: Path, shards: int) -> list[Path]:
         files.check_writable(folder, "the text", "give another --data-dir.")
     for path in missing:
         text = np.fromiter(tokens(path.stem), np.uint16, sizes[path])
-        try:
-            with files.replacing(path, "wb") as file:
-                file.write(text.tobytes())
-        except OSError as error:
-            raise errors.UserError(
-                f"{path} cannot be written ({error.strerror}): free the space, or give another --data-dir."
-            ) from None
+        fix = "free the space, or give another --data-dir."
+        with files.explained(f"{path} cannot be written", fix), files.replacing(path, "wb") as file:
+            file.write(text.tobytes())
     for path in paths:
-        if not _is_whole(path, sizes[path]):
-            raise errors.UserError(f"{path} is no text of this program: remove it, and it is written again.")
+        if not path.is_file() or path.stat().st_size != 2 * sizes[path]:
+            raise errors.UserError(NOT_OURS.format(path))
     startup.mark("data")
     return paths
-
-
-def _is_whole(path: Path, count: int) -> bool:
-    """Return whether the file has so many tokens, all of them words."""
-    if not path.is_file() or path.stat().st_size != 2 * count:
-        return False
-    return int(np.memmap(path, np.uint16, mode="r").max()) < len(WORDS)
 
 
 class Text:
@@ -156,10 +146,17 @@ class Text:
         return len(self._shards) * self._of_each
 
     def windows(self, indices: list[int]) -> torch.Tensor:
-        """Return windows, int64 (n, context + 1)."""
+        """Return windows, int64 (n, context + 1).
+
+        Raises:
+            UserError: if a shard has tokens that are no words.
+        """
         places = [divmod(index, self._of_each) for index in indices]
         starts = [(self._shards[shard], self._context * window) for shard, window in places]
         chosen = [shard[start : start + self._context + 1] for shard, start in starts]
+        for window in chosen:
+            if window.max() >= len(WORDS):
+                raise errors.UserError(NOT_OURS.format(window.filename))
         return torch.from_numpy(np.stack(chosen).astype(np.int64))
 
 

@@ -16,7 +16,7 @@ from trainkit.rank.precision import set_precision
 from trainkit.rank.staging import DEFAULT_DIR
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.device import has_tf32, is_gpu
-from trainkit.runtime.files import check_regular, replacing
+from trainkit.runtime.files import check_regular, explained, replacing
 from trainkit.schema import records
 
 import numpy as np
@@ -149,11 +149,7 @@ def run_of(path: Path) -> dict[str, object] | None:
         RecordError: if it cannot be read.
     """
     record = path.absolute().parent.with_name("runs") / f"{path.stem}.csv"
-    if not record.exists():
-        return None
-    rows = records.read(record)
-    best = rows[-1]["best_epoch"]  # with --keep-best
-    return next((row for row in rows if row["epoch"] == best), rows[-1])
+    return records.ends_with(records.read(record)) if record.exists() else None
 
 
 def read_image(path: Path, invert: bool) -> torch.Tensor:
@@ -189,18 +185,13 @@ def write(path: Path, names: dict[str, list], digits: torch.Tensor, probabilitie
     Raises:
         UserError: if the file cannot be written; its old content is kept.
     """
-    try:
-        with replacing(path) as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow([*names, "predicted", "probability", *(f"p{digit}" for digit in range(10))])
-            for *name, digit, of_each in zip(
-                *names.values(), digits.tolist(), probabilities.tolist(), strict=True
-            ):
-                table.writerow([*name, digit, *(f"{one:.6f}" for one in (of_each[digit], *of_each))])
-    except OSError as error:
-        raise UserError(
-            f"predictions cannot be written to {path} ({error.strerror}): give another --out."
-        ) from None
+    rows = zip(*names.values(), digits.tolist(), probabilities.tolist(), strict=True)
+    unable = f"predictions cannot be written to {path}"
+    with explained(unable, "give another --out."), replacing(path) as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([*names, "predicted", "probability", *(f"p{digit}" for digit in range(10))])
+        for *name, digit, of_each in rows:
+            table.writerow([*name, digit, *(f"{one:.6f}" for one in (of_each[digit], *of_each))])
 
 
 if __name__ == "__main__":

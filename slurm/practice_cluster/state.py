@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -35,12 +36,10 @@ class Cluster:
         """Read what `save` wrote; raise a ClusterError if the file holds anything else."""
         file = folder(name) / "cluster.json"
         types = {field.name: field.type for field in fields(cls)}
-        try:
-            with (file if file.is_file() else Path(os.devnull)).open("rb") as saved:
-                facts = json.loads(saved.read(10**6))
+        fits = False
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            facts = json.loads(file.read_text()) if file.is_file() else None
             fits = {fact: type(value) for fact, value in facts.items()} == types
-        except (OSError, ValueError, AttributeError, RecursionError):
-            fits = False
         if not fits:
             raise ClusterError(f"{file} is damaged: take {name} down, and up again.")
         return cls(**facts)

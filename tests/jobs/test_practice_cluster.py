@@ -18,7 +18,7 @@ from cluster import PROGRAM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, succeeded
 
 from trainkit.doctor.checkup import in_words
-from trainkit.schema.records import RecordError, put_all_reduce, read_all_reduce
+from trainkit.schema.records import ALL_REDUCE_COLUMNS, RecordError, put_table, read_all_reduce
 
 NOBODY = 65534
 BYTES_PER_S = 100e6 / 8
@@ -198,9 +198,10 @@ ROW |= {"job": "7", "started_at": "2025-01-31T12:00:01Z"}
     ("column", "cell"), [("seconds", "0"), ("bytes", "1.5"), ("device_name", "\x1b[31mred")]
 )
 def test_a_cell_that_no_doctor_writes(column: str, cell: str, tmp_path: Path) -> None:
-    put_all_reduce(tmp_path / "all_reduce" / "good.tsv", [ROW, ROW])
+    put_table(tmp_path / "all_reduce" / "good.tsv", ALL_REDUCE_COLUMNS, [ROW, ROW], delimiter="\t")
     assert read_all_reduce(tmp_path / "all_reduce" / "good.tsv") == [ROW, ROW]
-    put_all_reduce(tmp_path / "bad.tsv", [ROW, ROW | {column: cell}])
+    bad = [ROW, ROW | {column: cell}]
+    put_table(tmp_path / "bad.tsv", ALL_REDUCE_COLUMNS, bad, delimiter="\t")
     with pytest.raises(RecordError, match=rf"bad\.tsv: not read, line 3, column {column}: "):
         read_all_reduce(tmp_path / "bad.tsv")
 

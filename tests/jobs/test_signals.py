@@ -47,7 +47,7 @@ MOMENTS = {
     ),
     # At the first step, and at every step after it.
     "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "evaluating": ("trainkit/rank/evaluation.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
+    "evaluating": ("trainkit/rank/epoch.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
     "saving": ("trainkit/rank/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
 }
 JOBS = {"srun": ["importing", "training", "evaluating"], "torchrun": ["meeting"], "submitit": ["saving"]}

@@ -14,7 +14,7 @@ from conftest import places, rows_of, succeeded
 from torch import nn
 
 from trainkit.rank import batches, data
-from trainkit.rank.evaluation import evaluate
+from trainkit.rank.epoch import evaluate
 from trainkit.rank.model import Net
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import optimizer_and_schedule

@@ -16,7 +16,7 @@ from checkout import Checkout
 from conftest import ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 
-from trainkit.runtime import debugging, device, machine, process_group
+from trainkit.runtime import debugging, device, process_group
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.place import Place
 
@@ -217,11 +217,11 @@ def own() -> Iterator[set[int]]:
 
 def test_cores_are_shared_with_the_ranks_of_this_host_only(own: set[int]) -> None:
     elsewhere = ("another boot", own)
-    machine.limit_threads([machine.cores(), elsewhere, elsewhere])
+    device.limit_threads([device.cores(), elsewhere, elsewhere])
     assert torch.get_num_threads() == len(own)
-    machine.limit_threads([machine.cores(), machine.cores(), elsewhere])
+    device.limit_threads([device.cores(), device.cores(), elsewhere])
     assert torch.get_num_threads() == max(1, len(own) // 2)
-    machine.limit_threads([machine.cores()])  # it is lowered, and never raised
+    device.limit_threads([device.cores()])  # it is lowered, and never raised
     assert torch.get_num_threads() == max(1, len(own) // 2)
 
 

@@ -154,7 +154,7 @@ def test_a_shard_of_another_program_is_refused(
     else:
         os.mkfifo(shard)
     with pytest.raises(UserError, match=f"{shard} is no text of this program: remove it"):
-        gpt_data.write(tmp_path, 1)
+        gpt_data.Text(gpt_data.write(tmp_path, 1)[1:], context=64).windows([0])
 
 
 def test_the_text_costs_what_its_grammar_says(gpt_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

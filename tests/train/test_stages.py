@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
 from trainkit.rank import batches, data, options, staging
-from trainkit.rank.evaluation import evaluate
+from trainkit.rank.epoch import evaluate
 from trainkit.rank.model import Net
 
 SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)

@@ -141,7 +141,8 @@ def test_the_doctors_all_reduce(answered: Callable[..., dict], tmp_path: Path) -
         slower = 1 if name == "ours" else 1000
         of_file = {"device_name": device, "started_at": started_at}
         rows = [row | of_file | {"seconds": slower * row["seconds"]} for row in sums]
-        records.put_all_reduce(tmp_path / "all_reduce" / f"{name}.tsv", rows)
+        path = tmp_path / "all_reduce" / f"{name}.tsv"
+        records.put_table(path, records.ALL_REDUCE_COLUMNS, rows, delimiter="\t")
     (tmp_path / "all_reduce" / "broken.tsv").write_text("bytes\n1\n")
     answer = answered(folder)
     two = {o["global_batch"]: o for o in answer["options"] if (o["devices"], o["nodes"]) == (2, 2)}

@@ -20,15 +20,14 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
-from trainkit.compare.text import markdown
+from trainkit.compare.page import markdown
 from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.device import device_name, has_tf32
+from trainkit.runtime.device import device_name, git_commit, has_tf32
 from trainkit.runtime.files import check_writable
-from trainkit.runtime.machine import git_commit
 from trainkit.schema import records
 
 HERE = Path(__file__).resolve().parent

@@ -17,7 +17,7 @@ from torch import nn
 from trainkit.rank import data, staging
 from trainkit.rank.batches import Batch, DistributedBatchSampler, ResidentBatches
 from trainkit.rank.model import Dropout
-from trainkit.runtime import machine
+from trainkit.runtime.device import keep_freed_memory
 
 RUNGS = (
     "classic script",
@@ -59,7 +59,7 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "freed memory kept" in have and device.type == "cpu":
-        machine.keep_freed_memory()
+        keep_freed_memory()
     torch.manual_seed(1)
     train_set, _ = data.load("mnist", args.data_dir)
     model = LadderNet(have).to(device)

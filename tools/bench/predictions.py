@@ -29,7 +29,7 @@ from trainkit.advice.advice import (  # fmt: skip
 )
 from trainkit.advice.scaling import Shape, fit, leave_one_out
 from trainkit.compare import comparison
-from trainkit.compare.text import markdown
+from trainkit.compare.page import markdown
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.files import check_writable

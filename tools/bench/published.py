@@ -26,7 +26,7 @@ from predictions import as_texts
 from trainkit.advice.advice import AS_GOOD, INTERVAL, RunSet, advise, choose
 from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling, Shape, fit
-from trainkit.compare.text import markdown
+from trainkit.compare.page import markdown
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError

@@ -16,7 +16,7 @@ import pandas as pd
 from trainkit.advice.advice import AS_GOOD, Answer, Constraints, Option, advise, sets
 from trainkit.advice.answer import AnswerText, checked
 from trainkit.compare import comparison
-from trainkit.compare.text import markdown
+from trainkit.compare.page import markdown
 from trainkit.jobs import until_known
 from trainkit.jobs.stages import STAGES, resources
 from trainkit.jobs.sweep import PlannedRun

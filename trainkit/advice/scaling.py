@@ -119,9 +119,7 @@ class Scaling:
         return ""
 
 
-def fit(
-    measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0, seed: int = 0
-) -> Scaling:
+def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0) -> Scaling:
     """Fit the ladder to the measurements of at least one shape.
 
     `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
@@ -132,7 +130,7 @@ def fit(
     errors = {name: _held_out_error(model, shapes, centre) for name, model in ladder.items()}
     weights = _weights(errors, len(centre))
 
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     noise = _draw_noise(measured, random)
     best = ladder[max(weights, key=weights.get)]
     misfit = np.log(best.fit(shapes, centre[None])(shapes)[0] / centre)
@@ -167,14 +165,12 @@ def fit(
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
 
 
-def leave_one_out(
-    measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0
-) -> pd.DataFrame:
+def leave_one_out(measured: Measured) -> pd.DataFrame:
     """Predict every shape from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
     rows = []
     for shape, runs in measured.items():
         others = {other: runs for other, runs in measured.items() if other != shape}
-        predicted = fit(others, all_reduces, gradient_bytes).step_seconds(shape)
+        predicted = fit(others).step_seconds(shape)
         low, middle, high = np.percentile(predicted, (5, 50, 95))
         rows.append(
             {**shape._asdict(), "seconds": _median(runs), "predicted": middle, "low": low, "high": high}

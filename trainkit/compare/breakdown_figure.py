@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainkit.compare import comparison
-from trainkit.compare.page import writing_to
+from trainkit.compare.page import markdown, writing_to
 from trainkit.compare.style import PHASES, save
-from trainkit.compare.text import markdown
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import replacing
 

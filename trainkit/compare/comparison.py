@@ -91,8 +91,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
     epochs = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
     last = rows.groupby("run_id").tail(1).groupby("configuration")
-    ends = rows.groupby("run_id")[["epoch", "best_epoch"]].transform("last")
-    ends_with = rows[rows.epoch == ends.best_epoch.where(ends.best_epoch > 0, ends.epoch)]
+    results = rows[["configuration", "epoch", "best_epoch", "test_accuracy"]].groupby(rows.run_id)
+    ends_with = pd.DataFrame(records.ends_with(run.to_dict("records")) for _, run in results)
     table = groups[CONFIGURATION].first()
     table = table.assign(
         images_per_s=steady.images_per_s.median(),

@@ -1,10 +1,15 @@
 """Write blocks as a page of HTML to share, which needs no server and no network, or as Markdown.
 
+Also tables and sentences as text: for a terminal, for Markdown, for a spreadsheet.
+
 blocks = [page.Text(verdict), page.Table(shown)]
 page.write(out / "report.html", "Comparison", blocks)
 """
 
 import base64
+import html
+import re
+import textwrap
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,11 +19,12 @@ from typing import NamedTuple
 import jinja2
 import pandas as pd
 
-from trainkit.compare.text import escaped, markdown
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import replacing
+from trainkit.runtime.files import explained, replacing
+from trainkit.schema.records import no_formula
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
+VARIANT = 24  # characters of a cell that has more lines than one
 
 
 Heading = namedtuple("Heading", "text")  # the title of a section
@@ -86,11 +92,9 @@ def writing_to(out: Path, fix: str = "give another --out") -> Iterator[None]:
     Raises:
         UserError: if something cannot be written.
     """
-    try:
+    with explained(f"{out} cannot be written to", f"{fix}."):
         out.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): {fix}.") from None
 
 
 def _as_markdown(block: Block) -> str:
@@ -107,3 +111,45 @@ def _as_markdown(block: Block) -> str:
             return f"![{png.name}]({png.name})"
         case Table(cells, _):
             return markdown(cells)
+
+
+def wrapped(note: str) -> str:
+    """Wrap the sentence to lines that fit every terminal."""
+    return textwrap.fill(note, 110, subsequent_indent="    ")
+
+
+def plain(shown: pd.DataFrame) -> str:
+    """Lay out a table of texts for a terminal; a long `variant` has more lines than one."""
+    lines = []
+    for row in shown.to_dict("records"):
+        # A no-break space in every setting: a line ends between two of them.
+        settings = row.get("variant", "").replace(" ", "\xa0").replace(",\xa0", ", ")
+        first, *more = textwrap.wrap(settings, VARIANT, break_on_hyphens=False) or [""]
+        lines += [row | {"variant": first}, *({"variant": text} for text in more)]
+    columns = []
+    for name in shown:
+        cells = [name, *(line.get(name, "") for line in lines)]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)).replace("\xa0", " ")
+
+
+def markdown(shown: pd.DataFrame) -> str:
+    """Lay out a table of texts for Markdown."""
+    lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
+    return "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """Escape the text for Markdown: no name may open a tag, a link, a code span or a cell."""
+    return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write the table for a spreadsheet.
+
+    Raises:
+        OSError: if `path` cannot be written.
+    """
+    with replacing(path) as file:
+        table.apply(lambda column: column.map(no_formula)).to_csv(file, index=False)

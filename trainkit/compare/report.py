@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trainkit.compare import comparison, figures, page, text, trust
+from trainkit.compare import comparison, figures, page, trust
 from trainkit.compare.summary import sentences_on_sizes, verdict
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import SINGLE
@@ -80,7 +80,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     needless = [name for name in LEAST_NEEDED if name in shown]
     for count in range(1, len(needless) + 1):
         narrow = shown.drop(columns=needless[:count])
-        if max(map(len, text.plain(narrow).splitlines())) <= TERMINAL:
+        if max(map(len, page.plain(narrow).splitlines())) <= TERMINAL:
             break
     # A row for every run, with the index of its row in the table.
     number = table[comparison.CONFIGURATION].assign(number=table.index)
@@ -93,13 +93,13 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
         blocks += map(page.Text, from_size_on)
         # The terminal first: it is useful even if nothing can be written.
-        tell(f"{title}: {settings}\n\n{text.plain(narrow.loc[section.index])}\n")
+        tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
         for sentence in from_size_on:
-            tell(f"{text.wrapped(sentence)}\n")
+            tell(f"{page.wrapped(sentence)}\n")
     told = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
-    tell("\n".join(map(text.wrapped, told)) + "\n")
+    tell("\n".join(map(page.wrapped, told)) + "\n")
     with page.writing_to(out):
-        text.write_csv(table, out / "comparison.csv")
+        page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
         blocks += [page.Notes(notes), *(page.Figure(out / name) for name in names)]
         page.write(out / "comparison.md", "Comparison", [page.Text(conclusion), *blocks])
@@ -135,9 +135,9 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     if table.device_name.nunique() > 1:
         shown.insert(1, "device", table.device_name)
     notes += reasons
-    tell(f"{text.plain(shown)}\n\n" + "\n".join(map(text.wrapped, notes)) + "\n")
+    tell(f"{page.plain(shown)}\n\n" + "\n".join(map(page.wrapped, notes)) + "\n")
     with page.writing_to(out):
-        text.write_csv(table, out / "each.csv")
+        page.write_csv(table, out / "each.csv")
         for name in ("each.html", "each.md"):
             page.write(out / name, "Each folder by itself", [page.Table(shown), page.Notes(notes)])
     return f"Written to {out}: each.html, each.md, each.csv"

@@ -9,7 +9,6 @@ imported before it is needed, and nothing waits without a limit.
 
 import json
 import os
-import platform
 import re
 import shutil
 import socket
@@ -24,6 +23,7 @@ from typing import NamedTuple, NoReturn
 from trainkit.runtime import errors, files, job_folder
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, first_line
+from trainkit.runtime.place import node
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 MARK = "checkup "  # the prefix of every line for the doctor
@@ -131,11 +131,6 @@ def send(**facts: object) -> None:
     """Print a line for the doctor, in one write, and short: srun cuts the ranks' lines at 1,024 bytes."""
     line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
-
-
-def node() -> str:
-    """Return this node's name in Slurm."""
-    return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
 def _end() -> NoReturn:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from trainkit.doctor import checkup
-from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, node, send
+from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, send
 from trainkit.monitor import processes
 from trainkit.rank import data, run  # noqa: F401  as a rank imports it
-from trainkit.runtime import clock, device, machine, place, process_group
+from trainkit.runtime import clock, device, place, process_group
+from trainkit.runtime.place import node
 
 # Memory of a stage at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
 # main README), and about as much again for four loader workers, which share most of theirs. CUDA and NCCL
@@ -37,7 +38,7 @@ FAR_BELOW = 0.25  # of the slowest link that it should be
 
 def software() -> Iterator[Finding]:
     """Report the versions that this rank has imported."""
-    commit = machine.git_commit() or "unknown (no git there)"
+    commit = device.git_commit() or "unknown (no git there)"
     yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
 
 

@@ -142,7 +142,8 @@ def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> lis
             path = site.results_dir / "all_reduce" / f"{started:%Y%m%d-%H%M%S}-{shape}.tsv"
             kept = Finding("all-reduce", OK, f"its times are kept in {path}")
             try:
-                records.put_all_reduce(path, [row | facts for row in rows])
+                table = [row | facts for row in rows]
+                records.put_table(path, records.ALL_REDUCE_COLUMNS, table, delimiter="\t")
             except OSError as error:
                 message = f"its times cannot be written to {path} ({reason(error)})"
                 fix = "free the space, or fix the permissions"

@@ -46,7 +46,7 @@ class State(NamedTuple):
 
 @dataclass
 class Handle:
-    """A submitted job with `tasks` processes; a `SlurmHandle` or a `LocalHandle`.
+    """A submitted job with `tasks` processes; a `SlurmHandle` or a `LocalHandle`, which have `cancel`, too.
 
     `log` has the output of rank 0 and of the job script; the other ranks' logs and submitit's files
     are next to it. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV.
@@ -68,13 +68,6 @@ class Handle:
         """
         state = self._look()
         return State(state.name, printable(state.detail))
-
-    def _look(self) -> State:
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Cancel the job, unless it has ended."""
-        raise NotImplementedError
 
     def how_to_follow(self) -> str:
         """Return the commands that show the job and stop it, one per line."""
@@ -141,6 +134,7 @@ class SlurmHandle(Handle):
         return State("running", self._progress())
 
     def cancel(self) -> None:
+        """Cancel the job, unless it has ended."""
         slurm.ask("scancel", self.job_id)
 
     def how_to_follow(self) -> str:
@@ -195,6 +189,7 @@ class LocalHandle(Handle):
                     rank.kill()
 
     def cancel(self) -> None:
+        """Cancel the job, unless it has ended."""
         if not self.ended():
             os.kill(int(self.job_id), signal.SIGTERM)
 

@@ -6,11 +6,14 @@ It needs only the standard library: the doctor asks Slurm before any environment
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
+MOST = 2**16  # ranks of a job, or cores of a node
 
 # States of a job, from the man page of squeue, and our own: GONE. Every other state is that of a running job.
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
@@ -127,6 +130,14 @@ def share_of_gpu(partition: str | None = None) -> tuple[int, int]:
     nodes = [(_gpus(gres), int(cores), int(megabytes)) for gres, cores, megabytes in found]
     shares = [(cores // gpus, megabytes // 1024 // gpus) for gpus, cores, megabytes in nodes if gpus]
     return tuple(map(min, zip(*shares, strict=True))) or (0, 0)
+
+
+def numbers(text: str) -> Iterator[int]:
+    """Yield the numbers of ranks or cores in a list such as 0,2-4; what is no number is left out."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        with suppress(ValueError):
+            yield from range(int(first), min(int(last or first), MOST) + 1)
 
 
 def check_path(path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit.jobs.slurm import numbers
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import tell
 
@@ -66,7 +67,7 @@ class Evidence:
             if int(rank) not in ended:
                 yield self._died(int(rank), node, how)
         for node, tasks, how in OF_SRUN.findall(printed):
-            for task in _numbers(tasks):
+            for task in numbers(tasks):
                 if self._launcher != "torchrun" and task not in ended:
                     yield self._died(task, node, how)
                 elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
@@ -96,13 +97,6 @@ class Evidence:
             return ",".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
         numbers = ", ".join(map(str, ranks))
         return numbers and f"rank {numbers}"
-
-
-def _numbers(tasks: str) -> Iterator[int]:
-    """Yield the numbers in a list from srun, such as 0,2-4."""
-    for part in tasks.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _in_words(how: str) -> str:

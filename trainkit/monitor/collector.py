@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainkit.monitor.gpus import Gpus
 from trainkit.monitor.processes import Processes
-from trainkit.runtime import job_folder
+from trainkit.runtime import job_folder, place
 from trainkit.runtime.errors import reason
 from trainkit.schema import samples
 
@@ -30,7 +30,7 @@ def sample(
     # So as not to take a core from a rank on waking up, as most programs do.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    node = place.node()
     notes = _Notes(folder / samples.NOTES, node)
     processes = gpus = writer = None
     began = time.monotonic()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,6 @@ ENERGY_MOMENTS = 10  # with fewer, the seconds at both ends, only partly trainin
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
 NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
-MOST_CORES = 4096  # of a node
 UNSEEN = 0.9  # of the time, without a rank on a GPU: it is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
@@ -284,16 +282,6 @@ def _merge_windows(windows: Iterable[Window]) -> list[Window]:
         else:
             joined.append((began, ended))
     return joined
-
-
-def parse_cores(core_lists: Iterable[str]) -> set[int]:
-    """Return the union of the cores in lists such as "0-1,4"."""
-    cores: set[int] = set()
-    for part in ",".join(set(core_lists)).split(","):
-        first, _, last = part.partition("-")
-        with suppress(ValueError):
-            cores |= set(range(int(first), min(int(last or first), MOST_CORES) + 1))
-    return cores
 
 
 def _energy_of_gpu(rows: pd.DataFrame, began: float, ended: float) -> float:

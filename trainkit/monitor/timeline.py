@@ -19,6 +19,7 @@ from trainkit.compare import style
 from trainkit.monitor import waste
 from trainkit.monitor.sampled_job import SampledJob
 from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.files import explained
 from trainkit.schema import samples
 from trainkit.schema.samples import GPU, NODE, RANK
 
@@ -47,10 +48,8 @@ def draw(folder: Path, out: Path) -> Path:
     """
     if out.suffix.lower() != ".png":  # an existing file may not be a picture, and would be replaced
         raise UserError(f"the timeline is a PNG: give a file that ends in .png instead of {out.name!r}.")
-    try:
+    with explained(f"{out} cannot be written", "give another file."):
         style.save({out.name: figure(folder)}, out.parent)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another file.") from None
     return out
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob, parse_cores
+from trainkit.jobs.slurm import numbers
+from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob
 from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
@@ -45,8 +46,6 @@ MEASURED = ["cores", "power_w", "utilisation"]  # without any of these nothing c
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: with low power it shows the reason
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
-# Of the memory. A GPU's is there to be filled; on a host the kernel kills as soon as --mem is reached.
-GPU_FULL, HOST_FULL = 0.95, 0.9
 HOT = 0.05  # of the time: in a well-cooled server heat never slows a GPU down
 # At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
 CAPPED_CLOCK, CAPPED = 0.6, 0.2
@@ -69,17 +68,12 @@ SLOWED = {
         "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
     ),
 }
-# Memory that is nearly full: whose, the kind, the least share of all, and the sentence.
-FULL = (
-    (GPU, "memory_full", GPU_FULL, "the memory", "take a smaller batch per GPU, or bf16"),
-    (
-        NODE,
-        "host_memory",
-        HOST_FULL,
-        "the job's memory",
-        "ask for more (--mem), or take fewer loader workers",
-    ),
-)
+# Memory that is nearly full, by whose it is: the kind, the least share of all, and the sentence. A GPU's is
+# there to be filled; on a host the kernel kills as soon as --mem is reached.
+FULL = {
+    GPU: ("memory_full", 0.95, "the memory", "take a smaller batch per GPU, or bf16"),
+    NODE: ("host_memory", 0.9, "the job's memory", "ask for more (--mem), or take fewer loader workers"),
+}
 Found = AbstractSet[str]  # the kinds that the rules before have found
 OPTIONS = re.compile(r" \(--(?:loader|num-workers|batch-size)[^)]*\)")  # that only our scripts have
 LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
@@ -308,7 +302,7 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
         return
     worst = max(crowded, key=waiting.get)
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
-    cores = parse_cores(rows.core_list.iloc[-1] for rows in here)
+    cores = {*numbers(",".join(rows.core_list.iloc[-1] for rows in here))}
     loaders = sum(round(rows.loaders.mean()) for rows in here if rows.loaders.mean() > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
@@ -345,7 +339,7 @@ def _find_throttled_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 def _find_full_memory(job: SampledJob, _: Found) -> Iterator[Issue]:
     """Find GPUs, and nodes, whose memory was nearly full at any moment."""
-    for what, kind, least, memory, remedy in FULL:
+    for what, (kind, least, memory, remedy) in FULL.items():
         rows_of = job.rows[what].items()
         parts = {place: (rows.memory_mb / rows.memory_limit_mb).max() for place, rows in rows_of}
         if full := [place for place in parts if least <= parts[place] < math.inf]:
@@ -420,7 +414,8 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         told += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
         node = ranks[0][0], 0
-        room = len(parse_cores(job.judged[NODE].get(node, job.table[:0]).core_list)) or math.inf
+        lists = job.judged[NODE].get(node, job.table[:0]).core_list.unique()
+        room = len({*numbers(",".join(lists))}) or math.inf
         if job.mean(NODE, [node], "cores") >= CORES_FULL * room:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:

@@ -36,7 +36,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
-from trainkit.runtime.files import check_regular, check_writable, replacing
+from trainkit.runtime.files import check_regular, check_writable, explained, replacing
 from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
@@ -273,13 +273,9 @@ def report_stop(text: str, folder: Path) -> None:
         UserError: if the note for slurm/job_env.sh cannot be written.
     """
     tell(text)
-    try:
+    what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
+    with explained(what, f"submit it again with --checkpoint-dir {folder.absolute()}."):
         job_folder.note_stop(folder)
-    except OSError as error:
-        raise UserError(
-            f"{text}, but not by itself, as {job_folder.here()} cannot be written to ({error.strerror}): "
-            f"submit it again with --checkpoint-dir {folder.absolute()}."
-        ) from None
 
 
 def _option_name(name: str) -> str:

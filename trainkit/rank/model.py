@@ -10,9 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.rank.data import Split
 from trainkit.runtime.device import keeping_random_numbers
@@ -104,6 +102,9 @@ def operations_per_image(model: nn.Module, train_set: Split) -> float:
     operations; the rest is small and not counted. Every rank runs a copy of the network, as a network may
     communicate with the other ranks. Nothing of the copy remains, and the random numbers do not change.
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # 0.2 s, which predict.py need not wait for
+    from torch.utils.flop_counter import FlopCounterMode
+
     network = unwrapped(model)
     device = next(network.parameters()).device
     tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # one step is not worth it

@@ -18,8 +18,8 @@ from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.weights import save
-from trainkit.runtime import machine, startup
-from trainkit.runtime.device import build, device_name, is_gpu
+from trainkit.runtime import startup
+from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.errors import tell
 from trainkit.runtime.place import Place
 from trainkit.schema import samples
@@ -60,7 +60,7 @@ class RunLog:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
-            "git_commit": machine.git_commit(),
+            "git_commit": git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
         self._recorder = None if options.dry_run else RunFiles(options.results_dir, self._facts)
@@ -177,9 +177,8 @@ class RunLog:
             )
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
-        for row in self._recorder.rows:
-            if row["epoch"] == self._recorder.rows[-1]["best_epoch"]:
-                tell(f"the weights are those of epoch {row['epoch']}, which has the lowest validation loss")
+        if self._recorder.rows and (best := self._recorder.rows[-1]["best_epoch"]):
+            tell(f"the weights are those of epoch {best}, which has the lowest validation loss")
         of_ranks = self._recorder.of_ranks
         peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
         if len(peaks) > 1:

@@ -14,8 +14,7 @@ import shutil
 import socket
 import subprocess
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +22,7 @@ from filelock import FileLock
 
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.files import explained
 
 DATASETS = ("mnist", "synthetic")
 TRAIN_IMAGES = 60_000  # of both
@@ -157,15 +157,9 @@ def raw_dir(data_dir: Path) -> Path:
     return data_dir / "MNIST" / "raw"  # where torchvision looks
 
 
-@contextmanager
-def disk_errors(action: str, data_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"MNIST cannot be {action} {data_dir} ({error.strerror or error}): "
-            "check its permissions and free space, or give another --data-dir."
-        ) from None
+def disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
+    fix = "check its permissions and free space, or give another --data-dir."
+    return explained(f"MNIST cannot be {action} {data_dir}", fix)
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ from trainkit.rank.options import Options
 from trainkit.rank.runlog import facts_of_run
 from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import between, moment, wait_for
-from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.errors import tell
+from trainkit.runtime.files import explained
 from trainkit.runtime.place import Place
 from trainkit.schema.records import put_table
 
@@ -112,10 +113,6 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
         for rank, repeats in enumerate(of_ranks.tolist())
         for repeat, value in enumerate(repeats, start=1)
     ]
-    try:
+    with explained(f"{path} cannot be written", "free the space or give another --results-dir."):
         put_table(path, rows[0], rows, delimiter="\t")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): free the space or give another --results-dir."
-        ) from None
     tell(f"results: {path}")

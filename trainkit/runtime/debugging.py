@@ -16,10 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.runtime import machine
-from trainkit.runtime.device import device_name, is_gpu
-from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import replacing
+from trainkit.runtime.device import cores, device_name, is_gpu
+from trainkit.runtime.errors import tell
+from trainkit.runtime.files import explained, replacing
 
 # The variables that decide who a rank is, and how it connects.
 TOLD = re.compile(
@@ -53,7 +52,8 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     } | ({} if RECORDER else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})
     os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
     dist.set_debug_level_from_env()
-    try:
+    fix = "free the space, fix the permissions, or give another --results-dir."
+    with explained(f"--debug cannot write to {folder}", fix):
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)  # of an earlier run
         file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
@@ -61,11 +61,6 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
         file.write(f"Where this rank is, every {every:g} s:\n")
         file.flush()
-    except OSError as error:
-        raise UserError(
-            f"--debug cannot write to {folder} ({error.strerror}): free the space, fix the permissions, or "
-            "give another --results-dir."
-        ) from None
     faulthandler.enable(file)  # also if NCCL aborts it
     faulthandler.dump_traceback_later(every, repeat=True, file=file)
     if RECORDER:
@@ -88,10 +83,10 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     """Print, on rank 0, where each rank runs, and how it reaches rank 0; watch the memory of a GPU."""
     if is_gpu(device):
         _record_memory(folder / f"memory-rank-{rank}.pickle")
-    cores = ",".join(map(str, sorted(machine.cores()[1])))
+    own_cores = ",".join(map(str, sorted(cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
-        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {cores}, "
+        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, "
         f"{backend}, interface {_interface()}"
     )
     if rank == 0:

@@ -1,12 +1,15 @@
-"""Devices, GPUs and the CPU: which rank has which, whether it computes, its memory and its time.
+"""Devices, GPUs and the CPU: which rank has which, whether it computes, its memory, its time, its cores.
 
-PyTorch also calls AMD's GPUs "cuda". CUDA graphs are in trainkit/rank/capture.py.
+Also the commit that a rank runs. PyTorch calls AMD's GPUs "cuda", too. CUDA graphs: trainkit/rank/capture.py.
 """
 
+import ctypes
 import os
 import platform
 import re
 import resource
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
@@ -15,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from trainkit.runtime import machine
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.place import Place
 
@@ -46,7 +48,7 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
             os.environ["CUDA_VISIBLE_DEVICES"] = slices[here.local_rank]
     visible = usable_gpus() if use_cuda else []
     if not visible:
-        machine.keep_freed_memory()
+        keep_freed_memory()
         if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
             # Bind it to its own cores, as srun does; these launchers give it every core.
             cores = sorted(os.sched_getaffinity(0))
@@ -174,7 +176,7 @@ def card(device: torch.device) -> str:
     if not hasattr(properties, "pci_bus_id"):
         return ""
     place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    return f"{machine.cores()[0].strip()} {place}"
+    return f"{cores()[0].strip()} {place}"
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
@@ -246,3 +248,45 @@ def has_tf32(device: torch.device) -> bool:
     """Return whether the device is a GPU with TF32."""
     nvidia = is_gpu(device) and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def git_commit() -> str:
+    """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
+        with suppress(OSError):  # there is no git
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if told := done.stdout.strip():
+                return told
+    return ""
+
+
+def keep_freed_memory() -> None:
+    """Stop glibc from returning the activations to the kernel after every step.
+
+    By default it returns large blocks at once, and the next step faults each of their pages in
+    again: 9,000 faults in a step of 128 images, 73,000 in one of 1,024. Values from mallopt(3);
+    other C libraries have no mallopt.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def cores() -> tuple[str, set[int]]:
+    """Return the id of this host's boot, and the cores that this process may use."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.sched_getaffinity(0)
+
+
+def limit_threads(of_all_ranks: list[tuple[str, set[int]]]) -> None:
+    """Limit this rank's threads to its share of its cores, given the `cores` of every rank.
+
+    If threads share a core, each step waits for one that is not running. The CPUs that Slurm gives a rank
+    may be shared: on the practice cluster all nodes are one machine.
+    """
+    host, own = cores()
+    users = Counter(core for other_host, others in of_all_ranks if other_host == host for core in others)
+    share = sum(1 / users[core] for core in own)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), int(share + 1e-6))))

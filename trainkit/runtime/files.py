@@ -70,17 +70,28 @@ def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
     return path.read_text(encoding="utf-8", errors=errors)
 
 
+@contextmanager
+def explained(what: str, fix: str) -> Iterator[None]:
+    """Turn an OSError of the block into one sentence.
+
+    Raises:
+        UserError: "<what> (<reason>): <fix>".
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} ({error.strerror or error}): {fix}") from None
+
+
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Make `folder` if it does not exist, and check that a file can be written to it.
 
     Raises:
         UserError: "<what> cannot be written to <folder> (<reason>): <fix>".
     """
-    try:
+    with explained(f"{what} cannot be written to {folder}", fix):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))  # an empty file would fit on a full disk
             probe.flush()
             os.fsync(probe.fileno())
-    except OSError as error:
-        raise UserError(f"{what} cannot be written to {folder} ({error.strerror}): {fix}") from None

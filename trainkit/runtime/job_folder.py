@@ -18,7 +18,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.runtime.place import rank_of
+from trainkit.runtime.place import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN = "plain"
@@ -42,7 +42,7 @@ def note(state: str, text: str = "") -> None:
         return
     path = folder / f"rank-{rank_of()}.{state}"
     if state == "started":
-        text = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        text = node()
     else:
         with suppress(OSError):  # there was none; renaming also works on a full disk
             path.with_suffix(".started").rename(path)

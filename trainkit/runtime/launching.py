@@ -90,12 +90,11 @@ def launch(train: Callable[..., Result], *arguments: object, workers: int = 2) -
                 "what it printed (-9: it was killed, perhaps for lack of memory)."
             )
             if first := job_folder.first_failed(folder):
-                trace = first.with_suffix(".traceback")
-                why = job_folder.read(first).removeprefix("error on ")
-                why += "\n" + trace.read_text() if trace.exists() else ""
+                trace = job_folder.read(first.with_suffix(".traceback"))
+                why = f"{job_folder.read(first).removeprefix('error on ')}\n{trace}".rstrip()
             raise RankError(why)
         if not (folder / "result").exists():  # a Run stopped by a signal says how to continue
-            raise RankError(job_folder.notes(folder, "finished")[0].read_text())
+            raise RankError(job_folder.read(job_folder.notes(folder, "finished")[0]))
         try:
             return pickle.loads((folder / "result").read_bytes())
         except Exception as error:  # a DDP model has no group here

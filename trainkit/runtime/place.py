@@ -70,6 +70,11 @@ def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
     return next(filter(None, map(env.get, RANKS)), None)
 
 
+def node() -> str:
+    """Return this node's name in Slurm, or else this machine's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
 def free_port() -> int:
     """Return a free port to meet at, below those that the system assigns itself (32768 and up)."""
     while True:

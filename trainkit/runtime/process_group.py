@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
-from trainkit.runtime import debugging, machine, place, startup
-from trainkit.runtime.device import BACKENDS, card, choose_device, gpus, is_gpu
+from trainkit.runtime import debugging, place, startup
+from trainkit.runtime.device import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
 from trainkit.runtime.place import Place
 
@@ -107,7 +107,7 @@ def _with_device(here: Place, use_cuda: bool, debug_dir: Path | None, every: flo
 
 
 def _settled(here: Place, debug_dir: Path | None) -> Place:
-    machine.limit_threads(gather(machine.cores()))
+    limit_threads(gather(cores()))
     if debug_dir:
         debugging.introduce(debug_dir, here.rank, here.device, gather)
     return here

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import check_writable, read_text, replacing
+from trainkit.runtime.errors import UserError, reason
+from trainkit.runtime.files import check_writable, explained, read_text, replacing
 from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, text
 
 SCHEMA_VERSION = 1
@@ -155,18 +155,13 @@ class RunFiles:
             self._write()
 
     def _write(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+        fix = "free the space or give another --results-dir. The earlier epochs are recorded."
+        with explained(f"{self.path} cannot be written", fix):
             put_table(self.path, COLUMNS, self.rows)
             parts = ("ranks", RANK_COLUMNS, self.of_ranks), ("metrics", METRIC_COLUMNS, self.metrics)
             for kind, columns, rows in parts:
                 if rows:
                     put_table(beside(self.path, kind), columns, rows, delimiter="\t")
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror}): free the space or give another "
-                "--results-dir. The earlier epochs are recorded."
-            ) from None
 
 
 def beside(path: Path, kind: str = "ranks") -> Path:
@@ -218,18 +213,14 @@ def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object
     return found
 
 
-def put_all_reduce(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write rows with the columns of `ALL_REDUCE_COLUMNS` to `path`, whose folder is created if needed.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    put_table(path, ALL_REDUCE_COLUMNS, rows, delimiter="\t")
+def ends_with(rows: list[dict[str, object]]) -> dict[str, object]:
+    """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
+    best = rows[-1]["best_epoch"]  # with --keep-best
+    return next((row for row in rows if row["epoch"] == best), rows[-1])
 
 
 def read_all_reduce(path: Path) -> list[dict[str, object]]:
-    """Read the rows that `put_all_reduce` wrote, each cell as `ALL_REDUCE_COLUMNS` says.
+    """Read the rows that the doctor wrote, each cell as `ALL_REDUCE_COLUMNS` says.
 
     Raises:
         RecordError: as `read`.
@@ -274,7 +265,7 @@ def _read(
                 )
             rows.append(_row((added or {}) | line, where, columns))
     except (OSError, ValueError, csv.Error) as error:
-        raise RecordError(f"{path}: not read, {getattr(error, 'strerror', None) or error}.") from None
+        raise RecordError(f"{path}: not read, {reason(error)}.") from None
     if not rows:
         raise RecordError(f"{path}: not read, it has no rows.")
     return rows
@@ -302,6 +293,7 @@ def no_formula(cell: object) -> object:
 
 def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
     """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, **dialect)
         writer.writeheader()

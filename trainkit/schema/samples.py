@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, reason
 from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
@@ -126,9 +126,8 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                         if 0 <= row["time"] < LATEST:  # NaN cannot be ordered
                             rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
-            told = getattr(error, "strerror", None) or error
             raise UserError(
-                f"{path}: no samples of slurm/monitor.py ({told}): give the folder of a job."
+                f"{path}: no samples of slurm/monitor.py ({reason(error)}): give the folder of a job."
             ) from None
     if not rows:
         raise UserError(
