@@ -3,18 +3,19 @@
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Too high or too low: what is the number of clock.py before you repair it?
+# Before you repair clock.py: is the number that it prints too high or too low?
 prediction = high
 """
 HINTS = """\
 ## 1
 
-Print `seconds` of every epoch. How long do 20 steps of 2 milliseconds take, and how long did the clock see?
+Print the `seconds` of every epoch. How long do 20 steps of 2 milliseconds take, and how long does the clock
+say that they took?
 
 ## 2
 
-What must have happened before the clock may be read? `Device` has a method for it. And look at the first
-epoch: does it say anything about the others?
+What has to happen before you read the clock? `Device` has a method for it. Then look at the first epoch:
+does its speed say anything about the others?
 
 ## 3
 
@@ -37,7 +38,7 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "= high", "= low", "Run the starter once more"),
-    ("clock.py", "        device.synchronize()\n", "", "stops while the device still works"),
+    ("clock.py", "        device.synchronize()\n", "", "stops while the device is still working"),
     ("clock.py", "        device.sync", "            device.sync", "after every step"),
     ("clock.py", "median(speeds[1:])", "mean(speeds)", "first epoch"),
     ("clock.py", "statistics.median(", "max(", "the luckiest"),
@@ -47,7 +48,7 @@ LAUNCH, WORK, WARMUP = 0.0002, 0.002, 5  # seconds to queue a step and to do it;
 
 
 class Device:
-    """Counts its seconds in place of working."""
+    """Computes the seconds that it would work, and does no work."""
 
     def __init__(self, warm: bool = False, lucky: float = 1) -> None:
         self.now = self.done = 0.0
@@ -74,37 +75,37 @@ def check(mine: Workspace) -> str:
     without_warmup, with_warmup = measure(warm, warm.clock), measure(cold, cold.clock)
     true = 64 * 20 / (20 * WORK + LAUNCH)
     if without_warmup < 0:
-        raise Wrong("The speed is negative: the seconds are the end minus the start.")
+        raise Wrong("The speed is negative: subtract the start from the end, not the end from the start.")
     if without_warmup > 1.5 * true:
         raise Wrong(
-            f"The clock stops while the device still works: it says {without_warmup:,.0f} images/s of a "
-            f"device that does {true:,.0f}. It sees how fast Python fills the queue."
+            f"The clock stops while the device is still working: it shows {without_warmup:,.0f} images/s for "
+            f"a device that trains {true:,.0f}. It measures how fast Python fills the queue."
         )
     if is_close(without_warmup, 64 / (LAUNCH + WORK), 0.01):
         raise Wrong(
-            "The device is waited for after every step. So its queue is always empty, and each step also "
-            "pays for being queued. Wait once per epoch."
+            "Your program waits for the device after every step. So the queue is always empty, and each step "
+            "also takes the time to be queued. Wait once per epoch."
         )
     if not is_close(without_warmup, true, 0.01):
-        raise Wrong(f"The clock says {without_warmup:,.0f} images/s of a device that does {true:,.0f}.")
+        raise Wrong(f"The clock shows {without_warmup:,.0f} images/s for a device that trains {true:,.0f}.")
     if not is_close(with_warmup, true, 0.01):
         raise Wrong(
-            f"The mean has the first epoch in it, which loads kernels: {with_warmup:,.0f} images/s in place "
-            f"of {true:,.0f}."
+            f"The mean includes the first epoch, which loads kernels: {with_warmup:,.0f} images/s instead of "
+            f"{true:,.0f}."
         )
     lucky = Device(lucky=0.9)
     if not is_close(measure(lucky, lucky.clock), true, 0.05):
         raise Wrong(
-            "Of a device that was faster in one of its epochs you report the luckiest one. Take the median: "
-            "no single epoch changes it much."
+            "The device was faster in one of its epochs, and you report that one, the luckiest. Take the "
+            "median: no single epoch changes it much."
         )
     if prediction == "low":
         raise Wrong(
-            "The clock is right now, the prediction is not. Run the starter once more: is its number above "
-            "or below 32,000?"
+            "The clock is right now, but the prediction is not. Run the starter once more: is its number "
+            "above or below 32,000?"
         )
     return (
-        "The starter's number was far too high: it timed the filling of the queue. The warm-up alone would "
-        "have made it too low. Every images/s of this tutorial waits for the device and leaves the first "
-        "epoch out: see trainkit/runtime/clock.py."
+        "The starter's number was far too high: it timed how fast the queue was filled. The warm-up alone "
+        "would have made it too low. For every images/s in this tutorial, the clock waits for the device, "
+        "and the first epoch is left out: see trainkit/runtime/clock.py."
     )

@@ -16,7 +16,7 @@ ANSWERS = """\
 # Before you run: how many times as fast is the resident loader? A number such as 3.
 prediction = 3
 
-# From your runs, without the first epoch, which is the warm-up:
+# From your runs, without the first epoch (the warm-up):
 resident_images_per_s = 1348
 workers_images_per_s = 1217
 times_as_fast = 1.11  # resident against workers
@@ -26,20 +26,20 @@ workers_seconds = 9.7
 HINTS = """\
 ## 1
 
-What does a speed in images/s say about an epoch, and what else has to be known? Look at the line above
+What does a speed in images/s say about an epoch, and what else do you have to know? Look at the line above
 the table, too.
 
 ## 2
 
-It is less than `--train-size` says, since a last batch that is not full is dropped. The seconds of the
-evaluation (`eval s` in `mine/comparison.md`) do not belong to the training, and the first epoch, the
-warm-up, counts nowhere.
+An epoch has fewer images than `--train-size` says, since the last batch is dropped if it is not full. The
+seconds of the evaluation (`eval s` in `mine/comparison.md`) do not belong to the training, and the first
+epoch, the warm-up, is left out everywhere.
 
 ## 3
 
 `times_as_fast` is `resident_images_per_s` divided by `workers_images_per_s`. With 11,776 images per epoch
-and 1,000 images/s an epoch takes 11.8 seconds. The CSV files in `mine/runs` have the seconds of every
-epoch: `train_seconds`.
+and 1,000 images/s, an epoch takes 11.8 seconds. The CSV files in `mine/runs` have the seconds of every
+epoch in the column `train_seconds`.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -47,9 +47,9 @@ WRONG = [
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1348", "of the other loader"),
     ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 0.90", "is upside down"),
     ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 11", "does not fit your runs"),
-    ("answers.txt", "workers_seconds = 9.7", "workers_seconds = 12.7", "has the evaluation in it"),
+    ("answers.txt", "workers_seconds = 9.7", "workers_seconds = 12.7", "includes the evaluation"),
     ("answers.txt", "resident_seconds = 8.7", "resident_seconds = 8.9", "an epoch trains 11,776 images"),
-    ("answers.txt", "resident_seconds = 8.7", "resident_seconds = 26.4", "of one epoch behind the warm-up"),
+    ("answers.txt", "resident_seconds = 8.7", "resident_seconds = 26.4", "of one epoch after the warm-up"),
 ]
 
 
@@ -66,9 +66,11 @@ def check(mine: Workspace) -> str:
     given = answers.number("times_as_fast")
     if not is_close(given, times):
         what = "is upside down" if is_close(given, 1 / times) else "does not fit your runs"
-        raise Wrong(f"`times_as_fast = {given:g}` {what}: divide images/s of resident by those of workers.")
+        raise Wrong(
+            f"`times_as_fast = {given:g}` {what}: divide the images/s of resident by the images/s of workers."
+        )
     return (
-        f"Resident is {times:.2f} times as fast here; you expected {prediction:g}. "
+        f"The resident loader is {times:.2f} times as fast here; you expected {prediction:g}. "
         f"{_loading(resident, workers)}"
     )
 
@@ -80,7 +82,7 @@ def _check_speed(name: str, answers: dict, row: "pd.Series", other: "pd.Series")
     if 0.995 * other.slowest <= given <= 1.005 * other.fastest:
         raise Wrong(f"`{name} = {given:g}` is the speed of the other loader.")
     raise Wrong(
-        f"`{name} = {given:g}` is not between the slowest and the fastest epoch behind the warm-up, "
+        f"`{name} = {given:g}` is not between the slowest and the fastest epoch after the warm-up, "
         f"{row.slowest:,.0f} and {row.fastest:,.0f}. Is the first epoch in your number?"
     )
 
@@ -90,23 +92,23 @@ def _check_seconds(name: str, answers: dict, row: "pd.Series") -> None:
     if row.images / row.fastest - rounding <= given <= row.images / row.slowest + rounding:
         return
     if is_close(given, row.epoch_seconds + row.eval_seconds):
-        raise Wrong(f"`{name} = {given:g}` has the evaluation in it: that is no training.")
+        raise Wrong(f"`{name} = {given:g}` includes the evaluation, which is not training.")
     if row.images < given * row.images_per_s < row.images + row.global_batch:
         raise Wrong(
-            f"`{name} = {given:g}`: an epoch trains {row.images:,} images, the last batch is dropped."
+            f"`{name} = {given:g}`: an epoch trains {row.images:,} images, since its last batch is dropped."
         )
     raise Wrong(
-        f"`{name} = {given:g}`: the training of one epoch behind the warm-up took {row.epoch_seconds:.1f} s."
+        f"`{name} = {given:g}`: the training of one epoch after the warm-up took {row.epoch_seconds:.1f} s."
     )
 
 
 def _loading(resident: "pd.Series", workers: "pd.Series") -> str:
     seconds = workers.epoch_seconds - resident.epoch_seconds
     if seconds <= 0:
-        return "So loading costs less here than two runs differ by chance."
+        return "So loading takes less time here than the chance difference between two runs."
     return (
-        f"The difference of {seconds:.2f} s per epoch is loading: one process makes about "
-        f"{resident.images / seconds:,.0f} images ready per second. A device that trains faster than that "
-        "waits for its images most of the time, and a second one would wait too. So look at the loader "
-        "before you ask for more GPUs."
+        f"The difference of {seconds:.2f} s per epoch is loading: one process prepares about "
+        f"{resident.images / seconds:,.0f} images per second. A device that trains faster than that waits "
+        "for its images most of the time, and a second device would wait too. So look at the loader before "
+        "you ask for more GPUs."
     )

@@ -13,32 +13,34 @@ RECORDED = {
     f"{EXERCISES}/strong_weak.csv": ["single-20261122-021517-5602262a"],  # resident
 }
 ANSWERS = """\
-# Before you run: the best number of workers, one of 0, 1, 2 and 4.
+# Before you run: which number of workers is best, 0, 1, 2 or 4?
 prediction = 2
 
 # From your runs:
 best = 1    # number of workers with the most images/s
-percent = 99 # images/s of that run, in percent of the resident one's
+percent = 99 # images/s of that run, in percent of the resident run
 limit = training   # training, cores or loader
 """
 HINTS = """\
 ## 1
 
-In the table, the column variant has the number of workers; the row with nothing in it has 0. Two rows
-whose min..max overlap are equally good.
+The column variant of the table has the number of workers; a row with nothing there has 0. Two rows whose
+min..max overlap are equally good.
 
 ## 2
 
-Compare the best row with that of the resident loader. If they are about equal, could any loader be faster?
+Compare the best row with the row of the resident loader. If they are about equal, could any loader be
+faster?
 
 ## 3
 
-About equal to resident (95 % and more): `training`. Clearly below: does the speed still grow from 2 workers
-to 4? If so, `loader`; if it stays or falls, there are no cores for more, `cores`.
+If the best row is about equal to resident (95 % or more), the answer is `training`. If it is clearly below,
+does the speed still grow from 2 workers to 4? If it does, `loader`; if it stays or falls, there are no cores
+for more workers: `cores`.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("answers.txt", "best = 1", "best = 0", "but another one 1,336"),
+    ("answers.txt", "best = 1", "best = 0", "but another number 1,336"),
     ("answers.txt", "percent = 99", "percent = 110", "divide the best run's"),
     ("answers.txt", "limit = training", "limit = loader", "could a loader do better"),
     ("answers.txt", "limit = training", "limit = cores", "no loader at all"),
@@ -60,18 +62,18 @@ def check(mine: Workspace) -> str:
     given = int(answers.word("best", *NUMBERS))
     if given not in equal:
         raise Wrong(
-            f"`best = {given}` trains {speeds[given]:,.0f} images/s, but another one {speeds[best]:,.0f}."
+            f"`best = {given}` trains {speeds[given]:,.0f} images/s, but another number {speeds[best]:,.0f}."
         )
     share = 100 * speeds[given] / resident.images_per_s
     if share > 110:
         raise Wrong(
             f"`best = {given}` has {share:.0f} % of the resident run's speed, which no loader can have: "
-            "another program took the machine meanwhile. `reset`, and measure again, or take `recorded` runs."
+            "another program used the machine meanwhile. `reset`, and measure again, or take `recorded` runs."
         )
     percent = answers.number("percent")
     if not is_close(percent, share):
         raise Wrong(
-            f"`percent = {percent:g}`: divide the best run's images/s by the resident one's, times 100."
+            f"`percent = {percent:g}`: divide the best run's images/s by the resident run's, times 100."
         )
     limits = {
         "training": share > 93,
@@ -84,20 +86,21 @@ def check(mine: Workspace) -> str:
     sweep = ", ".join(f"{n}: {speed:,.0f}" for n, speed in speeds.items())
     return (
         f"Images/s by workers: {sweep}; resident: {resident.images_per_s:,.0f}. You expected {prediction} to "
-        f"be best, {' and '.join(map(str, equal))} came out. A CPU trains so slowly that few workers keep up "
-        "with it. A GPU that trains ten or a hundred times as fast needs more of them, each with a core of "
-        "the job (--cpus-per-task): sweep there again, and take the smallest number that reaches the top."
+        f"be best; the best is {' and '.join(map(str, equal))}. A CPU trains so slowly that a few workers "
+        "keep up with it. A GPU that trains ten or a hundred times as fast needs more of them, each with a "
+        "core of the job (--cpus-per-task): sweep again there, and take the smallest number that reaches the "
+        "top."
     )
 
 
 def _not(limit: str, share: float) -> str:
     if limit == "training":
-        return f"The best run has only {share:.0f} % of the resident one's speed: it does wait for images."
+        return f"The best run has only {share:.0f} % of the resident run's speed: it does wait for images."
     if share >= 97:
         return (
-            f"The best run has {share:.0f} % of the resident one's speed. That one has all images at hand, "
+            f"The best run has {share:.0f} % of the speed of the resident run, which has all images at hand "
             "and no loader at all: could a loader do better?"
         )
     if limit == "loader":
-        return "Four workers are no faster than two: what would a fifth one run on?"
-    return "Four workers are faster than two, so there were cores for them: go on in this direction."
+        return "Four workers are no faster than two: what would a fifth worker run on?"
+    return "Four workers are faster than two, so there were cores for them: try still more workers."

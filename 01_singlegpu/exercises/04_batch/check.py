@@ -10,43 +10,43 @@ RECORDED = {
     ]
 }
 ANSWERS = """\
-# Before you run: which batch is first at 97 % test accuracy? 64, 256 or 1024.
+# Before you run: which batch reaches 97 % test accuracy first? 64, 256 or 1024.
 prediction = 256
 
-# From your runs, a batch each:
+# From your runs (each answer is a batch):
 highest_throughput = 1024
 highest_accuracy = 64  # after the last epoch
-first_at_97 = 64       # the fewest seconds until then
+first_at_97 = 64       # in the fewest seconds
 
-steps_64 = 156    # optimizer steps of one epoch with batch 64
+steps_64 = 156    # optimizer steps in one epoch with batch 64
 steps_1024 = 9  # and with batch 1024
 
-# What does an epoch have less of with batch 1024, so that the network learns less in it?
+# What is there less of in an epoch with batch 1024, so that the network learns less?
 # images, steps or seconds
 why = steps
 """
 HINTS = """\
 ## 1
 
-Three columns show it: images/s, acc. % and, with `--target 97`, s to 97 %. A dash there means: never.
+Three columns show it: images/s, acc. % and, with `--target 97`, s to 97 %. There, a dash means never.
 
 ## 2
 
-A batch that is not full is dropped. So the steps of an epoch are the images divided by the batch, rounded
-down. The number of images is that of `--train-size` (recorded runs: 10,000).
+A batch that is not full is dropped. So the number of steps in an epoch is the images divided by the batch,
+rounded down. `--train-size` is the number of images (10,000 in the recorded runs).
 
 ## 3
 
-Every epoch shows the network the same images. But it changes its weights once per step, and with the same
-learning rate each change is about as large. Which of the three batches makes the most changes per epoch?
+Every epoch shows the network the same images. But its weights change once per step, and with the same
+learning rate each change is about equally large. Which of the three batches makes the most changes per epoch?
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "throughput = 1024", "throughput = 64", "See the column images/s"),
     ("answers.txt", "accuracy = 64", "accuracy = 1024", "See the column acc. %"),
-    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never gets there, but another one 23 s"),
-    ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start, but another one"),
-    ("answers.txt", "steps_64 = 156", "steps_64 = 157", "not full is dropped"),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never reaches it; another batch takes 23 s"),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start; another batch"),
+    ("answers.txt", "steps_64 = 156", "steps_64 = 157", "dropped if it is not full"),
     ("answers.txt", "steps_1024 = 9", "steps_1024 = 9216", "images of an epoch, not its steps"),
     ("answers.txt", "why = steps", "why = images", "the same images"),
     ("answers.txt", "why = steps", "why = seconds", "does not learn from time"),
@@ -60,30 +60,30 @@ def check(mine: Workspace) -> str:
     runs = {batch: mine.row(TARGET, loader="resident", global_batch=int(batch)) for batch in BATCHES}
     reached = {batch: run.target_s for batch, run in runs.items() if run.target_s > 0}
     if not reached:
-        raise Wrong(f"No run has reached {TARGET} %: give more --epochs, the same to all three.")
+        raise Wrong(f"No run has reached {TARGET} %: give all three runs the same larger --epochs.")
 
     given = answers.word("highest_throughput", *BATCHES)
     if runs[given].fastest < max(run.slowest for run in runs.values()):
         raise Wrong(f"`highest_throughput = {given}`: another batch is faster. See the column images/s.")
     given = answers.word("highest_accuracy", *BATCHES)
     if runs[given].test_accuracy < max(run.test_accuracy for run in runs.values()):
-        raise Wrong(f"`highest_accuracy = {given}`: another batch ends higher. See the column acc. %.")
+        raise Wrong(f"`highest_accuracy = {given}`: another batch ends with more. See the column acc. %.")
     given = answers.word("first_at_97", *BATCHES)
     # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
     soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}
     if given not in soonest:
-        took = f"takes {reached[given]:.0f} s from its start" if given in reached else "never gets there"
-        raise Wrong(f"`first_at_97 = {given}` {took}, but another one {min(reached.values()):.0f} s.")
+        took = f"takes {reached[given]:.0f} s from its start" if given in reached else "never reaches it"
+        raise Wrong(f"`first_at_97 = {given}` {took}; another batch takes {min(reached.values()):.0f} s.")
     for batch in ("64", "1024"):
         _check_steps(answers.number(f"steps_{batch}"), batch, int(runs[batch].images))
     why = answers.word("why", "images", "steps", "seconds")
     if why == "images":
         raise Wrong(
-            "`why = images`: an epoch of each batch shows the same images, up to a last part of a batch."
+            "`why = images`: an epoch shows the same images with each batch, except for a last partial batch."
         )
     if why == "seconds":
         raise Wrong(
-            "`why = seconds`: it has, but a network does not learn from time. What happens once per batch?"
+            "`why = seconds`: true, but a network does not learn from time. What happens once per batch?"
         )
 
     table = "\n".join(
@@ -92,10 +92,10 @@ def check(mine: Workspace) -> str:
         for batch, run in runs.items()
     )
     return (
-        f"{table}\nYou expected {prediction} to be first; it is {given}. A large batch makes fewer steps of "
-        "the same epochs. So images/s alone does not say which setting is better: seconds to an accuracy do. "
-        "More GPUs make the global batch large, and stage 03 comes back to what the learning rate can do "
-        "about that."
+        f"{table}\nYou expected {prediction} to be first; it is {given}. With a large batch, the same number "
+        "of epochs has fewer steps. So images/s alone does not show which setting is better; the seconds to "
+        "an accuracy do. More GPUs make the global batch large, and stage 03 shows what the learning rate "
+        "can do about that."
     )
 
 
@@ -106,8 +106,8 @@ def _check_steps(given: float, batch: str, images: int) -> None:
     if given == images:
         raise Wrong(f"`steps_{batch} = {given:g}` are the images of an epoch, not its steps.")
     if given == steps + 1 or int(given) == steps:
-        raise Wrong(f"`steps_{batch} = {given:g}`: a last batch that is not full is dropped.")
+        raise Wrong(f"`steps_{batch} = {given:g}`: the last batch is dropped if it is not full.")
     raise Wrong(
-        f"`steps_{batch} = {given:g}`: divide the images, those of --train-size, by the batch, "
-        "and round down. Recorded runs have 10,000."
+        f"`steps_{batch} = {given:g}`: divide the number of images (--train-size) by the batch, and round "
+        "down. The recorded runs have 10,000 images."
     )

@@ -13,26 +13,26 @@ ANSWERS = """\
 # Before you submit: will the output of the job come to the terminal or into a file?
 prediction = file
 
-# One line of job.sh as you found it would have been ignored. What was it about?
+# Slurm would have ignored one line of job.sh as it was. What was that line about?
 # One word: name, nodes, memory or time
 ignored = memory
 """
 HINTS = """\
 ## 1
 
-One process with one GPU: `--ntasks` and `--gpus-per-node` say just that. The process itself needs a core,
-and so does each loader worker. And what is the difference between `#SBATCH` and `# SBATCH`?
+`--ntasks` and `--gpus-per-node` ask for just this: one process with one GPU. The process itself needs a
+core, and so does each loader worker. And what is the difference between `#SBATCH` and `# SBATCH`?
 
 ## 2
 
-In `--output`, Slurm replaces `%j` by the number of the job. `set` wants `-e` (end at an error) and `-u` (a
+In `--output`, Slurm replaces `%j` with the number of the job. `set` needs `-e` (end at an error) and `-u` (a
 variable that is not set is an error); `pipefail` needs `-o`: together `-euo pipefail`. The time of a short
 job is some minutes, such as 00:15:00.
 
 ## 3
 
-`srun --cpus-per-task="$SLURM_CPUS_PER_TASK"` hands on the number of the `#SBATCH` line. The ignored line is
-the one that asks for memory: take out the blank behind `#`.
+`srun --cpus-per-task="$SLURM_CPUS_PER_TASK"` passes on the number from the `#SBATCH` line. The ignored line
+is the one that asks for memory: remove the space after `#`.
 """
 SOLUTION = {
     "job.sh": r"""@@
@@ -65,7 +65,7 @@ WRONG = [
     ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),
     ("job.sh", "#SBATCH --mem", "# SBATCH --mem", "a comment like any other"),
     ("job.sh", "#SBATCH --mem=8G\n", "", "`#SBATCH --mem=...` is missing"),
-    ("job.sh", "set -euo", "sleep 1\n#SBATCH --mem=9G\nset -euo", "behind the first command"),
+    ("job.sh", "set -euo", "sleep 1\n#SBATCH --mem=9G\nset -euo", "after the first command"),
     ("job.sh", "--nodes=1", "--nodes=1 --partition=gpu", "slurm/site.sh"),
     ("job.sh", "--ntasks=1 ", "--ntasks=2 ", "the same training twice"),
     ("job.sh", "--gpus-per-node=1 ", "--gpus-per-node=2 ", "uses one GPU"),
@@ -73,14 +73,14 @@ WRONG = [
     ("job.sh", "00:15:00", "00:00:15", "5 minutes or more"),
     ("job.sh", "00:15:00", "2-00:00:00", "waits longer in the queue"),
     ("job.sh", "00:15:00", "soon", "neither HH:MM:SS"),
-    ("job.sh", "first-%j.log", "first.log", "writes into the same log"),
+    ("job.sh", "first-%j.log", "first.log", "would write into the same log"),
     ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
     ("job.sh", '"$DATA_DIR"', "/home/me/data", "one user's home"),
     ("job.sh", '"$DATA_DIR"', "~/data", "one user's home"),
     ("job.sh", "set -euo", "set -uo", "goes on after an error"),
-    ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "one core only"),
-    ("job.sh", "srun --c", "exec --c", "No line begins with srun"),
-    ("answers.txt", "ignored = memory", "ignored = time", "was read"),
+    ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "gets only one core"),
+    ("job.sh", "srun --c", "exec --c", "no line begins with srun"),
+    ("answers.txt", "ignored = memory", "ignored = time", "Slurm reads that line"),
 ]
 
 
@@ -95,13 +95,13 @@ def check(mine: Workspace) -> str:
     _check_commands(mine.folder / JOB, re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " ")))
     if ignored != "memory":
         raise Wrong(
-            f"`ignored = {ignored}`: that line of the starter was read. `reset` shows the starter again."
+            f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
         )
     stage = mine.folder.parents[2]
     right = "as you expected" if prediction == "file" else "not to the terminal"
     return (
-        f"Every rule holds. {ask_slurm(mine.folder / JOB, stage)} The output goes into the file of "
-        f"--output, {right}: sbatch returns before the job begins. {_log(options, stage)}"
+        f"The script keeps every rule. {ask_slurm(mine.folder / JOB, stage)} The output goes into the file "
+        f"that --output names, {right}: sbatch returns before the job begins. {_log(options, stage)}"
     )
 
 
@@ -110,16 +110,18 @@ def _check_lines(lines: list[str]) -> None:
     for number, line in enumerate(lines, start=1):
         where = f"mine/{JOB}, line {number}"
         if "____" in line:
-            raise Wrong(f"{where}, still has a gap: {line.split('  ')[0]}")
+            raise Wrong(f"{where} still has a gap: {line.split('  ')[0]}")
         if re.match(r"#\s+SBATCH", line):
             raise Wrong(
-                f"{where}: with a blank, `# SBATCH` is a comment like any other, and Slurm says nothing."
+                f"{where}: with a space, `# SBATCH` is a comment like any other. Slurm ignores it without a "
+                "warning."
             )
         if line.startswith("#SBATCH") and has_begun:
-            raise Wrong(f"{where}: Slurm does not read #SBATCH behind the first command, and says nothing.")
+            raise Wrong(f"{where}: Slurm ignores #SBATCH lines after the first command, without a warning.")
         if re.match(r"#SBATCH.*\s(--(partition|account|qos|reservation)|-[pAq])\b", line):
             raise Wrong(
-                f"{where}: what only one cluster has goes into slurm/site.sh. Then the script runs on all."
+                f"{where}: what only one cluster has belongs in slurm/site.sh. Then the script runs on every "
+                "cluster."
             )
         has_begun |= bool(line.strip()) and not line.startswith("#")
 
@@ -130,18 +132,18 @@ def _check_options(options: dict[str, str]) -> None:
             raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
     if options["ntasks"] != "1":
         raise Wrong(
-            f"--ntasks={options['ntasks']}: srun would start the same training twice or more. It is one "
-            "process."
+            f"--ntasks={options['ntasks']}: srun would start the same training twice or more. This training "
+            "is one process."
         )
     if options["gpus-per-node"].split(":")[-1] != "1":
         raise Wrong(
-            f"--gpus-per-node={options['gpus-per-node']}: stage 01 uses one GPU; others would idle, and be "
-            "paid."
+            f"--gpus-per-node={options['gpus-per-node']}: stage 01 uses one GPU. You would pay for the "
+            "others, and they would be idle."
         )
     if not re.fullmatch(r"[2-9]|1\d", options["cpus-per-task"]):
         raise Wrong(
-            f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or some more. With 1, the training and "
-            "its loader share one core; most of very many stay idle."
+            f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or a few more. With 1, the training and "
+            "its loader share one core; of very many cores, most stay idle."
         )
     try:
         minutes = time_limit(options["time"])
@@ -149,17 +151,17 @@ def _check_options(options: dict[str, str]) -> None:
         raise Wrong(f"--time: {error}.") from None
     if minutes < 5:
         raise Wrong(
-            f"--time={options['time']}: the job is ended after that. Starting Python takes a while: 5 "
-            "minutes or more."
+            f"--time={options['time']}: Slurm ends the job after that time. Starting Python takes a while, "
+            "so ask for 5 minutes or more."
         )
     if minutes > 120:
         raise Wrong(
-            f"--time={options['time']}: a job that asks for so much waits longer in the queue. Ask for 2 "
-            "hours at most."
+            f"--time={options['time']}: a job that asks for so much time waits longer in the queue. Ask for "
+            "2 hours at most."
         )
     if "%j" not in options["output"]:
         raise Wrong(
-            f"--output={options['output']}: every job writes into the same log. %j is the job's number."
+            f"--output={options['output']}: every job would write into the same log. %j is the job's number."
         )
 
 
@@ -172,21 +174,21 @@ def _check_commands(path: Path, commands: str) -> None:
         )
     if own := re.search(r"((/home|/users|/root|\$HOME)\b|~/)\S*", commands, re.IGNORECASE):
         raise Wrong(
-            f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh fit every site."
+            f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh work on every site."
         )
     flags = re.search(r"^set -(\w*)", commands, re.MULTILINE)
     if not flags or not {"e", "u"} <= set(flags[1]):
         raise Wrong(
-            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if all "
-            "were well."
+            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if nothing "
+            "had happened."
         )
     starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
     if not starts:
-        raise Wrong(f"mine/{JOB}: No line begins with srun, so Slurm does not start the training as a task.")
+        raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
     if not re.search(r"\s(--cpus-per-task|-c)\b", starts[-1]):
         raise Wrong(
-            f"mine/{JOB}: srun does not take --cpus-per-task over from #SBATCH: the training gets one core "
-            "only."
+            f"mine/{JOB}: srun does not read --cpus-per-task from #SBATCH, so the training gets only one "
+            "core."
         )
 
 
@@ -194,10 +196,10 @@ def _log(options: dict[str, str], stage: Path) -> str:
     pattern = Path(options["output"].replace("%x", options.get("job-name", "*")).replace("%j", "*")).name
     logs = sorted(stage.glob(pattern), key=lambda log: log.stat().st_mtime)
     if not logs:
-        return "Submit it now, if there is a cluster."
+        return "Submit it now, if you have a cluster."
     code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
     if not code:
-        return f"{logs[-1].name} has no line `ended` yet: the job runs, or something killed its script."
+        return f"{logs[-1].name} has no line `ended` yet: the job is running, or its script was killed."
     if code[-1] != "0":
-        return f"Your job has run and failed: the line `why` in {logs[-1].name} has the reason."
-    return f"And it has run: {logs[-1].name} ends with exit code 0."
+        return f"Your job ran and failed: the line `why` in {logs[-1].name} has the reason."
+    return f"Your job has run: {logs[-1].name} ends with exit code 0."

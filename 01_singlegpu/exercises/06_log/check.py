@@ -1,4 +1,4 @@
-"""The answers are in the texts of starter/, which do not change."""
+"""The answers are in the files of starter/, which do not change."""
 
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
@@ -7,41 +7,40 @@ ANSWERS = """\
 prediction = 2
 
 # Job 3:
-images_per_s = 178  # behind the warm-up
+images_per_s = 178  # after the warm-up
 busy_cores = 0.66    # from sacct, on average
-memory_mb = 808     # the most that the training took; K in sacct are about thousandths of an MB
+memory_mb = 808     # the most that the training used; a K in sacct is about a thousandth of an MB
 
 # Job 4:
 exit_code = 137  # as its log says
 signal = 9     # the number of the signal that this exit code stands for
-why = memory        # what was it, in the end? error, time, memory or user
+why = memory        # what ended it? error, time, memory or user
 """
 HINTS = """\
 ## 1
 
-The first epoch is the warm-up, so two epochs are left: take the number between their two speeds. In sacct,
-`3.1` is what the second `srun` of the job started: the training.
+The first epoch is the warm-up, so two epochs are left: take the number halfway between their speeds. In
+sacct, `3.1` is what the second `srun` of the job started: the training.
 
 ## 2
 
-`Elapsed` is hours:minutes:seconds, `TotalCPU` here minutes:seconds, of all cores together. One core that is
-busy all the time makes as much TotalCPU as Elapsed. An exit code above 128 is 128 plus the number of a
-signal.
+`Elapsed` is hours:minutes:seconds; `TotalCPU` here is minutes:seconds, of all cores together. If one core is
+busy all the time, TotalCPU is equal to Elapsed. An exit code above 128 is 128 plus the number of a signal.
 
 ## 3
 
-91 s of CPU time in 139 s are 0.66 cores. In job 4 look at the first line behind the two lines on what is
-trained, and in sacct at ReqMem next to MaxRSS.
+91 s of CPU time in 139 s are 0.66 cores. For job 4, look at the first line after the two lines on what is
+trained, and compare ReqMem with MaxRSS in sacct.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("answers.txt", "images_per_s = 178", "images_per_s = 170", "first epoch"),
-    ("answers.txt", "images_per_s = 178", "images_per_s = 154", "first epoch"),
+    ("answers.txt", "images_per_s = 178", "images_per_s = 170", "includes the first epoch"),
+    ("answers.txt", "images_per_s = 178", "images_per_s = 154", "includes the first epoch"),
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 1.52", "upside down"),
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 0.33", "share of the two"),
-    ("answers.txt", "busy_cores = 0.66", "busy_cores = 2", "were given to it"),
+    ("answers.txt", "busy_cores = 0.66", "busy_cores = 2", "is what the job was given"),
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 0.6", "minutes and seconds"),
-    ("answers.txt", "memory_mb = 808", "memory_mb = 4.9", "job script's"),
+    ("answers.txt", "memory_mb = 808", "memory_mb = 4.9", "of the job script"),
     ("answers.txt", "memory_mb = 808", "memory_mb = 8000", "asked for"),
     ("answers.txt", "exit_code = 137", "exit_code = 0", "begins with `ended`"),
     ("answers.txt", "signal = 9", "signal = 15", "minus 128"),
@@ -63,16 +62,16 @@ def check(mine: Workspace) -> str:
         raise Wrong("`signal`: an exit code above 128 means a signal, whose number is the code minus 128.")
     why = answers.word("why", "error", "time", "memory", "user")
     if why == "time":
-        raise Wrong("`why = time`: it ran less than a minute, and the job script asks for 30 minutes.")
+        raise Wrong("`why = time`: the job ran for less than a minute, and its script asks for 30 minutes.")
     if why != "memory":
         raise Wrong(f"`why = {why}`: read the first line of job-4.txt that begins with slurmstepd.")
     return (
         f"Job 3 kept {CPU_SECONDS / SECONDS:.2f} of its 2 cores busy; you expected {prediction:g}. The "
-        "machine had other work, and so the training was slow. On a cluster, where the cores are yours "
-        "alone, the same numbers say that it waits: for a loader, a disk, or a GPU. Job 4 had asked for 600 "
-        f"MB where the training takes {MEGABYTES}. Signal 9 cannot be caught: the process ends without a "
-        "word, so look for the reason in the lines of Slurm, and in MaxRSS next to ReqMem. For the next job, "
-        "ask for what sacct says and a half more."
+        "machine had other work, so the training was slow. On a cluster, where the cores are yours alone, "
+        "the same numbers mean that the training waits: for a loader, a disk, or a GPU. Job 4 had asked for "
+        f"600 MB, but the training takes {MEGABYTES}. Signal 9 cannot be caught: the process ends without a "
+        "message, so look for the reason in Slurm's lines, and compare MaxRSS with ReqMem. For the next job, "
+        "ask for half as much again as sacct shows."
     )
 
 
@@ -81,7 +80,7 @@ def _check_speed(given: float) -> None:
     if is_close(given, sum(steady) / 2):
         return
     if is_close(given, sum(SPEEDS) / 3) or is_close(given, SPEEDS[0]):
-        raise Wrong(f"`images_per_s = {given:g}` has the first epoch in it, which is the warm-up.")
+        raise Wrong(f"`images_per_s = {given:g}` includes the first epoch, which is the warm-up.")
     raise Wrong(f"`images_per_s = {given:g}`: take the median of epochs 2 and 3, which is their mean.")
 
 
@@ -92,11 +91,13 @@ def _check_cores(given: float) -> None:
     if is_close(given, 1 / true, 0.05):
         raise Wrong(f"`busy_cores = {given:g}` is upside down: divide the CPU's seconds by the clock's.")
     if is_close(given, true / 2, 0.05):
-        raise Wrong(f"`busy_cores = {given:g}` is the share of the two cores: how many cores are that?")
+        raise Wrong(f"`busy_cores = {given:g}` is the share of the two cores: how many cores is that?")
     if given == 2:
-        raise Wrong("`busy_cores = 2` were given to it (AllocCPUS). How long did they compute (TotalCPU)?")
+        raise Wrong(
+            "`busy_cores = 2` is what the job was given (AllocCPUS). How long did it compute (TotalCPU)?"
+        )
     raise Wrong(
-        f"`busy_cores = {given:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 are minutes and "
+        f"`busy_cores = {given:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 is in minutes and "
         "seconds."
     )
 
@@ -105,9 +106,9 @@ def _check_memory(given: float) -> None:
     if is_close(given, MEGABYTES, 0.04):
         return
     if is_close(given, 4.9, 0.05):
-        raise Wrong(f"`memory_mb = {given:g}` is the job script's (3.batch): the training is 3.1.")
+        raise Wrong(f"`memory_mb = {given:g}` is that of the job script (3.batch); the training is 3.1.")
     if 7000 < given < 9000:
         raise Wrong(
-            f"`memory_mb = {given:g}` is what the job had asked for (ReqMem): what did it use (MaxRSS)?"
+            f"`memory_mb = {given:g}` is what the job asked for (ReqMem). How much did it use (MaxRSS)?"
         )
-    raise Wrong(f"`memory_mb = {given:g}`: MaxRSS of 3.1, where 1,000K are about one MB.")
+    raise Wrong(f"`memory_mb = {given:g}`: take the MaxRSS of 3.1; 1,000K is about one MB.")

@@ -1,4 +1,4 @@
-"""Compares the learner's runs, of how long they waited, and what the program makes of some images."""
+"""Compares how long the learner's runs waited, and looks at what the program makes of some images."""
 
 import json
 import math
@@ -10,33 +10,33 @@ from trainkit.schema import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you run: of 100 seconds of training, how many does it wait for images?
+# Before you run: of 100 seconds of training, for how many does it wait for images?
 prediction = 30
 
-# From your runs, behind the warm-up:
+# From your runs, after the warm-up:
 waited = 60  # seconds of 100, in the first run
-waits = 5.6   # seconds of 100, in the cured one
-times = 10   # images/s of the cured one, by those of the first
-workers = 10 # of the first kind, to keep up with the cured training
+waits = 5.6   # seconds of 100, in the cured run
+times = 10   # images/s of the cured run, divided by those of the first
+workers = 10 # that prepare images as in the first run, to keep up with the cured training
 """
 HINTS = """\
 ## 1
 
 `for pixel in image.flatten()` makes an object of each of 784 pixels, and Python goes through them four
-times. What does PyTorch have that does it for all pixels at once? And for all images of a batch?
+times. What in PyTorch does this for all pixels at once? And for all images of a batch?
 
 ## 2
 
-`images.mean(dim=(1, 2, 3), keepdim=True)` has the mean of each image of a batch (n, 1, 28, 28); `std` takes
-the same, and `correction=0`. A `Split` has two ways to prepare images: `prepare_one` for a loader's
-process, one at a time, and `prepare` for a batch, on the device. `--loader resident`, the default, calls
-the second one.
+`images.mean(dim=(1, 2, 3), keepdim=True)` returns the mean of each image of a batch (n, 1, 28, 28); `std`
+takes the same arguments, and `correction=0`. A `Split` has two ways to prepare images: `prepare_one` prepares
+one image, in a loader process, and `prepare` a batch, on the device. `--loader resident`, the default, calls
+the second.
 
 ## 3
 
-`replace(split, prepare=prepare, prepare_one=None)`, where `prepare` takes bytes (n, 1, 28, 28): first
-`images = images.float()`. In the first run one worker is busy all the time, so its images/s are what one
-can prepare: divide the cured images/s by that, and round up.
+`replace(split, prepare=prepare, prepare_one=None)`, where `prepare` takes bytes (n, 1, 28, 28) and begins
+with `images = images.float()`. In the first run one worker is busy all the time, so the images/s of that run
+are what one worker can prepare: divide the cured images/s by them, and round up.
 """
 SOLUTION = {
     "training.py": '''\
@@ -63,18 +63,18 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader.csv": []}
 WRONG = [
-    ("answers.txt", "waited = 60", "waited = 40", "so much it trained"),
+    ("answers.txt", "waited = 60", "waited = 40", "for so long it trained"),
     ("answers.txt", "waited = 60", "waited = 0.6", "in percent"),
     ("answers.txt", "waits = 5.6", "waits = 60", "the other run"),
     ("answers.txt", "times = 10", "times = 0.1", "upside down"),
     ("answers.txt", "workers = 10", "workers = 2", "one of them prepares 932"),
     ("training.py", "prepare=prepare, prepare_one=None", "prepare_one=prepare", "those of the stage"),
     ("training.py", "dim=(1, 2, 3)", "dim=(0, 1, 2, 3)", "of the whole batch"),
-    ("training.py", "(images - mean) / std", "((images - mean) / std).flatten(1)", "the shape is to stay"),
+    ("training.py", "(images - mean) / std", "((images - mean) / std).flatten(1)", "keep the shape"),
     ("training.py", "(images - mean) / std", "images / 255", "mean 0 and standard deviation 1"),
     ("runs/*f70386a6.ranks.tsv", "\t7.", "\t0.", "None of your runs waits"),
     ("runs/*f70386a6.monitor.json", "waiting_for_loader", "shared_cores", "its verdict does not say so"),
-    ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "it is not cured"),
+    ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "is not cured"),
     ("runs/*a59c7524.csv", ",8,297578,", ",16,297578,", "differ in width"),
 ]
 # Columns that runs share if they are to be compared.
@@ -84,7 +84,7 @@ WAITS, CURED = 30, 25  # seconds of 100: a run that waits for its loader has mor
 
 class Watched(NamedTuple):
     """A run that was sampled: the row of its last epoch, images/s and the seconds of 100 that it waited, both
-    behind the warm-up, and the kinds of its findings."""
+    after the warm-up, and the kinds of its findings."""
 
     row: dict[str, object]
     speed: float
@@ -100,11 +100,12 @@ def check(mine: Workspace) -> str:
     _check_answers(answers, first, cured)
     place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
     return (
-        f"Of 100 seconds the training waited {first.waited:.0f} (you expected {prediction:g}). It had no "
-        f"word on that; the verdict named it, {place}. Now it waits {cured.waited:.0f}, and is "
-        f"{cured.speed / first.speed:.1f} times as fast, with the same images. More workers would have "
-        "hidden the waiting, for a core each, until a faster device shows it again. So look first at what "
-        "is done for each image, do it for a whole batch, or once before the training, and add workers last."
+        f"Of 100 seconds, the training waited for {first.waited:.0f} (you expected {prediction:g}). Its "
+        f"output does not mention that; the verdict names it, {place}. Now it waits for {cured.waited:.0f}, "
+        f"and is {cured.speed / first.speed:.1f} times as fast, with the same images. More workers, with a "
+        "core each, would have hidden the wait until a faster device shows it again. So first look at what "
+        "is done for each image, do that for a whole batch, or once before the training, and add workers "
+        "last."
     )
 
 
@@ -112,56 +113,57 @@ def _watched(path: Path) -> Watched:
     rows, of_ranks = records.read(path), records.read_ranks(path)
     counted = {row["epoch"] for row in rows if not row["warmup"]}
     if not counted:
-        raise Wrong(f"mine/runs/{path.name} has only a warm-up: give it two epochs or more, or remove it.")
+        raise Wrong(
+            f"mine/runs/{path.name} has only the warm-up: run it with two epochs or more, or remove it."
+        )
     seconds = sum(row["train_seconds"] for row in rows if row["epoch"] in counted)
     waited = sum(row["data_seconds"] for row in of_ranks if row["epoch"] in counted)
     if math.isnan(waited):
-        raise Wrong(f"mine/runs/{path.name} does not know how long it waited: remove it, and run it again.")
+        raise Wrong(f"mine/runs/{path.name} did not record how long it waited: remove it, and run it again.")
     speed = statistics.median(row["images_per_s"] for row in rows if row["epoch"] in counted)
     try:
         verdict = json.loads(path.with_suffix(".monitor.json").read_text())
     except FileNotFoundError:
         raise Wrong(
-            f"mine/runs/{path.name} was not watched: it has no verdict. Run it as the README says, "
-            "and remove this one."
+            f"mine/runs/{path.name} has no verdict, since it was not sampled. Remove it, and run it again as "
+            "the README shows."
         ) from None
     return Watched(rows[-1], speed, 100 * waited / seconds, [found["kind"] for found in verdict["findings"]])
 
 
 def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
-    """The one that waits most, and the newest."""
+    """Return the run that waits longest, and the newest."""
     if not runs:
-        raise Wrong(
-            "There are no runs in mine/runs yet: give the commands of the README, or take `recorded`."
-        )
+        raise Wrong("There are no runs in mine/runs yet: run the commands of the README, or take `recorded`.")
     runs = sorted(runs, key=lambda run: run.row["started_at"])
     first, cured = max(runs, key=lambda run: run.waited), runs[-1]
     if first.waited < WAITS:
         raise Wrong(
-            f"None of your runs waits: at most {first.waited:.0f} seconds of 100. The first one is that of "
-            "the starter, with --loader workers --num-workers 1."
+            f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run is the "
+            "starter's, with --loader workers --num-workers 1."
         )
     if "waiting_for_loader" not in first.kinds:
         raise Wrong(
-            f"The first run waits {first.waited:.0f} seconds of 100, and its verdict does not say so. Was it "
-            "too short? Then give it more --epochs."
+            f"The first run waits for {first.waited:.0f} seconds of 100, but its verdict does not say so. If "
+            "it was too short, give it more --epochs."
         )
     for name in SAME:
         if first.row[name] != cured.row[name]:
             raise Wrong(
                 f"The runs differ in {name} ({first.row[name]} and {cured.row[name]}): give both the same "
-                "options, but for --loader, --num-workers and --epochs."
+                "options, except for --loader, --num-workers and --epochs."
             )
     if cured.waited >= CURED or cured.waited > first.waited / 2:
         raise Wrong(
-            f"Your newest run waits {cured.waited:.0f} seconds of 100, where the first one waits "
-            f"{first.waited:.0f}: it is not cured. More workers take more cores. What is done for each image?"
+            f"Your newest run waits for {cured.waited:.0f} seconds of 100, and the first for "
+            f"{first.waited:.0f}: that is not cured. More workers take more cores. What is done for each "
+            "image?"
         )
     return first, cured
 
 
 def _check_images(mine: Workspace, loader: str) -> None:
-    """Whether the network gets the same images as from the starter, by the loader of the cured run."""
+    """Check that the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 
     from trainkit import data
@@ -180,16 +182,14 @@ def _check_images(mine: Workspace, loader: str) -> None:
     pixels = images.float()
     std, mean = torch.std_mean(pixels, dim=(1, 2, 3), keepdim=True, correction=0)
     if made.shape != pixels.shape:
-        raise Wrong(
-            f"Of 4 images (4, 1, 28, 28), your program makes {tuple(made.shape)}: the shape is to stay."
-        )
+        raise Wrong(f"From 4 images (4, 1, 28, 28), your program makes {tuple(made.shape)}: keep the shape.")
     if torch.allclose(made, (pixels - mean) / std, atol=0.01):
         return
-    hint = "each is to have mean 0 and standard deviation 1, as before."
+    hint = "each needs mean 0 and standard deviation 1, as before."
     if torch.allclose(made, data.normalize(images), atol=0.01):
         hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
     if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
-        hint = "they have the mean of the whole batch taken out: `dim` says over what a mean goes."
+        hint = "the mean of the whole batch is subtracted from them: `dim` sets what a mean is taken over."
     raise Wrong(f"With the {loader} loader, your program makes other images than the starter: {hint}")
 
 
@@ -198,13 +198,13 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
         given = answers.number(name)
         if abs(given - run.waited) <= max(1.0, 0.05 * run.waited):
             continue
-        hint = "100 x data_seconds / train_seconds, of the epochs behind the warm-up."
+        hint = "take 100 x data_seconds / train_seconds, of the epochs after the warm-up."
         if is_close(given, 100 - run.waited, 0.03):
-            hint = "so much it trained. How much did it wait?"
+            hint = "for so long it trained. For how long did it wait?"
         if is_close(given, other.waited, 0.03):
             hint = "that is the other run."
         if is_close(given, run.waited / 100, 0.1):
-            hint = "of 100 seconds, so in percent."
+            hint = "give the seconds of 100, so in percent."
         raise Wrong(f"`{name}` is not {given:g}: {hint}")
     given, times = answers.number("times"), cured.speed / first.speed
     if not is_close(given, times, 0.05):
@@ -215,5 +215,5 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
     if not math.floor(0.95 * needed) <= given <= math.ceil(1.05 * needed):
         raise Wrong(
             f"`workers` is not {given:g}: one of them prepares {each:,.0f} images/s, as the first run shows, "
-            f"in which it was never idle. The cured training takes {cured.speed:,.0f}."
+            f"in which it was never idle. The cured training needs {cured.speed:,.0f}."
         )

@@ -12,7 +12,7 @@ ANSWERS = """\
 # Before you look: which batch gains more, 64 or 1024?
 prediction = 64
 
-# From the verdicts: milliseconds that you expect of a captured step
+# From the verdicts: the milliseconds that you expect a captured step to take
 step_64 = 0.59
 step_1024 = 2.03
 
@@ -25,19 +25,19 @@ next = batch     # batch, graph or nothing
 HINTS = """\
 ## 1
 
-A step of 10 ms with a utilisation of 30 % has a kernel running for 3 ms. The other 7 ms are gaps.
+In a step of 10 ms with a utilisation of 30 %, kernels run for 3 ms. The other 7 ms are gaps.
 
 ## 2
 
-images/s before: 64 images in 2.46 ms are 64 / 0.00246. Divide what traces.csv has by that.
+The images/s before: 64 images in 2.46 ms are 64 / 0.00246. Divide the images/s in traces.csv by that.
 
 ## 3
 
-At 98 % a kernel runs nearly all the time. The power shows how much each of them does: 227 of 700 W.
+At 98 %, a kernel runs nearly all the time. The power shows how much work each kernel does: 227 of 700 W.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("answers.txt", "step_64 = 0.59", "step_64 = 1.87", "so long are the gaps"),
+    ("answers.txt", "step_64 = 0.59", "step_64 = 1.87", "that is the length of the gaps"),
     ("answers.txt", "step_1024 = 2.03", "step_1024 = 2.99", "with its gaps"),
     ("answers.txt", "gain_64 = 4.5", "gain_64 = 0.22", "upside down"),
     ("answers.txt", "gain_1024 = 1.5", "gain_1024 = 4.5", "of the other batch"),
@@ -62,21 +62,21 @@ def check(mine: Workspace) -> str:
     _check_power(answers)
     _check_next(answers.word("next", "batch", "graph", "nothing"))
     return (
-        f"You expected more of batch {prediction}. With 64 images a step became {gains[64]:.1f} times as "
-        f"fast, with 1024 {gains[1024]:.1f} times. The utilisation of the eager step showed it in advance: a "
-        "graph removes the gaps and nothing else. What it leaves are short kernels: at 98 % utilisation the "
-        "GPU takes a third of its power. For that a larger batch is the remedy, or a compiler that joins "
-        "kernels."
+        f"You expected batch {prediction} to gain more. With 64 images, a captured step is {gains[64]:.1f} "
+        f"times as fast; with 1024, {gains[1024]:.1f} times. The utilisation of the eager step showed that "
+        "in advance: a graph removes the gaps and nothing else. Short kernels remain: at 98 % utilisation, "
+        "the GPU takes a third of its power. The remedy for those is a larger batch, or a compiler that "
+        "joins kernels."
     )
 
 
 def _verdict(trace: str, pattern: str) -> float:
-    """A number of the worst finding."""
+    """Return a number from the sentence of the worst finding."""
     return float(re.search(pattern, waste.judge(TRACES / trace).findings[0].sentence)[1])
 
 
 def _speed(trace: str) -> float:
-    """images/s of the median epoch behind the warm-up."""
+    """Return the images/s of the median epoch after the warm-up."""
     (path,) = (TRACES / trace / "training").glob("*.csv")
     return statistics.median(row["images_per_s"] for row in records.read(path) if not row["warmup"])
 
@@ -88,7 +88,7 @@ def _check_step(answers: Answers, batch: int) -> None:
         return
     hint = "multiply the milliseconds of a step by the share of the time in which a kernel runs."
     if is_close(given, step - step * busy / 100, 0.03):
-        hint = "so long are the gaps. How long do kernels run?"
+        hint = "that is the length of the gaps. How long do kernels run?"
     elif is_close(given, step, 0.03):
         hint = "that is the step as it is, with its gaps."
     raise Wrong(f"`{name}` is not {given:g}: {hint}")
@@ -122,7 +122,8 @@ def _check_power(answers: Answers) -> None:
 def _check_next(given: str) -> None:
     if given == "nothing":
         raise Wrong(
-            "`next = nothing`: it leaves two thirds of its power unused. What would give kernels more?"
+            "`next = nothing`: the GPU leaves two thirds of its power unused. What gives each kernel more "
+            "work?"
         )
     if given == "graph":
-        raise Wrong("`next = graph`: at 98 % utilisation there are no gaps left that a graph could remove.")
+        raise Wrong("`next = graph`: at 98 % utilisation, there are no gaps left that a graph could remove.")
