@@ -15,9 +15,9 @@ prediction = module.hidden.weight
 
 # The model is wrapped, and there are four GPUs. Between two steps,
 weights_on = first       # first or all: which GPUs hold the weights that the next step begins with?
-optimizer_state_on = first   # first or all: which hold what Adam remembers of every weight?
+optimizer_state_on = first   # first or all: which GPUs hold what Adam stores for every weight?
 
-# guess() is a method of Net. Who works in these calls: all, first (only the first GPU), or error?
+# guess() is a method of Net. Which GPUs compute in these calls: all, first (only the first GPU), or error?
 model_guess = error      # model.guess(images)
 module_guess = first     # model.module.guess(images)
 """
@@ -25,20 +25,19 @@ HINTS = """\
 ## 1
 
 `print(model)` after wrapping, and look at the names in `model.state_dict()`. Where is the network
-that you gave to `nn.DataParallel`? And what does `load_state_dict` return when `strict=False`
-stands there?
+that you gave to `nn.DataParallel`? And what does `load_state_dict` return with `strict=False`?
 
 ## 2
 
-The wrapper keeps the network as `model.module`, and so every name begins with `module.`. Do not
-cut names: ask the right object for its `state_dict()`. A strict `load_state_dict` says so when
+The wrapper keeps the network as `model.module`, so every name begins with `module.`. Do not cut
+names: ask the right object for its `state_dict()`. A strict `load_state_dict` raises an error if
 the names do not fit.
 
 ## 3
 
 `return nn.DataParallel(model)`, `torch.save(model.module.state_dict(), path)`, and no
-`strict=False`. The GPUs but the first get copies of the weights for one step, and forget them.
-Only `model(...)` is split over them: the wrapper has no `guess`, and `model.module` is the plain
+`strict=False`. All GPUs except the first get copies of the weights for one step, and discard them.
+Only `model(...)` is split over the GPUs: the wrapper has no `guess`, and `model.module` is the plain
 network.
 """
 SOLUTION = {
@@ -59,7 +58,7 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("wrap.py", "nn.DataParallel(model)", "model", "still a plain"),
+    ("wrap.py", "nn.DataParallel(model)", "model", "still returns a plain"),
     ("wrap.py", "model.module.state_dict()", "model.state_dict()", "begin with `module.`"),
     (
         "wrap.py",
@@ -69,7 +68,7 @@ WRONG = [
     ),
     ("wrap.py", "model.module.state_dict()", "model.module", "the network itself"),
     ("wrap.py", "=True))", "=True), strict=False)", "silently loads nothing"),
-    ("answers.txt", "weights_on = first", "weights_on = all", "copies of one step"),
+    ("answers.txt", "weights_on = first", "weights_on = all", "copies for one step"),
     ("answers.txt", "optimizer_state_on = first", "optimizer_state_on = all", "made with model.parameters()"),
     ("answers.txt", "model_guess = error", "model_guess = first", "Try both calls"),
     ("answers.txt", "module_guess = first", "module_guess = all", "plain network"),
@@ -86,7 +85,7 @@ def check(mine: Workspace) -> str:
     program, network = mine.module("wrap.py"), other()
     wrapped = program.wrap(network)
     if not isinstance(wrapped, nn.DataParallel):
-        raise Wrong(f"What `wrap` returns is still a plain {type(wrapped).__name__}, without a wrapper.")
+        raise Wrong(f"`wrap` still returns a plain {type(wrapped).__name__}, without a wrapper.")
     if wrapped.module is not network:
         raise Wrong("`wrap` has to wrap the network that it is given, once, and no other.")
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +95,7 @@ def check(mine: Workspace) -> str:
         loaded = other()
         program.load(loaded, path)
         if any((loaded.state_dict()[name] != kept).any() for name, kept in network.state_dict().items()):
-            raise Wrong("After `load` the plain network has other weights than the one that was saved.")
+            raise Wrong("After `load`, the plain network has other weights than the network that was saved.")
         torch.save({"nothing.that.fits": torch.zeros(1)}, path)
         try:
             program.load(loaded, path)
@@ -104,8 +103,8 @@ def check(mine: Workspace) -> str:
             pass
         else:
             raise Wrong(
-                "`load` takes a file with other names without a word: with strict=False it silently loads "
-                "nothing, and the network keeps its random weights."
+                "`load` accepts a file with other names without an error: with strict=False it silently "
+                "loads nothing, and the network keeps its random weights."
             )
     return _judge(answers)
 
@@ -114,37 +113,36 @@ def _look_into(path: Path, network: nn.Module) -> None:
     try:
         saved = set(torch.load(path, weights_only=True))
     except FileNotFoundError:
-        raise Wrong("`save` has written no file at the path that it was given.") from None
+        raise Wrong("`save` wrote no file to the path that it was given.") from None
     except Exception:
         raise Wrong(
-            "The file holds the network itself and not only its weights: to load it one needs the same "
-            "class, at the same place. Save a state_dict()."
+            "The file holds the network itself, not only its weights: whoever loads it needs the same class, "
+            "at the same place. Save a state_dict()."
         ) from None
     names = set(network.state_dict())
     if saved == {f"module.{name}" for name in names}:
         raise Wrong(
-            "All names in the file begin with `module.`, which is the wrapper's: the plain network knows no "
-            "such names. Whose state_dict() is that?"
+            "All names in the file begin with `module.`, which comes from the wrapper: the plain network has "
+            "no such names. Which object's state_dict() is that?"
         )
     if saved != names:
         raise Wrong(
             "A network with parts called `module` and `submodule` came back with "
-            f"{sorted(saved - names)[0]!r} in place of {sorted(names - saved)[0]!r}: `save` cuts every "
-            "`module.` out of the names. "
-            "There is no need to cut anything."
+            f"{sorted(saved - names)[0]!r} instead of {sorted(names - saved)[0]!r}: `save` cuts every "
+            "`module.` out of the names. You need not cut anything."
         )
 
 
 def _judge(answers: dict[str, str]) -> str:
     if answers.word("weights_on", "first", "all") == "all":
         raise Wrong(
-            "weights_on: the other GPUs hold copies of one step, made again at the next one. What does "
-            "wrap.py print of the parameters?"
+            "weights_on: the other GPUs hold copies for one step, and get new ones at the next. What does "
+            "wrap.py print about the parameters?"
         )
     if answers.word("optimizer_state_on", "first", "all") == "all":
         raise Wrong(
-            "optimizer_state_on: the optimizer was made with model.parameters(). It remembers something "
-            "for each of these, where they are, and knows nothing of the copies."
+            "optimizer_state_on: the optimizer was made with model.parameters(). It stores something for "
+            "each of these, on the device where it is, and knows nothing of the copies."
         )
     if answers.word("model_guess", "all", "first", "error") != "error":
         raise Wrong(
@@ -159,6 +157,6 @@ def _judge(answers: dict[str, str]) -> str:
     return (
         f"The wrapper's first name is module.hidden.weight, {as_predicted} you predicted. Saved from "
         "model.module, the weights load into the plain network everywhere; --save-model does the same "
-        "(trainkit/rank/model.py, `unwrapped`). The first GPU alone keeps weights and the optimizer's "
-        "state, so it holds more memory than the others. DDP puts `module.` before the names, too."
+        "(trainkit/rank/model.py, `unwrapped`). Only the first GPU keeps the weights and the optimizer's "
+        "state, so it needs more memory than the others. DDP puts `module.` before the names, too."
     )

@@ -3,40 +3,39 @@
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you run: how many times the images/s of one will two devices do, with batch 128? As 1.5
+# Before you run: how many times the images/s of one device will two reach, with batch 128? Such as 1.5
 prediction = 1.8
 
-# From the table. What does batch 256 alone gain: images/s of ONE device with 256, by those of ONE with 128?
+# From the table. What does batch 256 alone gain: images/s of ONE device with 256, divided by ONE with 128?
 batch_alone = 1.08
 
 # strong or weak?
 # The same training, with batch 128, has to take less time. Which one shows whether a second device helps?
 same_training = strong
-# One device is full with 128 images, and the steps may change. Which one shows what a second device adds?
+# 128 images fill one device, and the steps may change. Which one shows what a second device adds?
 full_device = weak
 
-# From one device to two, both with batch 128, what shrinks more: an epoch's training, or the whole run?
+# From one device to two, both with batch 128: what shrinks more, an epoch's training or the whole run?
 shrinks_more = epoch    # epoch or run
 """
 HINTS = """\
 ## 1
 
-Which epoch is not to be in the median, and why? In strong scaling the global batch stays, in weak
-scaling the batch of each device does.
+Which epoch must not be in the median, and why? Strong scaling keeps the global batch, weak scaling the
+batch of each device.
 
 ## 2
 
 Speedup says how many times as fast: it is 2 for two devices that lose nothing. Efficiency is the
-share of that: 1, or 100 %. For the total time one number of the CSV is enough. `python
-../results/plot_results.py FOLDER --out FOLDER` makes the same comparison: look whether yours
-agrees.
+share of that: 1, or 100 %. For the total time, one number of the CSV is enough. `python
+../results/plot_results.py FOLDER --out FOLDER` makes the same comparison: see whether yours agrees.
 
 ## 3
 
 `epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
 speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
-For `batch_alone` divide the two lines of one device. The same steps in less time: strong. Other
-steps, more images: weak.
+For `batch_alone`, divide the two lines of one device. Strong scaling does the same steps in less time;
+weak scaling does other steps, with more images.
 """
 SOLUTION = {
     "scaling.py": '''\
@@ -72,7 +71,7 @@ WRONG = [
     ("scaling.py", "WEAK = (128, 256)", "WEAK = (128, 128)", "STRONG and WEAK compare the same"),
     ("scaling.py", 'not epoch["warmup"]', "True", "warm-up"),
     ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["train_seconds"] for x in epochs)', "only the training"),
-    ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["elapsed_s"] for x in epochs)', "goes on"),
+    ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["elapsed_s"] for x in epochs)', "keeps counting"),
     ("scaling.py", "return two / one\n", "return one / two\n", "upside down"),
     ("scaling.py", "return two / one / devices", "return devices * one / two", "Efficiency is upside down"),
     ("scaling.py", "return two / one / devices", "return two / one", "not divided"),
@@ -108,35 +107,38 @@ def check(mine: Workspace) -> str:
         raise Wrong("One device with 128 and two with 256 differ in more than the batch: see the commands.")
     if one.epochs != two.epochs:
         raise Wrong(
-            "The runs with batch 128 have unequal numbers of epochs, so their total times say nothing."
+            "The runs with batch 128 have different numbers of epochs, so you cannot compare their total "
+            "times."
         )
     alone, shorter = one_256.images_per_s / one.images_per_s, one.elapsed_s / two.elapsed_s
     if not is_close(answers.number("batch_alone"), alone):
         raise Wrong(
-            f"batch_alone: not {answers['batch_alone']}. Divide the images/s in the two lines of one device."
+            f"batch_alone is not {answers['batch_alone']}. Divide the images/s in the two lines of one "
+            "device."
         )
     if answers.word("same_training", "strong", "weak") == "weak":
         raise Wrong(
-            "same_training: with 256 there are half as many steps in an epoch, and other ones. So it is not "
-            f"the same training in less time, and {alone:.2f} times came from the larger batch alone."
+            "same_training: with 256 there are half as many steps in an epoch, and different ones. So it is "
+            f"not the same training in less time, and a factor of {alone:.2f} came from the larger batch "
+            "alone."
         )
     if answers.word("full_device", "strong", "weak") == "strong":
         raise Wrong(
-            "full_device: in strong scaling the two devices share the 128 images, 64 each: neither is full."
+            "full_device: in strong scaling, the two devices share the 128 images, 64 each: neither is full."
         )
     truth = "epoch" if two.speedup > shorter else "run"
     if answers.word("shrinks_more", "epoch", "run") != truth:
         raise Wrong(
             f"shrinks_more: an epoch's training is {two.speedup:.2f} times as fast, the whole run "
-            f"{shorter:.2f} times. The run has its start and the tests in it, too."
+            f"{shorter:.2f} times. The run also has its start and the tests."
         )
     return (
         f"Strong scaling with batch 128: {two.speedup:.2f} times, efficiency {two.efficiency:.0%}; you "
         f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
         "split, such as the start, or the tests of by_hand.py, takes as long as before. Weak scaling gives "
         f"{2 * weak.weak_efficiency:.2f} times the images/s, efficiency {weak.weak_efficiency:.0%}. It is "
-        "fair where the batch may grow, but it is not the same training in less time: look at the "
-        "accuracy column, too."
+        "fair if the batch may grow, but it is not the same training in less time: look at the accuracy "
+        "column, too."
     )
 
 
@@ -145,12 +147,12 @@ def _formulas(program: object) -> None:
         raise Wrong("STRONG or WEAK in mine/scaling.py is still a gap `...`.")
     if tuple(program.STRONG) == (128, 256):
         raise Wrong(
-            "STRONG is the unfair one: 128 on one device against 256 on two has the batch in it as well as "
-            "the device. In strong scaling the global batch is the same."
+            "STRONG is the unfair one: 128 on one device against 256 on two changes the batch as well as the "
+            "devices. In strong scaling, the global batch is the same."
         )
     if tuple(program.STRONG) == tuple(program.WEAK):
         raise Wrong(
-            "STRONG and WEAK compare the same runs. In weak scaling each device keeps its 128 images."
+            "STRONG and WEAK compare the same runs. In weak scaling, each device keeps its 128 images."
         )
     if (tuple(program.STRONG), tuple(program.WEAK)) != ((128, 128), (128, 256)):
         raise Wrong("STRONG keeps the global batch of 128, WEAK the 128 images of each device.")
@@ -161,24 +163,24 @@ def _formulas(program: object) -> None:
             (EPOCHS,),
             29,
             {
-                19.5: "that is only the training, and leaves out the start and the tests",
-                66: "`elapsed_s` goes on from epoch to epoch: do not add it up",
+                19.5: "that is only the training, without the start and the tests",
+                66: "`elapsed_s` keeps counting from epoch to epoch: do not add it up",
             },
         ),
         (
             "speedup",
             (100, 150),
             1.5,
-            {2 / 3: "it is upside down: more images/s of two devices is more speedup"},
+            {2 / 3: "it is upside down: more images/s on two devices mean more speedup"},
         ),
         (
             "efficiency",
             (100, 300, 4),
             0.75,
             {
-                4 / 3: "Efficiency is upside down: it falls when two devices do less",
+                4 / 3: "Efficiency is upside down: it falls if two devices train fewer images/s",
                 3: "that is the speedup, not divided by the devices",
-                1.5: "it is divided by 2, and not by `devices`",
+                1.5: "you divide by 2, not by `devices`",
             },
         ),
     ):
@@ -196,7 +198,7 @@ def _try(name: str, function: object, values: tuple, right: float, hints: dict[f
     if given is ...:
         raise Wrong(f"`{name}` in mine/scaling.py is still a gap `...`.")
     if not isinstance(given, (int, float)):
-        raise Wrong(f"`{name}` in mine/scaling.py returns {given!r} where a number is expected.")
+        raise Wrong(f"`{name}` in mine/scaling.py returns {given!r}, not a number.")
     for wrong, hint in hints.items():
         if is_close(given, wrong, 0.001):
             raise Wrong(f"`{name}`: {hint}.")

@@ -1,4 +1,4 @@
-"""Counts for other tensors, and for parts that travel which have unequal sizes."""
+"""Counts the bytes for other tensors, and for parts of unequal sizes."""
 
 from collections.abc import Callable
 
@@ -7,38 +7,38 @@ import torch
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you count: with four GPUs, how many times as many bytes does the first GPU of DataParallel send
-# as a GPU of DDP?
+# Before you count: with four GPUs, the first GPU of DataParallel sends how many times the bytes of a GPU of
+# DDP?
 prediction = 2
 
 # From the table.
 dp_sends = 15.0       # MB that the first GPU of DataParallel sends in a step, with 4 GPUs
 ddp_sends = 7.2      # MB that each GPU of DDP sends, with 4 GPUs
 nearly_equal = 2   # With how many GPUs do both send nearly the same?
-bounded = ddp        # Which of them does not exceed 10 MB, however many GPUs there are? dp, ddp or both
-# MB that each of the other 3 GPUs of DataParallel takes in: weights, images, gradients of outputs
+bounded = ddp        # Which of them stays below 10 MB, however many GPUs there are? dp, ddp or both
+# MB that each of the other 3 GPUs of DataParallel receives: weights, images, gradients of outputs
 each_takes_in = 5.0
-# With NCCL the weights go from GPU to GPU. MB that the first of 4 GPUs sends then: weights once, its
-# slices of images and of the outputs' gradients as before
+# With NCCL, the weights go from GPU to GPU. MB that the first of 4 GPUs sends then: the weights once, the
+# slices of the images and of the outputs' gradients as before
 nccl_sends = 5.4
 """
 HINTS = """\
 ## 1
 
-Draw four GPUs. From the first one, an arrow to each of the others for everything that goes out.
-How many arrows are there, and what is in each: all of it, or a slice?
+Draw four GPUs. From the first, draw an arrow to each of the others for everything that goes out. How
+many arrows are there, and what does each carry: all of it, or a slice?
 
 ## 2
 
 A tensor has `numel()` numbers of `element_size()` bytes. All the weights go to each of `gpus - 1`
-others, and as many gradients come back. Of images and outputs only (gpus - 1) / gpus travels.
-Gradients are as large as what they are the gradients of.
+others, and as many gradients come back. Of images and outputs, only (gpus - 1) / gpus travels.
+A gradient is as large as the tensor that it belongs to.
 
 ## 3
 
 sent = (gpus - 1) * weights + (gpus - 1) / gpus * (images + outputs), where `outputs` stands for
 their gradients; taken in = (gpus - 1) * weights + (gpus - 1) / gpus * outputs, where `weights`
-stands for theirs; DDP: 2 * (gpus - 1) / gpus * weights. Take the bytes of each.
+stands for their gradients; DDP: 2 * (gpus - 1) / gpus * weights. Take the bytes of each.
 """
 SOLUTION = {
     "traffic.py": '''\
@@ -71,15 +71,15 @@ WRONG = [
     ("traffic.py", "return (gpus - 1) * weights", "return gpus * weights", "not to itself"),
     ("traffic.py", " + (gpus - 1) / gpus * (images + outputs)", "", "the images, and the gradients"),
     ("traffic.py", "(images + outputs)", "images", "which go back out"),
-    ("traffic.py", "(images + outputs)", "outputs", "forgotten: the images."),
+    ("traffic.py", "(images + outputs)", "outputs", "the images are missing."),
     ("traffic.py", " + (gpus - 1) / gpus * (", " + (gpus - 1) * (", "not the whole batch"),
-    ("traffic.py", "+ (gpus - 1) / gpus * outputs", "", "forgotten: the outputs"),
+    ("traffic.py", "+ (gpus - 1) / gpus * outputs", "", "the outputs are missing"),
     ("traffic.py", "gpus - 1) * weights + (gpus - 1) / gpus * o", "gpus - 1) / gpus * o", "weights are"),
     ("traffic.py", "2 * (gpus - 1) / gpus * w", "2 * w", "N - 1 of N"),
     ("traffic.py", "2 * (gpus - 1) / gpus * w", "(gpus - 1) / gpus * w", "goes round twice"),
     ("traffic.py", "2 * (gpus - 1) / gpus * w", "2 * (gpus - 1) * w", "one Nth"),
     ("answers.txt", "nearly_equal = 2", "nearly_equal = 4", "first line"),
-    ("answers.txt", "bounded = ddp", "bounded = both", "for every GPU more"),
+    ("answers.txt", "bounded = ddp", "bounded = both", "for every additional GPU"),
     ("answers.txt", "dp_sends = 15.0", "dp_sends = 14.4", "What else"),
     ("answers.txt", "each_takes_in = 5.0", "each_takes_in = 4.8", "its slice"),
     ("answers.txt", "nccl_sends = 5.4", "nccl_sends = 15.0", "only once"),
@@ -91,8 +91,8 @@ def check(mine: Workspace) -> str:
     prediction, program = answers.number("prediction"), mine.module("traffic.py")
     for kind, right in ((torch.float32, 60), (torch.float64, 120)):
         hints = {
-            15: "these are numbers, and not bytes",
-            60: "a float64 has 8 bytes and not 4: ask the tensor",
+            15: "these are numbers, not bytes",
+            60: "a float64 has 8 bytes, not 4: ask the tensor",
         }
         _right(program.bytes_of, (torch.zeros(3, 5, dtype=kind),), right, hints)
     weights, images, outputs = 1000, 210, 77
@@ -101,23 +101,23 @@ def check(mine: Workspace) -> str:
         everything = more * weights + part * (images + outputs)
         hints = {
             gpus * weights + part * (images + outputs): "the first GPU sends to the others, not to itself",
-            more * weights: "forgotten: the images, and the gradients of the outputs",
-            more * weights + part * images: "forgotten: the gradients of the outputs, which go back out",
-            more * weights + part * outputs: "forgotten: the images",
-            more * (weights + images + outputs): "each GPU gets its slice and not the whole batch",
+            more * weights: "the images, and the gradients of the outputs, are missing",
+            more * weights + part * images: "the gradients of the outputs, which go back out, are missing",
+            more * weights + part * outputs: "the images are missing",
+            more * (weights + images + outputs): "each GPU gets its slice, not the whole batch",
             part * (weights + images + outputs): "every other GPU gets all weights, not a slice of them",
         }
         _right(program.sent, (weights, images, outputs, gpus), everything, hints)
         hints = {
-            part * outputs: "the gradients of the weights are forgotten",
-            more * weights: "forgotten: the outputs",
+            part * outputs: "the gradients of the weights are missing",
+            more * weights: "the outputs are missing",
             everything: "the images and the gradients of the outputs go out; what comes in?",
         }
         _right(program.taken_in, (weights, images, outputs, gpus), more * weights + part * outputs, hints)
         hints = {
-            2 * weights: "of what it has, a GPU sends N - 1 of N slices, twice",
+            2 * weights: "a GPU sends N - 1 of N slices of its bytes, twice",
             part * weights: "the ring goes round twice, once to add up and once to hand out",
-            2 * more * weights: "what goes round the ring are slices, one Nth of the bytes",
+            2 * more * weights: "slices go round the ring, each one Nth of the bytes",
         }
         _right(program.all_reduced, (weights, gpus), 2 * part * weights, hints)
     return _judge(answers, prediction)
@@ -128,7 +128,7 @@ def _right(count: Callable, of: tuple, right: float, hints: dict[float, str]) ->
     if given is ...:
         raise Wrong(f"`{name}` in mine/traffic.py is still a gap `...`.")
     if not isinstance(given, (int, float)):
-        raise Wrong(f"`{name}` in mine/traffic.py returns {given!r} where a number is expected.")
+        raise Wrong(f"`{name}` in mine/traffic.py returns {given!r}, not a number.")
     if not is_close(given, right, 0.001):
         hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong, 0.001)), "count again")
         what = f"({', '.join(map(str, of))})" if len(of) > 1 else " of a tensor of 15 numbers"
@@ -141,10 +141,11 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
             "dp_sends: 3 times 4.8 MB of weights are 14.4. What else goes out? See the line of 4 GPUs."
         )
     if not is_close(answers.number("ddp_sends"), 7.2, 0.01):
-        raise Wrong("ddp_sends: see the line of 4 GPUs, the last column.")
+        raise Wrong("ddp_sends: see the last column in the line of 4 GPUs.")
     if not is_close(answers.number("each_takes_in"), 5.0, 0.01):
         raise Wrong(
-            "each_takes_in: a third of what the first GPU sends. Besides the weights, its slice comes."
+            "each_takes_in: it is a third of what the first GPU sends. Each GPU gets the weights and its "
+            "slice."
         )
     if not is_close(answers.number("nccl_sends"), 5.4, 0.01):
         raise Wrong("nccl_sends: 4.8 MB of weights only once, and the same images and outputs as above.")
@@ -152,14 +153,15 @@ def _judge(answers: dict[str, str], prediction: float) -> str:
         raise Wrong("nearly_equal: compare `sends` with the last column, from the first line down.")
     if answers.word("bounded", "dp", "ddp", "both") != "ddp":
         raise Wrong(
-            "bounded: DataParallel's first GPU sends 4.8 MB more for every GPU more. What does 2 (N - 1) / N "
-            "come to when N is large?"
+            "bounded: DataParallel's first GPU sends 4.8 MB more for every additional GPU. How large is "
+            "2 (N - 1) / N for a large N?"
         )
     return (
-        "With four GPUs the first GPU of DataParallel sends 2.1 times as much as each GPU of DDP (you "
-        f"predicted {prediction:g}), with eight 4.1 times: N / 2, and a little for the images. DDP stays "
-        "below twice the weights however many there are, and sends while backward still computes. The "
-        "network's size decides and not the batch: so a larger batch makes both cheaper per image. With "
-        "NCCL, the usual build, DataParallel's first GPU sends less than a GPU of DDP, 5.4 against 7.2 MB. "
-        "But it sends before the forward pass and sums after the backward pass, when no GPU computes."
+        "With four GPUs, the first GPU of DataParallel sends 2.1 times as much as each GPU of DDP (you "
+        f"predicted {prediction:g}); with eight, 4.1 times: N / 2, and a little for the images. A GPU of DDP "
+        "sends less than twice the weights, however many GPUs there are, and sends while backward still "
+        "computes. The size of the network decides, not the batch: so a larger batch makes both cheaper per "
+        "image. With NCCL, the usual build, DataParallel's first GPU sends less than a GPU of DDP, 5.4 MB "
+        "against 7.2. But it sends before the forward pass and sums after the backward pass, when no GPU "
+        "computes."
     )
