@@ -11,31 +11,31 @@ prediction = 2       # before you open ranks.txt: how many of the 4 processes ha
 # FIRST job of ranks.txt
 world_size = 4
 gpu_of_rank_3 = 1    # the N of its cuda:N
-ranks_on_n2 = 2 3    # which ranks share node n2? Such as: 0 3
+ranks_on_n2 = 2 3    # which ranks are on node n2? Such as: 0 3
 
 # SECOND job
 gpu_of_rank_2 = 1    # the N of its cuda:N
 
-# `python who.py` in the batch script itself, without srun: how many processes take part?
+# `python who.py` in the batch script itself, without srun: how many processes run it?
 without_srun = 1
 """
 HINTS = """\
 ## 1
 
-In each line of the log, the number in front of the first colon is the rank, and what follows is
-the node. Sort the four lines by node, on paper.
+In each line of the log, the number before the first colon is the rank, and the node follows. Sort
+the four lines by node, on paper.
 
 ## 2
 
-The world size counts the processes of all nodes. A GPU is counted on its own node: both nodes
-have a `cuda:0` and a `cuda:1`, and none has a `cuda:3`. Which number of a process begins at 0 on
+The world size counts the processes of all nodes. GPUs are numbered on each node: both nodes have
+a `cuda:0` and a `cuda:1`, and neither has a `cuda:3`. Which number of a process begins at 0 on
 every node?
 
 ## 3
 
-Take the first three rows of the table in the README, and leave the fourth. `gpu` returns
-`local_rank`: in the log of the second job, see why a formula of the rank, such as `rank % 2`,
-would give ranks 0 and 2 the same GPU.
+Use the first three rows of the table in the README, not the fourth. `gpu` returns `local_rank`:
+the log of the second job shows why a formula of the rank, such as `rank % 2`, would give ranks 0
+and 2 the same GPU.
 """
 SOLUTION = {
     "who.py": '''\
@@ -57,9 +57,9 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("answers.txt", "world_size = 4", "world_size = 2", "the processes of one node"),
+    ("answers.txt", "world_size = 4", "world_size = 2", "not only those of one node"),
     ("answers.txt", "gpu_of_rank_3 = 1", "gpu_of_rank_3 = 3", "no cuda:3"),
-    ("answers.txt", "ranks_on_n2 = 2 3", "ranks_on_n2 = 1 3", "begin with `n2`"),
+    ("answers.txt", "ranks_on_n2 = 2 3", "ranks_on_n2 = 1 3", "have `n2` after the rank"),
     ("answers.txt", "gpu_of_rank_2 = 1", "gpu_of_rank_2 = 0", "no formula"),
     ("who.py", '"RANK", "LOCAL_RANK"', '"LOCAL_RANK", "LOCAL_RANK"', "two processes say"),
     ("who.py", '"SLURM_PROCID", "SLURM_LOCALID"', '"SLURM_PROCID", "SLURM_PROCID"', "counts over all nodes"),
@@ -93,25 +93,21 @@ def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     if answers.number("world_size") != 4:
-        raise Wrong(
-            "`world_size` counts all processes of the job, not the processes of one node: SLURM_NTASKS."
-        )
+        raise Wrong("`world_size` counts all processes of the job, not only those of one node: SLURM_NTASKS.")
     if answers.number("gpu_of_rank_3") != 1:
         raise Wrong(
             "`gpu_of_rank_3`: a node counts its GPUs from 0, so with two GPUs there is no cuda:3 on n2. "
-            "Which of the two is for the process with that SLURM_LOCALID?"
+            "Which of the two belongs to the process with that SLURM_LOCALID?"
         )
     if sorted(re.findall(r"\d", answers["ranks_on_n2"])) != ["2", "3"]:
-        raise Wrong(
-            "`ranks_on_n2`: in the first job, look for the lines that begin with `n2` behind the rank."
-        )
+        raise Wrong("`ranks_on_n2`: in the first job, look for the lines that have `n2` after the rank.")
     if answers.number("gpu_of_rank_2") != 1:
         raise Wrong(
-            "`gpu_of_rank_2`: in the second job rank 2 is on n1, with rank 0. There is no formula for the "
+            "`gpu_of_rank_2`: in the second job, rank 2 is on n1, with rank 0. There is no formula for the "
             "local rank: it depends on how the tasks were placed. Read its SLURM_LOCALID."
         )
     if answers.number("without_srun") != 1:
-        raise Wrong("`without_srun`: the batch script is one process. It is srun that starts the others.")
+        raise Wrong("`without_srun`: the batch script is one process. Only srun starts the others.")
     who = mine.module("who.py")
     for launcher, local_ranks in ((torchrun, BLOCK), (srun, BLOCK), (srun, CYCLIC)):
         check_names(who.who_am_i, launcher, local_ranks)
@@ -121,30 +117,29 @@ def check(mine: Workspace) -> str:
     if who.who_am_i(batch) != (0, 0, 1):
         raise Wrong(
             "In the batch script, without srun, `who_am_i` believes SLURM_PROCID and SLURM_NTASKS, and would "
-            "wait for peers that were never started: SLURM_STEP_NUM_TASKS shows whether this is a step of "
-            "srun."
+            "wait for peers that never started: SLURM_STEP_NUM_TASKS shows whether this is a step of srun."
         )
     check_gpus(who.gpu)
-    guess = "as you predicted" if prediction == 2 else f"you had predicted {answers['prediction']}"
+    guess = "as you predicted" if prediction == 2 else f"you predicted {answers['prediction']}"
     return (
-        f"Two of the four have local rank 0, one on each node: {guess}. The rank says which share of the "
-        "data a process takes, and who prints and saves; the local rank chooses the GPU, and nothing "
-        "else. Take both from the launcher, as trainkit/runtime/place.py does: how ranks lie on "
-        "nodes is its choice."
+        f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which share of the "
+        "data a process takes, and which process prints and saves; the local rank chooses the GPU, and "
+        "nothing else. Take both from the launcher, as trainkit/runtime/place.py does: the launcher decides "
+        "how ranks are placed on nodes."
     )
 
 
 def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) -> None:
     name = launcher.__name__
     try:
-        told = [who_am_i(launcher(rank, local_rank)) for rank, local_rank in enumerate(local_ranks)]
-        ranks, locals_, sizes = zip(*told, strict=True)
+        places = [who_am_i(launcher(rank, local_rank)) for rank, local_rank in enumerate(local_ranks)]
+        ranks, locals_, sizes = zip(*places, strict=True)
     except KeyError as error:
         what = "there is a gap" if error.args == ("?",) else f"{name} sets no variable {error}"
         raise Wrong(f"mine/who.py, started by {name}: {what}.") from None
     except (TypeError, ValueError) as error:
         raise Wrong(
-            f"mine/who.py, started by {name}: `who_am_i` returns three whole numbers ({error})."
+            f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers ({error})."
         ) from None
     if ranks.count(0) == 2:
         raise Wrong(
@@ -152,14 +147,14 @@ def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) 
             "train on the same images. The rank counts over all nodes."
         )
     if list(ranks) != [0, 1, 2, 3]:
-        raise Wrong(f"With {name} the ranks of four processes come out as {', '.join(map(str, ranks))}.")
+        raise Wrong(f"With {name}, the ranks of four processes come out as {', '.join(map(str, ranks))}.")
     if list(locals_) != local_ranks:
         raise Wrong(
-            f"With {name} the local ranks on two nodes come out as {', '.join(map(str, locals_))}. A local "
-            "rank begins at 0 on every node; what counts over all nodes is the rank."
+            f"With {name}, the local ranks on two nodes come out as {', '.join(map(str, locals_))}. A local "
+            "rank begins at 0 on every node; the rank counts over all nodes."
         )
     if set(sizes) != {4}:
-        raise Wrong(f"With {name} four processes on two nodes see the world size as {sizes[0]}.")
+        raise Wrong(f"With {name}, four processes on two nodes see the world size as {sizes[0]}.")
 
 
 def check_gpus(gpu: Callable) -> None:
@@ -167,15 +162,15 @@ def check_gpus(gpu: Callable) -> None:
     for rank, local_rank in enumerate(CYCLIC):
         node, number = "n1" if rank % 2 == 0 else "n2", gpu(rank, local_rank, 4)
         if number == "?":
-            raise Wrong("mine/who.py: `gpu` still has its gap.")
+            raise Wrong("mine/who.py: `gpu` still has a gap.")
         if not isinstance(number, int):
-            raise Wrong(f"`gpu` returns a number, the N of cuda:N, and yours {number!r}.")
+            raise Wrong(f"`gpu` has to return a number, the N of cuda:N. Yours returns {number!r}.")
         if number not in (0, 1):
             raise Wrong(
                 f"`gpu` sends rank {rank} to cuda:{number}. A node with two GPUs has no cuda:{number}."
             )
         if taken.setdefault((node, number), rank) != rank:
             raise Wrong(
-                f"`gpu`: in the second job of ranks.txt two processes take cuda:{number} of {node}, ranks "
+                f"`gpu`: in the second job of ranks.txt, two processes take cuda:{number} of {node}: ranks "
                 f"{taken[node, number]} and {rank}."
             )

@@ -24,23 +24,22 @@ prediction = 0
 HINTS = """\
 ## 1
 
-Go by functions. Who am I and where do we meet is in `join`; the data in `split` and `evaluate`;
-the new order, the gradient and the sums in `train_epoch`; the clock in `fit`. Ask of every line:
-what does it do on rank 1, and what on the second node?
+Go function by function. `join` decides who a process is and where the ranks meet; `split` and
+`evaluate` handle the data; `train_epoch` has the new order, the gradient and the sums; `fit` has the
+clock. Ask of every line: what does it do on rank 1, and on the second node?
 
 ## 2
 
-What DDP does: it averages the gradients, in `backward`. What it does not: your own sums.
-`dist.all_reduce(tensor)` adds a tensor up over all ranks, and `dist.barrier()` waits until all
-are there. Sum the losses and count the images on each rank, and divide after the sums are those
-of all.
+DDP averages the gradients, in `backward`. It leaves your own sums to you: `dist.all_reduce(tensor)`
+adds a tensor up over all ranks, and `dist.barrier()` waits until all ranks are there. Sum the losses
+and count the images on each rank, add these up over all ranks, and only then divide.
 
 ## 3
 
-The launcher sets `RANK`, `MASTER_ADDR` and `MASTER_PORT`: take them as they are. `random_split`
-takes a `generator=torch.Generator().manual_seed(SEED)`. A `DistributedSampler` has
-`set_epoch(epoch)`, and pads what does not divide: `Subset(images, range(rank, len(images),
-size))` does not. A barrier goes before each of the two readings of the clock.
+The launcher sets `RANK`, `MASTER_ADDR` and `MASTER_PORT`: use them unchanged. `random_split` takes a
+`generator=torch.Generator().manual_seed(SEED)`. A `DistributedSampler` has `set_epoch(epoch)`; it
+also pads a data set that does not divide evenly, and `Subset(images, range(rank, len(images), size))`
+leaves that out. Put a barrier before each of the two readings of the clock.
 """
 SOLUTION = {
     "broken_ddp.py": '''\
@@ -117,9 +116,9 @@ def check(mine: Workspace) -> str:
         raise Wrong(f"{len(BUGS) - len(found)} of {len(BUGS)} repaired. Next: {found[0]}")
     return (
         f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them: on one "
-        "machine none gave any, and the numbers looked like numbers. So look at what a program does: who "
-        "says rank 0, which images each rank sees, what one process would get. DOS_AND_DONTS.md has "
-        "more of them."
+        "machine none of them gave any, and the numbers looked plausible. So check what a program does: "
+        "which process says that it is rank 0, which images each rank sees, what one process would compute. "
+        "DOS_AND_DONTS.md has more such bugs."
     )
 
 
@@ -259,9 +258,9 @@ def save(program: ModuleType, rank: int) -> list[str]:
 def wrong_rank(ranks: list[Seen]) -> str | None:
     said = [rank for rank, _ in ranks[0]["joined"]]
     if said.count(0) == 2:
-        return "On two nodes of two ranks, two processes say that they are rank 0."
+        return "On two nodes with two ranks each, two processes say that they are rank 0."
     if said != [0, 1, 2, 3]:
-        return f"On two nodes of two ranks, the four processes say that they are the ranks {said}."
+        return f"On two nodes with two ranks each, the four processes say that they are the ranks {said}."
     return None
 
 
@@ -269,11 +268,11 @@ def wrong_place(ranks: list[Seen]) -> str | None:
     place = ranks[0]["joined"][2][1]
     if place in ("localhost", "127.0.0.1"):
         return (
-            f"On two nodes, the processes of the second one look for rank 0 on {place}, which is their own "
-            "node. Rank 0 is on the first one: each node is left to itself."
+            f"On two nodes, the processes of the second node look for rank 0 on {place}, which is their own "
+            "node. Rank 0 is on the first node, so the two nodes never meet."
         )
     if place != "n1":
-        return f"The launcher said that rank 0 is on n1, and the processes look for it on {place}."
+        return f"The launcher says that rank 0 is on n1, but the processes look for it on {place}."
     return None
 
 
@@ -282,14 +281,14 @@ def wrong_split(ranks: list[Seen]) -> str | None:
     both = set(ranks[1]["train"]) & set(validation)
     if both:
         return (
-            f"The ranks do not agree on who is in the validation set: {len(both)} of the {len(validation)} "
-            "images that rank 0 validates with are images that rank 1 trains on. The accuracy flatters."
+            f"The ranks do not agree on what is in the validation set: rank 1 trains on {len(both)} of the "
+            f"{len(validation)} images that rank 0 validates with. The accuracy is too good."
         )
     if sorted(train + validation) != list(range(IMAGES)):
         return "After the split, some images are in neither part, or in both."
     if ranks[0]["random"] == ranks[1]["random"]:
         return (
-            "The ranks agree on the validation set now, but at a price: after the split all of them draw "
+            "The ranks now agree on the validation set, but at a price: after the split, all of them draw "
             "the same random numbers, so every rank drops the same neurons. The split needs a separate "
             "generator."
         )
@@ -300,9 +299,9 @@ def wrong_order(ranks: list[Seen]) -> str | None:
     counts = Counter(ranks[0]["orders"][0] + ranks[1]["orders"][0])
     if sorted(counts.elements()) != list(range(IMAGES)):
         missing = IMAGES - len(counts)
-        return f"In an epoch {missing} of {IMAGES} images come not at all: both ranks train on the same ones."
+        return f"In an epoch, {missing} of {IMAGES} images are left out: both ranks train on the same images."
     if ranks[0]["orders"][0] == ranks[0]["orders"][1]:
-        return "The second epoch has the images in the very order of the first, and so has every later one."
+        return "The second epoch has the images in the same order as the first, and so does every later one."
     return None
 
 
@@ -314,7 +313,7 @@ def wrong_gradient(ranks: list[Seen]) -> str | None:
         return None
     return (
         f"The gradient that the optimizer gets on two ranks is {factor:.2f} times that of the whole batch "
-        "in one process. With another number of ranks it is another factor."
+        "in one process. With another number of ranks, it is another factor."
     )
 
 
@@ -324,10 +323,10 @@ def wrong_loss(ranks: list[Seen]) -> str | None:
     of_batches = (of_batch + ranks[1]["losses"][2]) / 2
     if is_close(said, true, 0.001):
         return None
-    what = f"The mean loss of an epoch is {true:.3f}. The script says {said:.3f}"
+    what = f"The mean loss of an epoch is {true:.3f}. The script prints {said:.3f}"
     if is_close(said, of_batch, 0.001) or is_close(said, of_batches, 0.001):
-        return f"{what}, which is that of a single batch."
-    return f"{what}, that of rank 0's images." if is_close(said, of_rank, 0.001) else f"{what}."
+        return f"{what}, the loss of a single batch."
+    return f"{what}, the loss of rank 0's images." if is_close(said, of_rank, 0.001) else f"{what}."
 
 
 def wrong_metric(ranks: list[Seen]) -> str | None:
@@ -337,8 +336,8 @@ def wrong_metric(ranks: list[Seen]) -> str | None:
         return None
     whose = " Those are the images of one rank." if is_close(images, IMAGES / 2, 0.01) else ""
     return (
-        f"The script says images/s of all ranks. Times its seconds that makes {images:.0f} images in an "
-        f"epoch of {IMAGES}.{whose}"
+        f"The script prints images/s of all ranks. Multiplied by its seconds, that makes {images:.0f} images "
+        f"in an epoch of {IMAGES}.{whose}"
     )
 
 
@@ -346,23 +345,23 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
     said = ranks[0]["accuracy"]
     if is_close(said, 20, 0.001):
         return None
-    what = f"Of 5 test images a model knows 1, which is 20 %. On two ranks the script says {said:.1f} %"
+    what = f"Of 5 test images, a model knows 1, which is 20 %. On two ranks, the script says {said:.1f} %"
     if said != ranks[1]["accuracy"]:
-        return f"{what}, and {ranks[1]['accuracy']:.1f} % on the other: each that of one share only."
-    counted = {"33.3": "6: one of them twice", "25.0": "4"}.get(f"{said:.1f}")
-    return f"{what}: 5 do not divide by two, and it looks at {counted}." if counted else f"{what}."
+        return f"{what} on one and {ranks[1]['accuracy']:.1f} % on the other: each counts its own share only."
+    counted = {"33.3": "6, one of them twice", "25.0": "4"}.get(f"{said:.1f}")
+    return f"{what}: two ranks cannot share 5 evenly, and it looks at {counted}." if counted else f"{what}."
 
 
 def wrong_seconds(ranks: list[Seen]) -> str | None:
     if ranks[0]["ended"] < ranks[1]["done"]:
         return (
-            "In an epoch rank 1 takes a second longer than rank 0 for its last step. Rank 0 prints "
-            f"{ranks[0]['last']['seconds']:.2f} seconds: its own, not those of all."
+            "In an epoch, rank 1 takes a second longer than rank 0 for its last step. Rank 0 prints "
+            f"{ranks[0]['last']['seconds']:.2f} seconds: its own time, not that of all."
         )
     if ranks[0]["began"] < ranks[1]["came"]:
         return (
             "Rank 1 begins to train a second after rank 0. Rank 0's clock runs while it waits, and "
-            "counts that as training."
+            "counts the wait as training."
         )
     return None
 
@@ -372,10 +371,11 @@ def wrong_files(ranks: list[Seen]) -> str | None:
     if len(files) == 1 and ranks[0]["saved"]:
         return None
     if len(set(files)) > 1:
-        return "Every rank saves another file, and all have the same weights in them."
+        return "Every rank saves another file, and all these files have the same weights."
     if files:
         return (
-            "Several ranks write the same file at the same time. On two nodes, one per node is too many, too."
+            "Several ranks write the same file at the same time. On two nodes, one writer per node is also "
+            "too many."
         )
     return "No rank saves the weights."
 
@@ -395,21 +395,21 @@ SAVE, WHERE = (
 JOIN, ADDRESS = "    rank, size = int(", '    os.environ["MASTER_ADDR"] = '
 WRONG = [
     (SCRIPT, '["RANK"]', '["LOCAL_RANK"]', "two processes say that they are rank 0"),
-    (SCRIPT, JOIN, ADDRESS + '"localhost"\n' + JOIN, "left to itself"),
+    (SCRIPT, JOIN, ADDRESS + '"localhost"\n' + JOIN, "never meet"),
     (SCRIPT, JOIN, ADDRESS + "os.uname().nodename\n" + JOIN, "The launcher"),
     (SCRIPT, "sizes, own_random", "sizes", "The ranks do not agree"),
     (SCRIPT, GENERATOR, "own_random = torch", "drops the same neurons"),
-    (SCRIPT, "    loader.sampler.set_epoch(epoch)\n", "", "the very order of the first"),
-    (SCRIPT, "(train_set, size, rank,", "(train_set, size, 0,", "come not at all"),
+    (SCRIPT, "    loader.sampler.set_epoch(epoch)\n", "", "the same order as the first"),
+    (SCRIPT, "(train_set, size, rank,", "(train_set, size, 0,", "are left out"),
     (SCRIPT, STEP, EACH + "weights.grad /= dist.get_world_size()\n" + STEP, "is 0.50 times that"),
     (SCRIPT, STEP, EACH + "dist.all_reduce(weights.grad)\n" + STEP, "is 2.00 times that"),
     (SCRIPT, "return sums", "return torch.stack([loss.detach() * sums[1], sums[1]])", "of a single batch"),
-    (SCRIPT, "        dist.all_reduce(sums)\n", "", "that of rank 0's images"),
+    (SCRIPT, "        dist.all_reduce(sums)\n", "", "the loss of rank 0's images"),
     (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "the images of one rank"),
     (SCRIPT, SHARE, PADDED, "it looks at 6"),
     (SCRIPT, SHARE, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
-    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "of one share only"),
-    (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own, not those of all"),
+    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "its own share only"),
+    (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own time, not that of all"),
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
     (SCRIPT, SAVE, "    torch.save(", "write the same file"),
     (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "saves another file"),

@@ -9,22 +9,22 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you run the starter, which averages nothing: are the weights of the ranks then equal or different?
+# Before you run the starter, which averages nothing: will the weights of the ranks be equal or different?
 prediction = different
 
-# 4 ranks sum their gradients and forget to divide. With SGD that is as if the learning rate were how many
-# times as large?
+# 4 ranks sum their gradients and forget to divide. With SGD, that is like a learning rate how many times as
+# large?
 forgot_to_divide = 4
 """
 HINTS = """\
 ## 1
 
 `model.parameters()` goes through the weights and biases, in the same order on every rank. After
-`backward` the gradient of each is in its `.grad`.
+`backward`, the gradient of each is in its `.grad`.
 
 ## 2
 
-A sum is no mean yet: divide it by the number of ranks, whatever that is. And a frozen layer has
+A sum is not yet a mean: divide it by the number of ranks, whatever that is. And a frozen layer has
 no gradient: its `.grad` is `None`, on every rank.
 
 ## 3
@@ -76,12 +76,12 @@ def check(mine: Workspace) -> str:
             "`forgot_to_divide`: the sum of 4 gradients is 4 times their mean, and SGD's step is the "
             "learning rate times the gradient."
         )
-    came = "as you predicted" if prediction == "different" else "you had predicted equal ones"
+    came = "as you predicted" if prediction == "different" else "you predicted equal weights"
     return (
-        f"Without `average` the ranks drift apart: their weights are different, {came}. With it, N ranks "
-        "make the steps of one process with the whole batch, and no rank has to send its weights. That "
-        "is what DDP does; it only sends many gradients in one call, and while the others are still being "
-        "computed: see 03_multigpu_ddp/beyond/by_hand.py."
+        f"Without `average`, the ranks drift apart: their weights are different ({came}). With it, N ranks "
+        "make the steps of one process with the whole batch, and no rank has to send its weights. DDP does "
+        "the same, but it sends many gradients in one call, while the others are still being computed: see "
+        "03_multigpu_ddp/beyond/by_hand.py."
     )
 
 
@@ -101,8 +101,8 @@ def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict
     except (AttributeError, TypeError) as error:
         if "NoneType" in str(error):
             raise Wrong(
-                "Something is None: either the gradient of the frozen layer, which is to be left out, or "
-                "what all_reduce returns: it returns nothing, and writes into the tensor that it is given."
+                "Something is None: either the gradient of the frozen layer, which you have to leave out, or "
+                "the result of all_reduce, which returns nothing and writes into the tensor that it is given."
             ) from None
         raise
     gradients = [weights.grad for weights in trained]
@@ -116,27 +116,26 @@ def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict
 
 def judge(ranks: list[dict[str, list]], size: int) -> None:
     if not all(rank["weights kept"] for rank in ranks):
-        raise Wrong("The weights change. What the ranks average is the gradients, not the weights.")
+        raise Wrong("The weights change. Average the gradients, not the weights.")
     for number, rank in enumerate(ranks):
         for factor in (1, size):
             if all(equal(factor * torch.tensor(a), b) for a, b in zip(rank["got"], rank["own"], strict=True)):
                 raise Wrong(
-                    f"On {size} ranks the gradients of rank {number} have nothing of the other ranks in "
-                    "them. all_reduce writes into the tensor that it is given: give it the gradient, not "
-                    "a copy."
+                    f"On {size} ranks, the gradients of rank {number} contain nothing from the other ranks. "
+                    "all_reduce writes into the tensor that it is given: give it the gradient, not a copy."
                 )
         right = [equal(got, whole) for got, whole in zip(rank["got"], rank["whole"], strict=True)]
         if all(right):
             continue
         if rank["own"][0] == rank["got"][0] or rank["own"][1] == rank["got"][1]:
-            raise Wrong("Only some of the gradients are averaged, others are still those of the rank alone.")
+            raise Wrong("Only some of the gradients are averaged; the others are still each rank's own.")
         if number and all(
             equal(got, whole) for got, whole in zip(ranks[0]["got"], rank["whole"], strict=True)
         ):
             raise Wrong(f"Rank {number} has other gradients than rank 0. Every rank needs the mean.")
         factor = torch.tensor(rank["got"][1]).sum() / torch.tensor(rank["whole"][1]).sum()
         raise Wrong(
-            f"On {size} ranks the gradient is {factor:.2f} times that of the whole batch in one process. "
+            f"On {size} ranks, the gradient is {factor:.2f} times that of the whole batch in one process. "
             "Is it a mean, for any number of ranks?"
         )
 

@@ -19,18 +19,18 @@ HINTS = """\
 ## 1
 
 Print `model.module.weight.grad.norm()` after each `backward`. With one part and with four, which
-two numbers should be equal, and by which factor are they not?
+two numbers should be equal, and by which factor do they differ?
 
 ## 2
 
 The mean over 64 images is the mean of the 4 means over 16, not their sum. And the ranks need each
-other's gradients once, when all parts are in: which of the 4 backward passes is that?
+other's gradients once, when those of all parts are added up: after which of the 4 backward passes?
 
 ## 3
 
 `for part, (inputs, targets) in enumerate(..., start=1):`, within it `with model.no_sync() if part
 < parts else nullcontext():` around both the model's call and `backward`, and the loss divided by
-`parts`. `zero_grad` stays in front of the loop.
+`parts`. `zero_grad` stays before the loop.
 """
 SOLUTION = {
     "accumulate.py": '''\
@@ -63,7 +63,7 @@ WRONG = [
     (SCRIPT, "part < parts", "part > 1", "left out of the exchange"),
     (SCRIPT, ") / parts", ")", "4.00 times that"),
     (SCRIPT, ") / parts", ") / parts / dist.get_world_size()", "0.50 times that"),
-    (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "the last part only"),
+    (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "only the last part"),
     (SCRIPT, "loss.backward()\n", "loss.backward()\n        optimizer.step()\n", "one step"),
 ]  # fmt: skip
 
@@ -88,12 +88,12 @@ def check(mine: Workspace) -> str:
     for parts in (PARTS, 2):
         ranks = in_ranks(partial(behave, program, parts))
         judge(ranks, parts, "no_sync()" in text)
-    came = "as you predicted" if prediction == PARTS else f"you had predicted {prediction:g}"
+    came = "as you predicted" if prediction == PARTS else f"you predicted {prediction:g}"
     return (
-        f"Without no_sync DDP exchanges the gradients in every backward pass, {PARTS} times in a step, "
-        f"{came}. Now it does so once, and the step is that of the whole batch. What it saves depends on "
-        "how long an exchange takes, compared with a part: 03_multigpu_ddp/beyond/README.md has it measured "
-        "on two CPU workers."
+        f"Without no_sync, DDP exchanges the gradients in every backward pass, {PARTS} times in a step "
+        f"({came}). Now it does so once, and the step is that of the whole batch. How much time this saves "
+        "depends on how long an exchange takes, compared with a part: 03_multigpu_ddp/beyond/README.md has "
+        "measurements on two CPU workers."
     )
 
 
@@ -116,32 +116,33 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
 def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> None:
     seen = ranks[0]
     if len(seen["gradients"]) != 1:
-        raise Wrong(f"The optimizer makes {len(seen['gradients'])} steps with one batch. It is one step.")
+        raise Wrong(f"The optimizer makes {len(seen['gradients'])} steps with one batch. Make one step.")
     if seen["zeroed"] > 1:
         raise Wrong(
-            "The gradients are set to zero between the parts: the step is that of the last part only."
+            "The gradients are set to zero between the parts, so the step has the gradient of only the last "
+            "part."
         )
     if seen["exchanges"] == 0:
         raise Wrong(
-            f"In a step of {parts} parts the ranks do not exchange gradients at all: each makes a step of "
-            "its own, and they drift apart."
+            f"In a step of {parts} parts, the ranks do not exchange gradients at all: each rank makes a "
+            "different step, and they drift apart."
         )
     if seen["exchanges"] > 1:
         what = " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
         raise Wrong(
-            f"In a step of {parts} parts the ranks exchange gradients {seen['exchanges']} times. Once is "
+            f"In a step of {parts} parts, the ranks exchange gradients {seen['exchanges']} times. Once is "
             f"enough: the gradients of the parts add up on each rank.{what}"
         )
     got, other = (torch.tensor(rank["gradients"][0]) for rank in ranks)
     if not torch.allclose(got, other, rtol=1e-4, atol=1e-6):
         raise Wrong(
-            "The ranks have different gradients after the exchange: what they added to them later was "
-            "left out of the exchange. In which part is it due?"
+            "The ranks have different gradients after the exchange: what each rank added later was left out "
+            "of the exchange. In which part should they exchange?"
         )
     true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
     if not torch.allclose(got, true, rtol=1e-3, atol=1e-6):
         factor = (got @ true / (true @ true)).item()
         raise Wrong(
-            f"With {parts} parts the gradient is {factor:.2f} times that of the whole batch in one part. "
-            "What is the mean of the whole batch, if each part has its own mean?"
+            f"With {parts} parts, the gradient is {factor:.2f} times that of the whole batch in one part. "
+            "How do you get the mean of the whole batch from the means of the parts?"
         )

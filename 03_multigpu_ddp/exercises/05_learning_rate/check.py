@@ -1,4 +1,4 @@
-"""Gives the learner's rules numbers, and compares the table with the runs."""
+"""Tries the learner's rules on numbers, and compares the table with the runs."""
 
 from collections.abc import Callable
 
@@ -17,10 +17,10 @@ batch_1024_none = 93.68
 batch_1024_linear = 14.56
 batch_1024_sqrt = 96.96
 
-# How many of its five epochs did the run with SGD, batch 1,024 and the linear rule do?
+# How many of its five epochs did the run with SGD, batch 1,024 and the linear rule finish?
 epochs_1024_linear = 1
 
-# With SGD, and with Adadelta (recipe classic): which rule is best at batch 4,096: none, linear or sqrt?
+# Which rule is best at batch 4,096, with SGD and with Adadelta (recipe classic): none, linear or sqrt?
 sgd_4096 = none
 adadelta_4096 = none
 """
@@ -28,20 +28,20 @@ HINTS = """\
 ## 1
 
 In the table, look at the columns batch, variant and acc. %, in the rows whose variant begins with
-`sgd`. A run that ended early, its loss no number any more, has a note below the table, and its epochs in
-the last column of comparison.md.
+`sgd`. If a run ended early because its loss became NaN (not a number), a note below the table says so,
+and the last column of comparison.md has its epochs.
 
 ## 2
 
-The global batch is that of one rank times the ranks. Four ranks with 16 images each are a batch
-of 64, and nothing changes. By how much did the batch grow against 64? How many images have been
-seen when a step ends?
+The global batch is the batch of one rank times the number of ranks. Four ranks with 16 images each
+make a batch of 64, and nothing changes. By what factor is the batch larger than 64? How many images
+have been seen when a step ends?
 
 ## 3
 
-`growth = batch_per_rank * ranks / BATCH`. The linear rule is `lr * growth`, the other one `lr *
+`growth = batch_per_rank * ranks / BATCH`. The linear rule is `lr * growth`, the square-root rule `lr *
 growth ** 0.5`. Step `step` ends with image number `step * global_batch`; divide that by
-`warmup_images`, but let it be 1 at most.
+`warmup_images`, but never return more than 1.
 """
 SOLUTION = {
     "rate.py": '''\
@@ -76,7 +76,7 @@ WRONG = [
     (SCRIPT, "** 0.5", "", "the square root of 4"),
     (SCRIPT, GROWTH + ") ** 0.5", "batch_per_rank * ranks) ** 0.5 / BATCH", "the square root of 4"),
     (SCRIPT, WARM, "step / (warmup_images / BATCH)", "in images, not in steps"),
-    (SCRIPT, f"min(1, {WARM})", WARM, "rises on"),
+    (SCRIPT, f"min(1, {WARM})", WARM, "keeps rising"),
 ]  # fmt: skip
 RULES = ("none", "linear", "sqrt")
 TABLE = {
@@ -98,13 +98,14 @@ def check(mine: Workspace) -> str:
     check_rules(program.scaled)
     check_warm_up(program.warmed_up)
     best = best_rule(runs, "sgd", 1024)
-    came = "as you predicted" if prediction == best else f"you had predicted {prediction}"
+    came = "as you predicted" if prediction == best else f"you predicted {prediction}"
     return (
-        "With SGD the linear rule brings batch 256 to where 64 ends. At 1,024 it asks for 0.32, and after a "
-        f"warm-up of only 9 steps the loss becomes no number. Best of these runs is {best}, {came}. With a "
-        "warm-up of three epochs the linear rule reaches 97.9 to 98.2 %, and is the best (runs: SCALING.md). "
-        "At 4,096 five epochs are 20 steps, and no rule helps. So a rule is a first guess: compare the "
-        "accuracies of your runs. (These are of one seed each, so a few tenths of a percent say nothing.)"
+        "With SGD, the linear rule brings batch 256 to the accuracy of batch 64. At 1,024 it asks for 0.32, "
+        f"and after a warm-up of only 9 steps the loss becomes NaN. The best of these runs is {best} "
+        f"({came}). With a warm-up of three epochs, the linear rule reaches 97.9 to 98.2 %, and is the best "
+        "(runs: SCALING.md). At 4,096, five epochs are 20 steps, and no rule helps. So a rule is a first "
+        "guess: compare the accuracies of your runs. (Each of these runs has one seed, so a few tenths of a "
+        "percent mean nothing.)"
     )
 
 
@@ -126,15 +127,15 @@ def check_table(answers: Answers, runs: dict) -> None:
         (true, _), (other, _) = (run(runs, recipe, batch, rule) for recipe in ("sgd", "classic"))
         given = answers.number(name)
         if given == other != true:
-            raise Wrong(f"`{name}`: {given} is the accuracy with Adadelta: its rows say `classic`.")
+            raise Wrong(f"`{name}`: {given} is the accuracy with Adadelta, whose rows say `classic`.")
         if abs(given - true) > 0.05:
             raise Wrong(
                 f"`{name}`: look for the row of `sgd` with batch {batch} and the rule {rule}, column acc. %."
             )
     if answers.number("epochs_1024_linear") != run(runs, "sgd", 1024, "linear")[1]:
         raise Wrong(
-            "`epochs_1024_linear`: this run ended early, since its loss was no number any more. The column "
-            "epochs of comparison.md says after how many, and the note of its row below the table."
+            "`epochs_1024_linear`: this run ended early, since its loss became NaN. The column epochs of "
+            "comparison.md shows after how many epochs, and so does the note of its row below the table."
         )
     for name, recipe in (("sgd_4096", "sgd"), ("adadelta_4096", "classic")):
         if answers.word(name, *RULES) != best_rule(runs, recipe, 4096):
@@ -155,42 +156,44 @@ def best_rule(runs: dict, recipe: str, batch: int) -> str:
 
 def check_rules(scaled: Callable) -> None:
     if is_close(scaled(0.02, "linear", 64, 4), 0.02) and is_close(scaled(0.02, "linear", 256, 1), 0.02):
-        raise Wrong("mine/rate.py: the linear rule still has its gap.")
+        raise Wrong("mine/rate.py: the linear rule still has a gap.")
     four_ranks, one_rank = scaled(0.02, "linear", 64, 4), scaled(0.02, "linear", 256, 1)
     if not is_close(four_ranks, one_rank):
         raise Wrong(
-            "mine/rate.py: 4 ranks of 64 images each, and one of 256, are the same global batch. The "
-            f"linear rule gives {four_ranks:g} and {one_rank:g}. What counts is the batch of all ranks "
-            "together, not the ranks."
+            "mine/rate.py: 4 ranks of 64 images each, and one rank of 256, have the same global batch. The "
+            f"linear rule gives {four_ranks:g} and {one_rank:g}. Use the batch of all ranks together, not "
+            "the number of ranks."
         )
     if not is_close(four_ranks, 0.08):
         raise Wrong(
-            "mine/rate.py: the linear rule makes 0.08 of 0.02 at a global batch of 256, and yours "
+            "mine/rate.py: at a global batch of 256, the linear rule turns 0.02 into 0.08, and yours into "
             f"{four_ranks:g}."
         )
     if not (is_close(scaled(0.02, "sqrt", 64, 4), 0.04) and is_close(scaled(0.02, "sqrt", 512, 2), 0.08)):
         raise Wrong(
             "mine/rate.py: at a global batch of 256, which is 4 times 64, the square-root rule multiplies "
-            "by 2, the square root of 4: 0.04 in place of 0.02. Yours says "
+            "by 2, the square root of 4: 0.04 instead of 0.02. Yours returns "
             f"{scaled(0.02, 'sqrt', 64, 4):g}."
         )
     if not is_close(scaled(0.02, "none", 64, 4), 0.02):
-        raise Wrong("mine/rate.py: without a rule the learning rate stays as it is.")
+        raise Wrong("mine/rate.py: without a rule, the learning rate stays as it is.")
 
 
 def check_warm_up(warmed_up: Callable) -> None:
     small, large = ([warmed_up(1.0, step, batch, 1_280) for step in (1, 5, 20, 40)] for batch in (64, 256))
     if small[0] == small[1] == 1:
-        raise Wrong("mine/rate.py: the warm-up still has its gap.")
+        raise Wrong("mine/rate.py: the warm-up still has a gap.")
     if small[3] > 1:
-        raise Wrong("mine/rate.py: the learning rate rises on behind the warm-up. It stays what it is then.")
+        raise Wrong(
+            "mine/rate.py: the learning rate keeps rising after the warm-up. It has to stay constant."
+        )
     if is_close(small[1], 0.25) and is_close(large[1], 0.25):
         raise Wrong(
-            "mine/rate.py: a warm-up of 1,280 images lasts 20 steps of 64, and 5 of 256. Yours lasts as "
-            "many steps at both: count it in images, not in steps."
+            "mine/rate.py: a warm-up of 1,280 images lasts 20 steps of 64, and 5 of 256. Yours lasts the "
+            "same number of steps at both: count it in images, not in steps."
         )
     if not all(is_close(*pair) for pair in zip(small + large, [0.05, 0.25, 1, 1, 0.2, 1, 1, 1], strict=True)):
         raise Wrong(
-            "mine/rate.py: in a warm-up of 1,280 images to 1.0 the steps 1, 5 and 20 of batch 64 have "
+            "mine/rate.py: in a warm-up of 1,280 images to 1.0, the steps 1, 5 and 20 of batch 64 have "
             f"0.05, 0.25 and 1. Yours have {small[0]:g}, {small[1]:g} and {small[2]:g}."
         )

@@ -1,4 +1,4 @@
-"""Reads the log of a job that was stopped and came back, and the one CSV of it."""
+"""Reads the log of a job that was stopped and came back, and its one CSV."""
 
 import re
 
@@ -22,13 +22,12 @@ HINTS = """\
 ## 1
 
 Look for three lines in the log: `stopped after`, `resumed from`, and the first `epoch` after
-that. Nothing to be found? Then the job has not been stopped yet: give it more epochs (or images),
-or wait.
+that. If there are none, the job has not been stopped yet: give it more epochs (or images), or wait.
 
 ## 2
 
-`resumed from .../epoch-3-step-40.pt` means: 40 steps of epoch 3 were done, and it goes on with
-the 41st. Which steps does it then repeat? Without the signal the newest checkpoint would be
+`resumed from .../epoch-3-step-40.pt` means that 40 steps of epoch 3 were done, and the job goes on
+with the 41st. Which steps does it then repeat? Without the signal, the newest checkpoint would be
 `epoch-3-step-0.pt`.
 
 ## 3
@@ -44,7 +43,7 @@ WRONG = [
     ("runs/job.txt", "stopped after", "went on after", "was not stopped"),
     ("runs/*.csv", "srun,2,", "srun,12,", "a gap"),
     ("answers.txt", "step = 15", "step = 0", "The name of the checkpoint"),
-    ("answers.txt", "repeated = 0", "repeated = 15", "goes on with the next one"),
+    ("answers.txt", "repeated = 0", "repeated = 15", "goes on with the next step"),
     ("answers.txt", "lost = 15", "lost = 0", "beginning of the epoch"),
     ("answers.txt", "warmups = 3", "warmups = 1", "Each time the job begins"),
 ]  # fmt: skip
@@ -59,52 +58,52 @@ def check(mine: Workspace) -> str:
     log = mine.text(logs[0])
     if "stopped after" not in log:
         raise Wrong(
-            "The job of mine/job.txt was not stopped: there is no line `stopped after ...`. Did it end "
-            "before? Then give it more --epochs. Does it still run? Then wait."
+            "The job of mine/job.txt was not stopped: there is no line `stopped after ...`. If it ended "
+            "before that, give it more --epochs. If it is still running, wait."
         )
     resumed = re.search(r"resumed from .*epoch-(\d+)-step-(\d+)\.pt", log)
     if not resumed:
         raise Wrong(
-            "The job was stopped, and the log never says `resumed from`. `squeue` shows when it may start "
-            "again. Without Slurm run the same command once more, with --resume auto and the same "
+            "The job was stopped, but the log never says `resumed from`. `squeue` shows when it may start "
+            "again. Without Slurm, run the same command once more, with --resume auto and the same "
             "--checkpoint-dir."
         )
     rows = rows_of_one_run(mine)
     epochs = [row["epoch"] for row in rows]
     if epochs != list(range(1, len(epochs) + 1)):
-        raise Wrong(f"The epochs in the CSV are {epochs}: there is a gap. Was a file of it edited?")
+        raise Wrong(f"The epochs in the CSV are {epochs}: there is a gap. Was the file edited?")
     epoch, step = map(int, resumed.groups())
     if epochs[-1] < epoch:
-        raise Wrong(f"Epoch {epoch}, with which it goes on, is not done yet: wait for its line.")
+        raise Wrong(f"Epoch {epoch}, in which the job goes on, is not done yet: wait for its line.")
     warmups = sum(row["warmup"] for row in rows)
     if (answers.number("epoch"), answers.number("step")) != (epoch, step):
         raise Wrong(
-            "`epoch` and `step` are not where it goes on. The name of the checkpoint that it resumed "
-            "from, the first time, has both."
+            "The job does not go on at your `epoch` and `step`. The name of the checkpoint that it first "
+            "resumed from has both."
         )
     if answers.number("repeated") != 0:
         raise Wrong(
             f"`repeated`: {step} steps of epoch {epoch} are in the checkpoint, with the optimizer, the "
-            "random numbers and the losses so far. The job goes on with the next one."
+            "random numbers and the losses so far. The job goes on with the next step."
         )
     if answers.number("lost") != step:
         raise Wrong(
-            "`lost`: without the signal the newest checkpoint is that of the last whole epoch, and the "
-            "job would be back at the beginning of the epoch in which it was stopped. How many steps of "
-            "it were done? (--checkpoint-minutes, ten, had not passed.)"
+            "`lost`: without the signal, the newest checkpoint is that of the last whole epoch, and the job "
+            "would go back to the beginning of the epoch in which it was stopped. How many steps of that "
+            "epoch were done? (The ten minutes of --checkpoint-minutes had not passed.)"
         )
     if answers.number("warmups") != warmups:
         raise Wrong(
             "`warmups`: count the rows of the CSV with a 1 in the column warmup. Each time the job "
-            "begins, a new process has a first epoch, which says nothing about speed."
+            "begins, a new process has a first epoch, which says nothing about the speed."
         )
     return (
         f"One run, {len(rows)} epochs without a gap, {warmups} of them the first of a process: it went on "
         f"with step {step + 1} of epoch {epoch}, and no step was done twice (you predicted {predicted:g}). "
-        f"Killed without a word it would have lost {step} steps"
+        f"Without the signal, the job would have lost {step} steps"
         f"{'' if step else ', as the signal came between two epochs'}; epochs of large models take hours. "
-        "It takes the three lines in the job script, a program that listens to USR2, and `scontrol requeue` "
-        "at the end of the job (slurm/job_env.sh). What it always costs is the wait in the queue."
+        "This needs the three lines in the job script, a program that reacts to USR2, and `scontrol requeue` "
+        "at the end of the job (slurm/job_env.sh). It always costs the wait in the queue."
     )
 
 
@@ -115,8 +114,8 @@ def rows_of_one_run(mine: Workspace) -> list[dict[str, object]]:
         raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")
     if len(files) != 1:
         raise Wrong(
-            f"mine/runs has {len(files)} CSV files. A job that comes back writes one: it goes on in it. "
-            "`reset` puts what there is aside; then run it once, or take `recorded`."
+            f"mine/runs has {len(files)} CSV files. A job that comes back goes on in the CSV that it began. "
+            "`reset` moves these files away; then run the job once, or take `recorded`."
         )
     try:
         return records.read(files[0])

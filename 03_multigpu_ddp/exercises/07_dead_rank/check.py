@@ -6,7 +6,7 @@ from pathlib import Path
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you open the log: how many of the four ranks have written a traceback?
+# Before you open the log: how many of the four ranks wrote a traceback?
 prediction = 1
 # What the log says
 tracebacks = 3
@@ -18,25 +18,24 @@ line = 40        # the number of a line of job.txt
 HINTS = """\
 ## 1
 
-A rank that is killed cannot write any more. So who writes a traceback lived on, at least for a
-moment. Which rank wrote none?
+A rank that is killed cannot write any more. So a rank that writes a traceback lived on, at least for
+a moment. Which rank wrote none?
 
 ## 2
 
-"Connection closed by peer" is what the others see when a rank dies. The launcher is the one who
-sees how each task ends: look for the lines that begin with `srun: error`. srun's task N is rank N
-here.
+"Connection closed by peer" is what the others see when a rank dies. Only the launcher sees how each
+task ends: look for the lines that begin with `srun: error`. Here, srun's task N is rank N.
 
 ## 3
 
 There are four such lines. The last three come after `Terminating`: those tasks were ended, or
-ended themselves, because another had died. The first one has the node, the rank and the word for
+ended themselves, because another had died. The first line has the node, the rank and the word for
 how it ended.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it lived on"),
-    ("answers.txt", "node = n2", "node = n1", "stands in the same line"),
+    ("answers.txt", "node = n2", "node = n1", "is in the line of srun"),
     ("answers.txt", "how = killed", "how = network", "what the others see"),
     ("answers.txt", "how = killed", "how = exception", "would have written a traceback"),
     ("answers.txt", "tracebacks = 3", "tracebacks = 4", "[rank0]: Traceback"),
@@ -46,9 +45,9 @@ LOG = (Path(__file__).parent / "starter" / "job.txt").read_text()
 HOW = {
     "network": "`Connection closed by peer` is what the others see when a process is gone, wherever it was. "
     "Did the launcher lose the node, too?",
-    "exception": "A rank that ends with an exception would have written a traceback. Did this one?",
-    "time_limit": "At its time limit the job is asked to be ended as a whole, and the log says DUE TO TIME "
-    "LIMIT. One word in the launcher's line says what happened to this one task.",
+    "exception": "A rank that ends with an exception would have written a traceback. Did this rank?",
+    "time_limit": "At its time limit, the whole job is ended, and the log says DUE TO TIME LIMIT. One word "
+    "in the launcher's line says what happened to this one task.",
     "hung": "A rank that hangs is still there: the others wait for it, until --timeout, and no rank closes a "
     "connection.",
 }
@@ -57,8 +56,8 @@ HOW = {
 def check(mine: Workspace) -> str:
     answers = mine.answers()
     predicted = answers.number("prediction")
-    told = re.search(r"srun: error: (\w+): task (\d+): Killed", LOG)
-    node, rank, line = told[1], int(told[2]), 1 + LOG[: told.start()].count("\n")
+    killed = re.search(r"srun: error: (\w+): task (\d+): Killed", LOG)
+    node, rank, line = killed[1], int(killed[2]), 1 + LOG[: killed.start()].count("\n")
     complained = sorted(set(map(int, re.findall(r"\[rank(\d)\]: Traceback", LOG))))
     if answers.number("tracebacks") != len(complained):
         raise Wrong("Count the lines of the form `[rank0]: Traceback`: how many ranks have one?")
@@ -66,25 +65,26 @@ def check(mine: Workspace) -> str:
     if given in complained:
         raise Wrong(
             f"Rank {given:.0f} wrote a traceback, so it lived on: it complains that another rank is gone. "
-            "Who is first to complain is chance. Look for the rank that wrote nothing, and for what the "
+            "Which rank complains first is chance. Look for the rank that wrote nothing, and for what the "
             "launcher says."
         )
     if given != rank:
         raise Wrong(f"There is no rank {answers['rank']} in this job: its four ranks are 0 to 3.")
     if answers["node"] != node:
-        raise Wrong(f"Where rank {rank} was stands in the same line of srun that says how it ended.")
+        raise Wrong(f"The node of rank {rank} is in the line of srun that says how the rank ended.")
     how = answers.word("how", "killed", *HOW)
     if how != "killed":
         raise Wrong(HOW[how])
     if answers.number("line") != line:
         raise Wrong(
-            f"Line {answers['line']} is not the one: the first lines with an error are of a rank that "
-            f"complains. Which is the first that names rank {rank}?"
+            f"It is not line {answers['line']}: the first lines with an error are from a rank that "
+            f"complains. Which line is the first to name rank {rank}?"
         )
     return (
-        f"Rank {rank} on {node} was killed, and said nothing; three others wrote {LOG.count('[rank')} "
+        f"Rank {rank} on {node} was killed, and wrote nothing; the three others wrote {LOG.count('[rank')} "
         f"lines about it, and rank {complained[-1]} was only the first to notice. You predicted "
-        f"{predicted:g} traceback(s). We had ended it with `kill -9`, as the kernel ends a process when the "
-        "memory is full: this log cannot tell the two apart. `sacct` may (MaxRSS next to ReqMem, or a state "
-        "OUT_OF_MEMORY). Tasks that were `Terminated`, and the exit code 143 at the end, only followed."
+        f"{predicted:g} traceback(s). We ended it with `kill -9`, as the kernel ends a process when the "
+        "memory is full: this log does not show which of the two it was. `sacct` may (MaxRSS close to "
+        "ReqMem, or the state OUT_OF_MEMORY). The tasks that were `Terminated`, and the exit code 143 at the "
+        "end, are only consequences."
     )

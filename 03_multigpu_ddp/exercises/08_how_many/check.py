@@ -8,7 +8,7 @@ from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 ANSWERS = """\
 # How many times as fast as 8 GPUs are 16?
 prediction = 1.5
-# How many GPUs?
+# How many GPUs for each question?
 fastest = 16
 cheapest = 1
 deadline = 2
@@ -18,7 +18,7 @@ rule = 4
 HINTS = """\
 ## 1
 
-Two of the columns compare a row with another row, two belong to the whole training. Which are
+Two of the columns compare a row with another row, and two describe the whole training. Which are
 which? Begin with the row of one GPU.
 
 ## 2
@@ -28,9 +28,9 @@ speedup(N) = images/s(N) / images/s(1), and efficiency(N) = 100 x speedup(N) / N
 
 ## 3
 
-For each of the five questions cross out the rows that are not allowed (8 hours are 480 minutes).
-Of those that are left, take the one with the fewest minutes, or with the fewest GPU-hours where
-those are asked for.
+For each of the five questions, cross out the rows that are not allowed (8 hours are 480 minutes).
+From the rows that are left, take the one with the fewest minutes, or with the fewest GPU-hours if the
+question asks for those.
 """
 SOLUTION = {
     "table.csv": """\
@@ -83,23 +83,23 @@ def check(mine: Workspace) -> str:
     for row in rows:
         gpus, name = int(row["gpus"]), row["gpus"]
         if name not in given:
-            raise Wrong(f"mine/table.csv has no row of {gpus} GPUs: `reset` lays it out again.")
+            raise Wrong(f"mine/table.csv has no row for {gpus} GPUs: `reset` restores the starter.")
         table[gpus] = filled_in(gpus, float(row["images_per_s"]), one)
         check_row(given[name], gpus, table[gpus], filled_in(gpus, float(row["weak_images_per_s"]), one))
     for question in QUESTIONS:
         check_choice(question, answers, table)
     return (
         f"16 GPUs are {table[16]['speedup'] / table[8]['speedup']:.2f} times as fast as 8 (you predicted "
-        f"{predicted:g}), and cost {table[16]['gpu_hours'] / table[8]['gpu_hours']:.2f} times as much. "
-        "Five questions, five numbers of GPUs: no table says how many are best before you say what "
-        "counts. The cheapest is nearly always one, and every further one costs GPU-hours and saves less "
-        "time than the one before. Ask for what the deadline needs, and measure a short run first: `python "
-        "../slurm/sweep.py --gpus 1,2,4` makes such a table of your training."
+        f"{predicted:g}), and cost {table[16]['gpu_hours'] / table[8]['gpu_hours']:.2f} times as much. Five "
+        "questions have five different answers: no table shows how many GPUs are best before you decide what "
+        "counts. One GPU is nearly always the cheapest, and each GPU that you add costs GPU-hours and saves "
+        "less time than the one before. Ask for what the deadline needs, and measure a short run first: "
+        "`python ../slurm/sweep.py --gpus 1,2,4` makes such a table of your training."
     )
 
 
 def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]:
-    """Return what belongs into the gaps of one row."""
+    """Return what belongs in the gaps of one row."""
     minutes, speedup = IMAGES / images_per_s / 60, images_per_s / of_one
     return {
         "speedup": speedup,
@@ -122,13 +122,12 @@ def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: di
             continue
         if is_close(number, weak[name]):
             raise Wrong(
-                f"{where}: {number:g} follows from weak_images_per_s. There the global batch grows with "
-                "the GPUs, which is another training: 50 epochs of it have fewer steps, and may not learn "
-                "as much."
+                f"{where}: {number:g} follows from weak_images_per_s. There, the global batch grows with the "
+                "GPUs, which is another training: its 50 epochs have fewer steps, and may not learn as much."
             )
         if name == "efficiency" and is_close(number, 100 * 100 / value):
             raise Wrong(
-                f"{where}: {number:g} is upside down. It is speedup / N, and above 100 % would be a gift."
+                f"{where}: {number:g} is upside down. Efficiency is speedup / N, and seldom above 100 %."
             )
         if name == "efficiency" and is_close(number, value / 100):
             raise Wrong(f"{where}: {number:g} is the fraction; the column is in percent.")
@@ -137,7 +136,7 @@ def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: di
                 f"{where}: {number:g} are the hours of the job, and each of the {gpus} GPUs costs as many."
             )
         if name in ("minutes", "gpu_hours") and is_close(number, value / 50):
-            raise Wrong(f"{where}: {number:g} is of one epoch, and the training has 50.")
+            raise Wrong(f"{where}: {number:g} is for one epoch, and the training has 50.")
         raise Wrong(f"{where}: it is not {number:g}. `hint how_many` has the formulas.")
 
 
@@ -161,4 +160,4 @@ def check_choice(question: str, answers: Answers, table: dict[int, dict[str, flo
             if least == "minutes"
             else f"{table[best][least]:.1f} GPU-hours"
         )
-        raise Wrong(f"{what}. It is allowed, but {better} are fewer: that is {best} GPU(s).")
+        raise Wrong(f"{what}. That is allowed, but {better} are fewer: those of {best} GPU(s).")

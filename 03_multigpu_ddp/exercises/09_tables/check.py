@@ -1,4 +1,4 @@
-"""Recomputes the true numbers, and the tables, from the committed runs that they were made of."""
+"""Recomputes the true numbers, and the tables, from the committed runs behind them."""
 
 import statistics
 from pathlib import Path
@@ -9,13 +9,13 @@ from trainkit.workshop.work import Workspace, Wrong, is_close
 ANSWERS = """\
 # Which table would you have believed? A letter
 prediction = D
-# The mistake of each: batch, warmup, busy, rank0 or upside_down
+# The mistake in each: batch, warmup, busy, rank0 or upside_down
 A = rank0
 B = upside_down
 C = batch
 D = warmup
 E = busy
-# What should have stood in the bold cell: percent, of D images/s
+# The number that should be in the bold cell: in percent, for D in images/s
 A_true = 66.0
 B_true = 94.4
 C_true = 89.6
@@ -26,29 +26,29 @@ HINTS = """\
 ## 1
 
 An efficiency above 100 % occurs twice, for two reasons. Divide the images/s of the table: is the printed
-speedup right? If it is, how was the efficiency made of it? And is each speed the one that `epochs.csv`
-gives?
+speedup right? If it is, how was the efficiency computed from it? And does each speed agree with
+`epochs.csv`?
 
 ## 2
 
-Mean of epochs 2 and 3 of each run (epoch 1 is the warm-up), next to the tables' images/s: which
-differ, and by which factor? One is just half. One is the mean of three epochs. One comes from a
-run whose epochs differ much from each other.
+Compute the mean of epochs 2 and 3 of each run (epoch 1 is the warm-up), and compare it with the
+tables' images/s: which differ, and by which factor? One is exactly half. One is the mean of three
+epochs. One comes from a run whose epochs differ a lot from each other.
 
 ## 3
 
-Efficiency = images/s of two / images/s of one / 2, with the same global batch in both, of epochs
-2 and 3. For E there is a second run of one device at the same batch, whose epochs agree: take
-that. D_true is the mean of the epochs 2 and 3 of 4 workers.
+Efficiency = images/s of two / images/s of one / 2, from epochs 2 and 3, with the same global batch
+in both. For E, there is a second run of one device at the same batch, whose epochs agree: take
+that one. D_true is the mean of epochs 2 and 3 of 4 workers.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "C = batch", "C = upside_down", "both rows of table C"),
     ("answers.txt", "D = warmup", "D = busy", "epoch 1"),
-    ("answers.txt", "E = busy", "E = upside_down", "made of the speedup as it should be"),
-    ("answers.txt", "A = rank0", "A = batch", "just half"),
+    ("answers.txt", "E = busy", "E = upside_down", "follows correctly from the speedup"),
+    ("answers.txt", "A = rank0", "A = batch", "exactly half"),
     ("answers.txt", "B = upside_down", "B = busy", "agree with epochs.csv"),
-    ("answers.txt", "C_true = 89.6", "C_true = 98.6", "still that of the table"),
+    ("answers.txt", "C_true = 89.6", "C_true = 98.6", "still the number in the table"),
     ("answers.txt", "A_true = 66.0", "A_true = 132", "divided by the number of devices"),
     ("answers.txt", "B_true = 94.4", "B_true = 0.944", "in percent"),
     ("answers.txt", "D_true = 1306", "D_true = 1240", "not 1240"),
@@ -67,12 +67,12 @@ RUNS = {  # file and run, by what epochs.csv calls them
 }
 LIES = {"A": "rank0", "B": "upside_down", "C": "batch", "D": "warmup", "E": "busy"}
 WHY = {
-    "A": "Compare the images/s of table A with epochs.csv: one of them is just half.",
-    "B": "The images/s of table B agree with epochs.csv, and its speedup with them. What is left?",
+    "A": "Compare the images/s of table A with epochs.csv: one of them is exactly half.",
+    "B": "The images/s of table B agree with epochs.csv, and its speedup agrees with them. What is left?",
     "C": "Do both rows of table C do the same work in a step?",
-    "D": "Of how many epochs is each mean of table D, and what is special about epoch 1?",
-    "E": "The efficiency of table E is made of the speedup as it should be. Are its speeds those of a "
-    "machine with nothing else to do? Compare the epochs of each run, and the two runs of one at batch 1024.",
+    "D": "How many epochs are in each mean of table D, and what is special about epoch 1?",
+    "E": "The efficiency of table E follows correctly from the speedup. Are its speeds those of a machine "
+    "with nothing else to do? Compare the epochs of each run, and the two runs of one device at batch 1024.",
 }
 
 
@@ -88,25 +88,26 @@ def check(mine: Workspace) -> str:
             continue
         if is_close(given, false, 0.005):
             raise Wrong(
-                f"`{letter}_true`: {given:g} is still that of the table. Compute it without the mistake."
+                f"`{letter}_true`: {given:g} is still the number in the table. Compute it without the "
+                "mistake."
             )
         if letter != "D" and is_close(given, 2 * true, 0.015):
             raise Wrong(
-                f"`{letter}_true`: {given:g} is the speedup. It has to be divided by the number of devices."
+                f"`{letter}_true`: {given:g} is the speedup, not yet divided by the number of devices."
             )
         if is_close(given, true / 100, 0.015):
             raise Wrong(f"`{letter}_true`: {given:g} is the fraction. Give it in percent.")
         raise Wrong(
-            f"`{letter}_true` is not {given:g}: take the mean images/s of the epochs 2 and 3 of each run, "
-            "and the same global batch in both."
+            f"`{letter}_true` is not {given:g}: take the mean images/s of epochs 2 and 3 of each run, and "
+            "the same global batch in both."
         )
     return (
-        f"Five tables, five ways to be wrong with true numbers. You would have believed {prediction} "
+        f"Five tables are wrong in five ways, with true numbers. You would have believed {prediction} "
         f"({LIES[prediction]}). Signs to look for: numbers that are too good (B, C, E) or too bad (A) to be "
-        "true, unequal batches in one table (C), no word on warm-up (D), a baseline that was measured once "
-        "(E). The kit compares equal batches only, leaves out the first epoch, counts the images of all "
-        "ranks, and marks an efficiency above 105 % and speeds that scatter. Below that a busy machine can "
-        "fool it, too."
+        "true, unequal batches in one table (C), no mention of the warm-up (D), a baseline that was measured "
+        "only once (E). The kit compares equal batches only, leaves out the first epoch, counts the images "
+        "of all ranks, and marks an efficiency above 105 % and speeds that vary a lot. Below that, a busy "
+        "machine can fool it, too."
     )
 
 

@@ -19,19 +19,18 @@ ratio = 1.24        # images/s on two nodes / images/s on one
 HINTS = """\
 ## 1
 
-The second line of a run's output has the nodes, the ranks and the batch of each device; the first
-one the global batch. With --debug there is a line `rank 1 on ...` before them.
+The first line of a run's output has the global batch; the second has the nodes, the ranks and the
+batch of each device. With --debug, there is a line `rank 1 on ...` before them.
 
 ## 2
 
-At the end of the line `rank 1 on n2: ...` stands `interface ... towards rank 0`. Two ranks send 2
-(2 - 1) / 2 = 1 times the gradients in each step: how many megabytes are 1,199,882 numbers of 4
-bytes?
+The line `rank 1 on n2: ...` ends with `interface ... towards rank 0`. Each of two ranks sends 2 (2 -
+1) / 2 = 1 times the gradients in each step: how many megabytes are 1,199,882 numbers of 4 bytes?
 
 ## 3
 
-`megabytes` is 4.8. For `ratio` take the column `images_per_s` of the epochs with warmup 0, or the
-lines of epochs 2 and 3 of the logs: their mean on two nodes, divided by their mean on one.
+`megabytes` is 4.8. For `ratio`, take the column `images_per_s` of the epochs with warmup 0, or the
+lines of epochs 2 and 3 of the logs: divide their mean on two nodes by their mean on one.
 """
 STARTS_WITH = "`prediction`"
 _EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
@@ -42,10 +41,10 @@ RECORDED = {
 WRONG = [
     ("runs/*.csv", ",2,2,2,CPU", ",4,2,4,CPU", "no run on 2 node(s) with two ranks"),
     ("runs/*.tsv", "\tn2\t", "\tn1\t", "one GPU on each of two nodes"),
-    ("answers.txt", "global_batch = 64", "global_batch = 128", "--batch-size is that of all ranks"),
+    ("answers.txt", "global_batch = 64", "global_batch = 128", "the batch of all ranks together"),
     ("answers.txt", "batch_per_device = 32", "batch_per_device = 64", "shared out"),
     ("answers.txt", "interface = eth0", "interface = lo", "within one machine"),
-    ("answers.txt", "megabytes = 4.8", "megabytes = 9.6", "twice too much"),
+    ("answers.txt", "megabytes = 4.8", "megabytes = 9.6", "twice as much"),
     ("answers.txt", "megabytes = 4.8", "megabytes = 1.2", "4 bytes"),
     ("answers.txt", "ratio = 1.24", "ratio = 0.81", "upside down"),
 ]  # fmt: skip
@@ -59,16 +58,18 @@ def check(mine: Workspace) -> str:
     for name in ("dataset", "images", "global_batch"):
         if one[name] != two[name]:
             raise Wrong(
-                f"The two runs differ in {name}, {one[name]} and {two[name]}: give both the same options."
+                f"The two runs differ in {name} ({one[name]} and {two[name]}): give both the same options."
             )
     if answers.number("global_batch") != two["global_batch"]:
-        raise Wrong("`global_batch`: --batch-size is that of all ranks, on any number of nodes.")
+        raise Wrong(
+            "`global_batch`: --batch-size is the batch of all ranks together, on any number of nodes."
+        )
     if answers.number("batch_per_device") != two["batch_per_device"]:
         raise Wrong("`batch_per_device`: the global batch is shared out evenly among the ranks.")
     check_interface(answers["interface"], mine)
     megabytes = answers.number("megabytes")
     if is_close(megabytes, 2 * MEGABYTES, 0.03):
-        raise Wrong("`megabytes`: twice too much. With N = 2, 2 (N - 1) / N is 1.")
+        raise Wrong("`megabytes`: that is twice as much as it should be. With N = 2, 2 (N - 1) / N is 1.")
     if not is_close(megabytes, MEGABYTES, 0.03):
         raise Wrong(
             "`megabytes`: 1,199,882 gradients of 4 bytes each, times 2 (N - 1) / N, in millions of bytes."
@@ -76,21 +77,21 @@ def check(mine: Workspace) -> str:
     ratio, true = answers.number("ratio"), two["speed"] / one["speed"]
     if not is_close(ratio, true, 0.03):
         if is_close(ratio, 1 / true, 0.03):
-            raise Wrong("`ratio` is upside down: it is two nodes by one.")
+            raise Wrong("`ratio` is upside down: divide two nodes by one.")
         raise Wrong(
-            f"`ratio` is not {ratio:g}: images/s on two nodes by those on one, of the epochs with warmup 0."
+            f"`ratio` is not {ratio:g}: divide images/s on two nodes by images/s on one, with warmup 0."
         )
     speeds = f"{two['speed']:,.0f} images/s on two nodes, {one['speed']:,.0f} on one (you said {prediction})."
     if two["device_name"].startswith("CPU"):
         speeds += (
-            " These are CPU workers. Where both nodes are one machine, as on the practice cluster, that "
-            "says nothing about nodes, only about what else the machine did."
+            " These are CPU workers. If both nodes are one machine, as on the practice cluster, that says "
+            "nothing about nodes, only about what else the machine did."
         )
     return (
-        "The same two ranks, the same batches: the train loss of the first epoch is "
-        f"{one['train_loss']:.4f} and {two['train_loss']:.4f}. What differs is the way of {MEGABYTES:.1f} "
-        "MB in every step: between nodes it is mostly the slower one, and a larger batch pays it less "
-        f"often. {speeds}"
+        "With the same two ranks and the same batches, the train loss of the first epoch is "
+        f"{one['train_loss']:.4f} and {two['train_loss']:.4f}. What differs is the path that {MEGABYTES:.1f} "
+        "MB take in every step: between nodes it is mostly slower, and with a larger batch an epoch takes it "
+        f"less often. {speeds}"
     )
 
 
@@ -107,8 +108,8 @@ def run_on(nodes: int, mine: Workspace) -> dict[str, object]:
             found.append((rows[0] | {"speed": statistics.fmean(speeds)}, of_ranks))
     if not found:
         raise Wrong(
-            f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Give the "
-            "commands of the README, or `recorded` to take runs of ours."
+            f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Run the "
+            "commands of the README, or take our runs with `recorded`."
         )
     row, of_ranks = max(found, key=lambda run: run[0]["started_at"])
     places = {(rank["rank"], rank["host"]) for rank in of_ranks}
@@ -129,9 +130,9 @@ def check_interface(given: str, mine: Workspace) -> None:
     log = mine.text(logs[0])
     interfaces = re.findall(r"interface (\S+) towards rank 0", log)
     if not interfaces:
-        raise Wrong("The log two.txt does not have the interface: run it with --debug.")
+        raise Wrong("The log two.txt does not name the interface: run the job with --debug.")
     if given not in interfaces:
-        within = " `lo` is for talking within one machine." if given == "lo" else ""
+        within = " `lo` is for traffic within one machine." if given == "lo" else ""
         raise Wrong(
-            f"`interface` is not {given}.{within} The lines of two.txt that begin with `rank 1 on` have it."
+            f"`interface` is not {given}.{within} The lines of two.txt that begin with `rank 1 on` name it."
         )

@@ -18,14 +18,14 @@ prediction = 8
 HINTS = """\
 ## 1
 
-Search for `Net`, `data.load`, `nll_loss` and `"ddp"` in `mine/my_training.py`: these are all the
-places. Leave `here.rank` and `here.size` where they are.
+Search for `Net`, `data.load`, `nll_loss` and `"ddp"` in `mine/my_training.py`: you only change
+these places. Leave `here.rank` and `here.size` where they are.
 
 ## 2
 
 `data.Split("waves", inputs, targets)` is one part of the data; `data.load` returned two. The loss
-for raw logits is `F.cross_entropy`. `channels_last` is a layout of images, which waves have no
-use for.
+for raw logits is `F.cross_entropy`. `channels_last` is a memory layout for images; waves do not
+need it.
 
 ## 3
 
@@ -110,18 +110,18 @@ def check(mine: Workspace) -> str:
         line.startswith("+ ") and bool(line[2:].strip()) for line in difflib.ndiff(before, text.splitlines())
     )
     return (
-        f"{changed} lines are new (you predicted {predicted:g}), and one rank and two train as one: train "
-        f"loss {alone[1]['train_loss']:.4f} and {both[1]['train_loss']:.4f} in epoch 2, the second of "
-        f"which went on from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are known. "
-        "As a job: copy both files into this stage's folder, and `sbatch slurm_submit.sh my_training.py "
-        "--epochs 5`."
+        f"{changed} lines are new (you predicted {predicted:g}), and two ranks train as one: the train loss "
+        f"of epoch 2 is {alone[1]['train_loss']:.4f} with one rank and {both[1]['train_loss']:.4f} with two, "
+        f"which went on from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are classified "
+        "correctly. To run it as a job, copy both files into this stage's folder, and `sbatch "
+        "slurm_submit.sh my_training.py --epochs 5`."
     )
 
 
 def train(
     program: ModuleType, size: int, folder: Path, epochs: int
 ) -> tuple[list[dict[str, object]], list[list[float]]]:
-    """Yield the CSV's rows after so many epochs in `size` ranks, and by rank the samples trained on now."""
+    """Return the CSV's rows after so many epochs in `size` ranks, and by rank the samples trained on now."""
     from trainkit.rank.batches import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 
@@ -149,7 +149,7 @@ def train(
     files = list(folder.glob("runs/*.csv"))
     if len(files) != 1:
         raise Wrong(
-            f"The training has left {len(files)} CSV files in place of one, which goes on after a stop."
+            f"The training left {len(files)} CSV files. It should leave one, and go on in it after a stop."
         )
     return records.read(files[0]), seen
 
@@ -158,7 +158,7 @@ def check_names(row: dict[str, object]) -> None:
     """Say which name in the CSV is still that of the stage."""
     if row["stage"] == "ddp":
         raise Wrong(
-            "The run is still called ddp: tables would take it for the stage. Give `Run` another name."
+            "The run is still called ddp: tables would mistake it for the stage. Give `Run` another name."
         )
     if row["model"] == "Net":
         raise Wrong(
@@ -175,7 +175,7 @@ def check_loss(row: dict[str, object]) -> None:
     if row["train_loss"] < 0 or row["test_loss"] < 0:
         raise Wrong(
             "The loss is below 0: F.nll_loss takes logarithms of probabilities, and WaveNet returns raw "
-            "logits. Which loss takes those? It stands in two places."
+            "logits. Which loss takes those? Change it in two places."
         )
 
 
@@ -184,14 +184,14 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
     trained = sum(seen, [])
     if len(set(trained)) < len(trained):
         raise Wrong(
-            f"In an epoch of two ranks {len(trained)} samples were trained on, but only "
-            f"{len(set(trained))} different ones: both ranks take the same. How does `batches.training` know "
-            "which rank this is, and of how many?"
+            f"In an epoch, two ranks trained on {len(trained)} samples, but only {len(set(trained))} "
+            "different ones: both ranks take the same. How does `batches.training` know which rank this is, "
+            "and of how many?"
         )
     if row["test_images"] != 500:
         raise Wrong(
-            f"{row['test_images']} samples were tested, over two ranks, and there are 500 test waves: does "
-            "each count once? `batches.testing` has to know the rank and the number of ranks, too."
+            f"Two ranks tested {row['test_images']} samples, but there are 500 test waves: does each count "
+            "once? `batches.testing` also has to know the rank and the number of ranks."
         )
 
 
@@ -200,12 +200,12 @@ def check_equal(alone: dict[str, object], both: dict[str, object]) -> None:
     one, two = alone["train_loss"], both["train_loss"]
     if is_close(two, one, 0.001):
         return
-    told = f"The train loss of epoch {both['epoch']} is {one:.4f} in one rank and {two:.4f} in two"
+    losses = f"The train loss of epoch {both['epoch']} is {one:.4f} with one rank and {two:.4f} with two"
     if is_close(two, one / 2, 0.25):
         raise Wrong(
-            f"{told}. Is the loss divided by the number of ranks? DDP averages the gradients already."
+            f"{losses}. Is the loss divided by the number of ranks? DDP averages the gradients already."
         )
     raise Wrong(
-        f"{told}: the ranks do not train as one. Is the model still wrapped in DistributedDataParallel, "
-        "and is all else of the training step as it was? (Dropout would differ as well: leave it out.)"
+        f"{losses}: the ranks do not train as one. Is the model still wrapped in DistributedDataParallel, "
+        "and is the rest of the training step as it was? (Dropout would differ as well: leave it out.)"
     )

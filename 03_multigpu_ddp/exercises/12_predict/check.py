@@ -10,11 +10,11 @@ ANSWERS = """\
 # Four devices, global batch 128: how many times the images/s of one?
 prediction = 3
 # By hand
-serial_ms = 19.6    # what the devices do not divide, of a step at batch 128
+serial_ms = 19.6    # the part of a step at batch 128 that the devices do not share
 four = 3294         # images/s
 most_128 = 3        # devices
 most_512 = 6
-# Asked
+# From the kit
 low = 2620          # images/s of four devices at batch 128
 high = 3680
 refused = 8         # devices
@@ -22,7 +22,7 @@ refused = 8         # devices
 HINTS = """\
 ## 1
 
-T(1) = s + p and T(2) = s + p / 2. Take the half of the first from the second: what is left?
+T(1) = s + p and T(2) = s + p / 2. Subtract half of the first from the second: what is left?
 
 ## 2
 
@@ -31,9 +31,9 @@ For the efficiency, write N T(N) = N s + p: it grows by s with every device.
 
 ## 3
 
-N s + p may be T(1) / 0.7 at most, so that N is (T(1) / 0.7 - p) / s at most. Round down. In the
-table of how_many_gpus.py the interval stands beneath its number; what it does not predict, and why,
-stands beneath the table.
+N s + p may be T(1) / 0.7 at most, so N is (T(1) / 0.7 - p) / s at most. Round down. In the table of
+how_many_gpus.py, the interval is below its number; what it does not predict, and why, is below the
+table.
 """
 STARTS_WITH = "`prediction`"
 RECORDED = {  # each twice: one worker and two at batch 128, then at 512
@@ -51,7 +51,7 @@ WRONG = [
     ("answers.txt", "four = 3294", "four = 4404", "twice those of two"),
     ("answers.txt", "most_128 = 3", "most_128 = 9", "N T(N)"),
     ("answers.txt", "most_512 = 6", "most_512 = 3", "the batch is larger"),
-    ("answers.txt", "low = 2620", "low = 3100", "is its middle"),
+    ("answers.txt", "low = 2620", "low = 3100", "the middle of the interval"),
     ("answers.txt", "high = 3680", "high = 5340", "four devices at batch 128"),
     ("answers.txt", "refused = 8", "refused = 4", "twice as many as were measured"),
     ("runs/ddp-*.csv", ",128,64,1,fp32", ",132,66,1,fp32", "no run of stage ddp and devices 2"),
@@ -72,20 +72,20 @@ def check(mine: Workspace) -> str:
         if is_close(given, true, 0.04):
             continue
         if is_close(given, middle):
-            raise Wrong(f"`{name}`: {given:g} is its middle. The interval stands beneath it.")
+            raise Wrong(f"`{name}`: {given:g} is the middle of the interval, whose ends are below it.")
         raise Wrong(f"`{name}` is not {given:g}: look for DDP with four devices at batch 128, images/s.")
     if answers.number("refused") != 8:
-        raise Wrong("`refused`: it goes as far as twice as many as were measured. What was left?")
+        raise Wrong("`refused`: the kit predicts up to twice as many as were measured. What is left?")
     four = amdahl(128, one, serial)
     return (
-        f"By hand four devices do {four:,.0f} images/s, {four * one / 128:.2f} times as many as one (you "
+        f"By hand, four devices train {four:,.0f} images/s, {four * one / 128:.2f} times as many as one (you "
         f"predicted {prediction:g}). The kit says {low:,.0f} to {high:,.0f}, {middle:,.0f} in the middle. "
-        "Two measurements always agree with a law of two numbers: yours was never tested. And Amdahl's s "
-        "stays as it is, while an exchange has more rounds with every device. The kit fits several laws, "
-        "trusts those that predict runs which they were not shown, and gives an interval for what is left "
-        f"open. With a batch of 512 it is {most[512]} devices and not {most[128]} that keep 70 %: how many "
-        "are best cannot be said without the batch. Only a run on four is certain. What that costs is "
-        "in the exercise `next_run`."
+        "Two measurements always agree with a law of two numbers, so yours was never tested. And Amdahl's s "
+        "is constant, while an exchange has more rounds with every device. The kit fits several laws, trusts "
+        "those that predict runs which were left out of the fit, and gives an interval for what remains "
+        f"unknown. With a batch of 512, {most[512]} devices keep 70 %, not {most[128]}: nobody can say how "
+        "many are best without the batch. Only a run on four is certain. What such a run costs is in the "
+        "exercise `next_run`."
     )
 
 
@@ -95,8 +95,8 @@ def steps(mine: Workspace, batch: int) -> tuple[float, float, float]:
     one, two = (batch / row.images_per_s for row in rows)
     if two <= one / 2:
         raise Wrong(
-            f"In mine/runs two devices are more than twice as fast as one at batch {batch}: something "
-            "disturbed these runs. Make them again, or take `recorded`."
+            f"In mine/runs, two devices are more than twice as fast as one at batch {batch}: something "
+            "disturbed these runs. Repeat them, or take `recorded`."
         )
     return one, two, 2 * two - one
 
@@ -111,16 +111,16 @@ def check_amdahl(answers: Answers, one: float, two: float, serial: float) -> Non
     given = answers.number("serial_ms") / 1000
     if not is_close(given, serial, 0.06):
         if is_close(given, one - two, 0.03):
-            raise Wrong("`serial_ms`: that is T(1) - T(2), and half of p.")
+            raise Wrong("`serial_ms`: that is T(1) - T(2), which is half of p.")
         if is_close(given, two, 0.03):
             raise Wrong("`serial_ms`: that is the whole step on two devices, which has p / 2 in it.")
         raise Wrong(f"`serial_ms` is not {1000 * given:g}: s = 2 T(2) - T(1), in milliseconds.")
     given, true = answers.number("four"), amdahl(128, one, serial)
     if not is_close(given, true, 0.03):
         if is_close(given, 4 * 128 / one, 0.03):
-            raise Wrong("`four`: these are four times those of one. Where is s?")
+            raise Wrong("`four`: these are four times those of one device. Where is s?")
         if is_close(given, 2 * 128 / two, 0.03):
-            raise Wrong("`four`: these are twice those of two. But s is not divided again.")
+            raise Wrong("`four`: these are twice those of two devices. But s is not divided again.")
         raise Wrong(f"`four` is not {given:g}: 128 images in s + p / 4 seconds.")
 
 
@@ -129,7 +129,9 @@ def check_most(answers: Answers, batch: int, one: float, two: float, serial: flo
     limit = (one / LEAST - (one - serial)) / serial
     given = answers.number(f"most_{batch}")
     if not math.floor(0.97 * limit) <= given <= math.floor(1.03 * limit):
-        small = " It is more than at 128, as the batch is larger." if batch == 512 and given < limit else ""
+        small = (
+            " It is more than at 128, since the batch is larger." if batch == 512 and given < limit else ""
+        )
         raise Wrong(
             f"`most_{batch}` is not {given:g}: N T(N) = N s + p, and it may be T(1) / 0.7 at most.{small}"
         )

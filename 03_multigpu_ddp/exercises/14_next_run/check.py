@@ -14,25 +14,25 @@ prediction = F
 # Letters of candidates.csv
 nothing = B, C, E   # all that show nothing about two workers or four
 cheapest = F        # of the others
-# Of the kit's second answer
-efficiency = 92.7   # % of two workers
+# From the kit's second answer
+efficiency = 92.7   # in %, of two workers
 four = predicted    # of four workers: measured, predicted or unknown
 """
 HINTS = """\
 ## 1
 
-Seconds / 3600 are hours, and each of the workers costs them. As for what a run shows: what is in a
-step on two workers that is in no step on one?
+Seconds / 3600 are hours, and each of the workers costs as many. As for what a run shows: what does a
+step on two workers contain that a step on one does not?
 
 ## 2
 
-Workers exchange gradients. No run on one worker has that in it, however long it is. And what does
-the kit do with the first epoch of every run?
+Workers exchange gradients. A run on one worker has no exchange, however long it is. And what does the
+kit do with the first epoch of every run?
 
 ## 3
 
-The first epoch is the warm-up, which no mean has in it. So a run of one epoch measures nothing.
-Three runs are left: of them the cheapest is the one with fewer workers and fewer epochs.
+The first epoch is the warm-up, which is left out of every mean. So a run of one epoch measures
+nothing. Three runs are left: the cheapest of them is the one with fewer workers and fewer epochs.
 """
 SOLUTION = {
     "candidates.csv": """\
@@ -54,7 +54,7 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("candidates.csv", "F,2,512,3,27,0.015", "F,2,512,3,27,0.0075", "Each of the 2 workers"),
-    ("candidates.csv", "A,4,512,3,27,0.03", "A,4,512,3,27,108", "seconds and not hours"),
+    ("candidates.csv", "A,4,512,3,27,0.03", "A,4,512,3,27,108", "seconds, not hours"),
     ("candidates.csv", "D,2,512,12,98,0.0544", "D,2,512,12,98,?", "still open"),
     ("answers.txt", "nothing = B, C, E", "nothing = B, E", "the warm-up"),
     ("answers.txt", "nothing = B, C, E", "nothing = C", "no exchange"),
@@ -62,7 +62,7 @@ WRONG = [
     ("answers.txt", "cheapest = F", "cheapest = E", "shows nothing"),
     ("answers.txt", "cheapest = F", "cheapest = A", "0.015 are fewer"),
     ("answers.txt", "efficiency = 92.7", "efficiency = 185", "is the speedup"),
-    ("answers.txt", "four = predicted", "four = measured", "no run on four"),
+    ("answers.txt", "four = predicted", "four = measured", "there is no run on four"),
     ("answers.txt", "four = predicted", "four = unknown", "twice as many"),
 ]  # fmt: skip
 TABLE = Path(__file__).parent / "starter" / "candidates.csv"
@@ -70,8 +70,8 @@ CANDIDATES = {row["run"]: row for row in csv.DictReader(TABLE.read_text().splitl
 W32 = "results/sample/cpu-xeon-2-cores/scaling/w32.csv"
 RECORDED = {W32: []}
 WHY = {
-    "C": "C has one epoch, which is the warm-up, and no mean has that in it.",
-    **dict.fromkeys("BE", "a run on one worker has no exchange in it, however long it is."),
+    "C": "C has one epoch, which is the warm-up and is left out of every mean.",
+    **dict.fromkeys("BE", "a run on one worker has no exchange, however long it is."),
 }
 
 
@@ -87,16 +87,15 @@ def check(mine: Workspace) -> str:
         raise Wrong(f"`efficiency` is not {given:g}: column `eff. %`, 2 devices, batch 512.")
     four = answers.word("four", "measured", "predicted", "unknown")
     if four == "measured":
-        raise Wrong("`four`: no run on four workers was made.")
+        raise Wrong("`four`: there is no run on four workers.")
     if four == "unknown":
-        raise Wrong("`four`: the kit goes as far as twice as many as were measured. See the column `note`.")
+        raise Wrong("`four`: the kit predicts up to twice as many as were measured. See the column `note`.")
     return (
         f"You would have started {prediction}, for {prices[prediction]:.2g} worker-hours at most. F costs "
-        f"{prices['F']:.2g}, and decides for two workers: {true:.0f} %, measured. Four are predicted now, "
-        "with a wide interval, and the kit goes on to the run that tests it. So the order is: what is not "
-        "known, which runs have that in them, which of these is the cheapest. A, for twice the price, would "
-        "have left two workers predicted. "
-        "`sweep.py --until-known` goes on in this way by itself."
+        f"{prices['F']:.2g}, and decides for two workers: {true:.0f} %, measured. Four are now predicted, "
+        "with a wide interval, and the kit goes on to the run that tests it. So ask in this order: what is "
+        "unknown, which runs would show it, and which of these is the cheapest. A, at twice the price, would "
+        "have left two workers predicted. `sweep.py --until-known` goes on in this way by itself."
     )
 
 
@@ -111,7 +110,7 @@ def check_prices(mine: Workspace) -> dict[str, float]:
         cell = Answers({run: (given.get(run, {}).get("worker_hours") or "?").strip()})
         cell.file = "candidates.csv"
         if cell[run] == "?":
-            raise Wrong(f"mine/candidates.csv: worker_hours of {run} is still open.")
+            raise Wrong(f"mine/candidates.csv: the worker_hours of {run} are still open.")
         hours, true = cell.number(run), workers * seconds / 3600
         if not is_close(hours, true, 0.04):
             if is_close(hours, true / workers, 0.04):
@@ -119,8 +118,8 @@ def check_prices(mine: Workspace) -> dict[str, float]:
                     f"{run}: {hours:g} are the hours of the run. Each of the {workers} workers costs as many."
                 )
             if is_close(hours, 3600 * true):
-                raise Wrong(f"{run}: {hours:g} are seconds and not hours.")
-            raise Wrong(f"{run}: not {hours:g}. Seconds / 3600, times the workers.")
+                raise Wrong(f"{run}: {hours:g} are seconds, not hours.")
+            raise Wrong(f"{run}: it is not {hours:g}, but seconds / 3600 times the workers.")
         prices[run] = true
     return prices
 
@@ -133,7 +132,7 @@ def check_choice(answers: Answers, prices: dict[str, float]) -> None:
             raise Wrong(f"`nothing`: there is no run {run}. Give letters, such as `A, B`.")
         if run in given:
             raise Wrong(
-                f"`nothing`: {run} has several workers, its exchange in every step, and more than one epoch."
+                f"`nothing`: {run} has several workers, an exchange in every step, and more than one epoch."
             )
         raise Wrong(f"`nothing`: {WHY[run]}")
     cheapest = answers.word("cheapest", *"abcdef").upper()

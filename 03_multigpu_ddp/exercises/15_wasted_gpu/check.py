@@ -1,4 +1,4 @@
-"""Counts GPUs and ranks in the texts of starter/, which do not change, and reads the corrected job script."""
+"""Counts GPUs and ranks in the files of starter/, which do not change, and reads the corrected job script."""
 
 import csv
 import re
@@ -11,28 +11,28 @@ ANSWERS = """\
 # From ended.txt alone: which job do you suspect? Its number.
 prediction = 1
 
-# From all that there is
+# From all files
 job = 3        # its number
-idle = 2       # of its GPUs
-gpu_hours = 0.111  # of these
+idle = 2       # how many of its GPUs
+gpu_hours = 0.111  # of these GPUs
 percent = 19.1    # of the GPU-hours of all four jobs
 """
 HINTS = """\
 ## 1
 
-`gres/gpu=2` in AllocTRES are all GPUs of a job, on all of its nodes. For each job, compare that with its
-ranks. Of what `srun` started, count the training, not `env`, which only tried the environment.
+`gres/gpu=2` in AllocTRES counts all GPUs of a job, on all of its nodes. For each job, compare that with its
+ranks. Of the steps that `srun` started, count the training, not `env`, which only tried the environment.
 
 ## 2
 
-`torchrun` is one task for Slurm, and starts a rank for each GPU: the samples have them all. Look at every
+`torchrun` is one task for Slurm, and starts a rank for each GPU: the samples show them all. Look at every
 node of a job: its ranks count over all nodes.
 
 ## 3
 
-Job by job: GPUs - ranks. The hours are those of the whole job (the line without a dot, Elapsed): from its
-first second on a GPU is yours, and no other job's. In the script, `--ntasks` counts over all nodes and
-`--gpus-per-node` on each.
+For each job, compute GPUs - ranks. The hours are those of the whole job (Elapsed, in the line without a
+dot): from its first second, the GPUs are yours and no other job can use them. In the script, `--ntasks`
+counts over all nodes and `--gpus-per-node` on each.
 """
 SOLUTION = {
     "wide.sh": """\
@@ -55,7 +55,7 @@ WRONG = [
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=2", "correct its #SBATCH lines"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=4", "one node may get 3"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=3", "4 GPUs and 3 ranks"),
-    ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "refused by NCCL"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "NCCL refuses"),
     ("wide.sh", "--nodes=2", "--nodes=1 --ntasks=4", "disagree"),
     ("wide.sh", "srun --cpus", "srun --ntasks=4 --cpus", "change the #SBATCH lines only"),
     ("one.sh", "--ntasks=2 ", "--ntasks-per-node=2 ", "mine/one.sh was right"),
@@ -88,12 +88,12 @@ def check(mine: Workspace) -> str:
     asked = ask_slurm(mine.folder / f"{wasteful.name}.sh", mine.folder.parents[2])
     right = ", as you had expected" if prediction == int(wasteful.number) else ""
     return (
-        f"Job {wasteful.number}{right}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Nothing in its log "
-        f"is wrong, and it trains as others do; but {wasted:.3f} GPU-hours were paid for nothing, which "
+        f"Job {wasteful.number}{right}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Its log shows no "
+        f"error, and it trains like the others; but {wasted:.3f} GPU-hours were paid for nothing, which "
         f"would be {24 * (wasteful.gpus - wasteful.ranks)} in a training of a day. Your script asks for "
         f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}, with a GPU for each. {asked} Two habits find "
-        "such jobs: to compare the GPUs in AllocTRES with `ranks` in the log's line on what is trained, and "
-        "to read the lines at its end that begin with `watch`."
+        "such jobs: compare the GPUs in AllocTRES with `ranks` in the log's line on what is trained, and "
+        "read the lines at the end of the log that begin with `watch`."
     )
 
 
@@ -104,18 +104,18 @@ def _check_job(answers: Answers, jobs: list[Job]) -> Job:
         raise Wrong(f"`job`: the jobs have the numbers {', '.join(job.number for job in jobs)}.")
     if given.name == TORCHRUN:
         raise Wrong(
-            f"`job`: the one task that Slurm counts in {given.number} is torchrun. How many ranks did that "
-            "start? The samples have them."
+            f"`job`: the one task that Slurm counts in {given.number} is torchrun. How many ranks did "
+            "torchrun start? The samples show them."
         )
     if given is not right:
         raise Wrong(
-            f"`job`: {given.number} had {given.gpus} GPUs and {given.ranks} ranks, one for each. Who is "
-            "slow, or runs long, need not waste a GPU."
+            f"`job`: {given.number} had {given.gpus} GPUs and {given.ranks} ranks, one for each. A job that "
+            "is slow, or runs for long, need not waste a GPU."
         )
     idle = right.gpus - right.ranks
     if answers.number("idle") != idle:
         raise Wrong(
-            f"`idle` is not {answers.number('idle'):g}: its GPUs less its ranks, both of all its nodes."
+            f"`idle` is not {answers.number('idle'):g}: subtract its ranks from its GPUs, on all its nodes."
         )
     return right
 
@@ -124,37 +124,37 @@ def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
     idle, given = job.gpus - job.ranks, answers.number("gpu_hours")
     true = idle * job.hours
     if not is_close(given, true, 0.03):
-        hint = f"{idle} GPUs, for as long as the job had them, in hours."
+        hint = f"count {idle} GPUs for as long as the job had them, in hours."
         if is_close(given, job.gpus * job.hours, 0.03):
             hint = "that is what all its GPUs cost. Two of them did work."
         if is_close(given, job.hours, 0.03):
             hint = "these are the hours of one GPU."
         if is_close(given, 60 * true, 0.03) or is_close(given, 3600 * true, 0.03):
-            hint = "Elapsed is hours:minutes:seconds, and 3600 seconds are an hour."
+            hint = "Elapsed is hours:minutes:seconds, and an hour is 3600 seconds."
         raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
     given, paid = answers.number("percent"), sum(each.gpus * each.hours for each in jobs)
     if not is_close(given, 100 * true / paid, 0.04):
-        hint = "`gpu_hours` of 100, by GPUs x hours of each job, added up."
+        hint = "divide 100 x `gpu_hours` by the sum of GPUs x hours of all jobs."
         if is_close(given, 50):
-            hint = "that is its share of that job. What did all four cost?"
+            hint = "that is their share of that job. What did all four cost?"
         if is_close(given, 100 * true / sum(each.hours for each in jobs), 0.03):
-            hint = "hours of jobs are not yet GPU-hours: each of them had several GPUs."
+            hint = "the hours of a job are not yet GPU-hours: each job had several GPUs."
         raise Wrong(f"`percent` is not {given:g}: {hint}")
     return true
 
 
 def _check_script(mine: Workspace) -> tuple[int, int]:
-    """The nodes that the script asks for, and its ranks on all of them."""
+    """Return the nodes that the script asks for, and its ranks on all of them."""
     for path in sorted(STARTER.glob("*.sh")):
         if path.stem != WASTEFUL and mine.text(path.name) != path.read_text():
-            raise Wrong(f"mine/{path.name} was right, and is changed. `reset` shows how it was.")
+            raise Wrong(f"mine/{path.name} was right, but is changed. `reset` shows how it was.")
     name = f"mine/{WASTEFUL}.sh"
     before, text = (STARTER / f"{WASTEFUL}.sh").read_text(), mine.text(f"{WASTEFUL}.sh")
     if requested(text) == requested(before):
-        raise Wrong(f"{name} still asks for what it asked for: correct its #SBATCH lines.")
+        raise Wrong(f"{name} still asks for the same as before: correct its #SBATCH lines.")
     if _commands(text) != _commands(before):
         raise Wrong(
-            f"{name}: change the #SBATCH lines only. What they ask for is paid, and srun follows them."
+            f"{name}: change the #SBATCH lines only. You pay for what they ask for, and srun follows them."
         )
     options = {key: _number(value) for key, value in requested(text).items()}
     nodes = options.get("nodes") or 1
@@ -166,13 +166,13 @@ def _check_script(mine: Workspace) -> tuple[int, int]:
     if ranks < gpus:
         raise Wrong(f"{has}. --ntasks counts over all nodes, and --gpus-per-node on each.")
     if ranks > gpus:
-        raise Wrong(f"{has}. Two ranks on one GPU are refused by NCCL.")
+        raise Wrong(f"{has}. NCCL refuses two ranks on one GPU.")
     if ranks < 2:
-        raise Wrong(f"{has}. It was a training of several ranks: one is stage 01.")
+        raise Wrong(f"{has}. It was a training with several ranks: one rank is stage 01.")
     if ranks > nodes > 1 and "ntasks-per-node" not in options:
         raise Wrong(
-            f"{has}, but not where: of {ranks:g} tasks, one node may get {ranks - 1:g}. Say it per node, as "
-            "you do with the GPUs."
+            f"{has}, but does not say where: of {ranks:g} tasks, one node may get {ranks - 1:g}. Give the "
+            "number per node, as with the GPUs."
         )
     return nodes, ranks
 

@@ -1,4 +1,4 @@
-"""Computes the numbers from the traces that are given, and asks the kit for its verdict on them."""
+"""Computes the numbers from the given traces, and asks the kit for its verdict on them."""
 
 import runpy
 import statistics
@@ -8,7 +8,7 @@ from trainkit.monitor import waste
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
-# From the table alone: which job wastes most, a, b or c?
+# From the table alone: which job wastes the most, a, b or c?
 prediction = b
 
 a_cause = launch_bound
@@ -17,7 +17,7 @@ a_cure = batch
 
 b_cause = stalled_rank
 b_rank = 2
-b_waits = 67    # of 100 seconds, by one of the others
+b_waits = 67    # seconds of 100, of one of the others
 b_cure = rank
 
 c_cause = shared_cores
@@ -28,18 +28,18 @@ HINTS = """\
 ## 1
 
 Compare the ranks of each job with each other, and a GPU's power with its limit. Which columns differ
-between ranks, and which are alike though they should not be?
+between ranks, and which are the same although they should differ?
 
 ## 2
 
-Compare `own_seconds` of the ranks of `b` with each other. A rank in NCCL that waits has a GPU at 100 % and
-little power: the kernel that waits is a kernel. Of `c`, look at `core_list` of both ranks.
+Compare the `own_seconds` of the ranks of `b`. If a rank waits in NCCL, its GPU is at 100 % but takes little
+power: a kernel that waits is also a kernel. In `c`, look at the `core_list` of both ranks.
 
 ## 3
 
-`a`: 143 of 700 W, hardly any waiting for data, and 64 images in a step: each kernel is over before the next
-one is started. `b`: 11.2 of 12 seconds are rank 2's own work, and 4.0 rank 0's. `c`: both ranks may only
-use core 0.
+`a`: 143 of 700 W, hardly any waiting for data, and 64 images in a step: each kernel ends before the next one
+is started. `b`: of 12 seconds, rank 2 works for 11.2 itself, and rank 0 for 4.0. `c`: both ranks may use only
+core 0.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -48,17 +48,17 @@ WRONG = [
     ("answers.txt", "a_power = 20", "a_power = 24", "utilisation"),
     ("answers.txt", "a_power = 20", "a_power = 143", "in watts"),
     ("answers.txt", "a_cure = batch", "a_cure = fewer", "64 images"),
-    ("answers.txt", "b_cause = stalled_rank", "b_cause = nothing", "waits is a kernel, too"),
+    ("answers.txt", "b_cause = stalled_rank", "b_cause = nothing", "that waits is also a kernel"),
     ("answers.txt", "b_cause = stalled_rank", "b_cause = idle_gpu", "by utilisation alone"),
     ("answers.txt", "b_cause = stalled_rank", "b_cause = waiting_for_loader", "`data_seconds`"),
     ("answers.txt", "b_rank = 2", "b_rank = 0", "waits itself"),
-    ("answers.txt", "b_waits = 67", "b_waits = 33", "How much did it not"),
+    ("answers.txt", "b_waits = 67", "b_waits = 33", "For how long did it not"),
     ("answers.txt", "b_waits = 67", "b_waits = 7", "of rank 2"),
     ("answers.txt", "b_waits = 67", "b_waits = 3", "its batches"),
-    ("answers.txt", "b_cure = rank", "b_cure = fewer", "would still be there"),
+    ("answers.txt", "b_cure = rank", "b_cure = fewer", "would still have to be done"),
     ("answers.txt", "c_cause = shared_cores", "c_cause = nothing", "two ranks"),
     ("answers.txt", "c_core = 50", "c_core = 0.5", "in percent"),
-    ("answers.txt", "c_core = 50", "c_core = 99", "of the core, by both"),
+    ("answers.txt", "c_core = 50", "c_core = 99", "both ranks together"),
     ("answers.txt", "c_core = 50", "c_core = 60", "it waited"),
     ("answers.txt", "c_cure = cores", "c_cure = batch", "another core"),
 ]
@@ -87,12 +87,12 @@ def check(mine: Workspace) -> str:
         _check_number(answers, job)
         _check_cure(answers, job)
     return (
-        f"By utilisation you suspected {prediction}. All three wasted, and none of them by what their users "
-        "had looked at: the core of `a` is busy with starting kernels, the busiest GPUs of `b` are those "
-        "that wait, and the core of `c` is full because two ranks take turns at it. So look first at "
-        "images/s, then at power and its limit, then for the one among equals that differs; the lines "
-        "that begin with `watch` do that at the end of each job. For `a` one GPU is enough, or too much: "
-        "with 64 images in a step, no GPU could be full."
+        f"By utilisation, you suspected {prediction}. All three jobs waste something, and what their users "
+        "looked at did not show it: the core of `a` is busy starting kernels, the busiest GPUs of `b` are "
+        "those that wait, and the core of `c` is full because two ranks take turns on it. So first look at "
+        "images/s, then at power and its limit, then for the rank or GPU that differs from the others; the "
+        "lines that begin with `watch` do that at the end of each job. For `a`, one GPU is enough, or too "
+        "much: with 64 images in a step, no GPU could be full."
     )
 
 
@@ -103,19 +103,19 @@ def _check_cause(answers: Answers, job: str) -> None:
     if given == "waiting_for_loader":
         waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")
         raise Wrong(
-            f"`{name}`: its ranks wait for batches {max(waited):.1f} of {trained:.1f} s of an epoch "
-            "(`data_seconds`). That is not it."
+            f"`{name}`: its ranks wait for batches for {max(waited):.1f} of {trained:.1f} s of an epoch "
+            "(`data_seconds`). That is not the cause."
         )
     if given == "throttled":
-        raise Wrong(f"`{name}`: the column `throttled` has the reason for which a clock is low: `-` is none.")
+        raise Wrong(f"`{name}`: the column `throttled` has the reason why a clock is low; `-` means none.")
     if given == "memory_full":
         raise Wrong(
-            f"`{name}`: compare `memory_mb` with `memory_limit_mb`. And a full memory wastes nothing yet."
+            f"`{name}`: compare `memory_mb` with `memory_limit_mb`. And a full memory alone wastes nothing."
         )
     hints = {
-        "a": "how much of its limit is its power? A GPU at work takes more than half of it.",
-        "b": "that is judged by utilisation alone. In NCCL a kernel that waits is a kernel, too: what do the "
-        "`own_seconds` of its ranks say?",
+        "a": "how much of its limit is its power? A GPU at work takes more than half of its limit.",
+        "b": "that judges by utilisation alone. In NCCL, a kernel that waits is also a kernel: what do the "
+        "`own_seconds` of its ranks show?",
         "c": "that core is busy, with two ranks. Look at `core_list` and `waiting`.",
     }
     raise Wrong(f"`{name} = {given}`: {hints[job]}")
@@ -130,7 +130,7 @@ def _check_power(answers: Answers, power: list[float], limit: list[float], utili
     given, true = answers.number("a_power"), 100 * power[0] / limit[0]
     if is_close(given, true, 0.06):
         return
-    hint = "`power_w` by `power_limit_w`, times 100."
+    hint = "divide `power_w` by `power_limit_w`, times 100."
     if is_close(given, power[0], 0.06):
         hint = "that is in watts."
     if is_close(given, utilisation[0], 0.05):
@@ -145,13 +145,13 @@ def _check_waits(answers: Answers, own: list[float], data: list[float], trained:
     given, true = answers.number("b_waits"), 100 * (1 - min(own) / trained[0])
     if is_close(given, true, 0.03):
         return
-    hint = "`train_seconds` less the `own_seconds` of rank 0, by `train_seconds`, times 100."
+    hint = "subtract the `own_seconds` of rank 0 from `train_seconds`, divide by `train_seconds`, times 100."
     if is_close(given, 100 - true, 0.03):
-        hint = "so much it worked. How much did it not?"
+        hint = "for so long it worked. For how long did it not?"
     if is_close(given, 100 * (1 - max(own) / trained[0]), 0.1):
-        hint = f"that is of rank {slowest}. How about those that wait for it?"
+        hint = f"that is the wait of rank {slowest}. How long do the others wait for it?"
     if is_close(given, 100 * data[0] / trained[0], 0.1):
-        hint = "so much it waited for its batches. It waits for more than these."
+        hint = "for so long it waited for its batches. It waits for more than these."
     raise Wrong(f"`b_waits` is not {given:g}: {hint}")
 
 
@@ -159,13 +159,13 @@ def _check_core(answers: Answers, cores: list[float], waiting: list[float]) -> N
     given, true = answers.number("c_core"), 100 * statistics.fmean(cores)
     if is_close(given, true, 0.05):
         return
-    hint = "`cores` of a rank are those that it used."
+    hint = "the `cores` of a rank are those that it used."
     if is_close(given, true / 100, 0.05):
-        hint = "in percent."
+        hint = "give it in percent."
     if is_close(given, 2 * true, 0.05):
-        hint = "that was used of the core, by both ranks."
+        hint = "that is how much of the core both ranks together used."
     if is_close(given, 100 * waiting[0], 0.05):
-        hint = "so much of the time it waited for one."
+        hint = "that is the share of the time in which it waited for a core."
     raise Wrong(f"`c_core` is not {given:g}: {hint}")
 
 
@@ -174,9 +174,9 @@ def _check_cure(answers: Answers, job: str) -> None:
     if given == CURES[job]:
         return
     hints = {
-        "a": "it has one GPU, and 64 images in a step, which are too few for it.",
-        "b": "without the rank that the others wait for, its work would still be there.",
-        "c": "each rank has all that it needs, but for another core.",
+        "a": "it has one GPU, and 64 images in a step are too few for that.",
+        "b": "without the rank that the others wait for, its work would still have to be done.",
+        "c": "each rank has all that it needs, except another core.",
     }
     raise Wrong(f"`{job}_cure = {given}`: {hints[job]}")
 
@@ -186,6 +186,6 @@ def _trace(job: str) -> Path:
 
 
 def _means(job: str, what: str, column: str) -> list[float]:
-    """Means of each GPU or rank, in the order of their numbers."""
+    """Return the means of each GPU or rank, in the order of their numbers."""
     of_each = values(_trace(job), what, column)
     return [statistics.fmean(found) for _, found in sorted(of_each.items())]

@@ -1,4 +1,4 @@
-"""Runs the learner's script in two processes, as torchrun would, and watches what PyTorch is asked for."""
+"""Runs the learner's script in two processes, as torchrun would, and watches its calls of PyTorch."""
 
 import os
 import tempfile
@@ -22,30 +22,30 @@ from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you change the script: torchrun starts it twice, as it is. How many of the two processes train
-# until the end?
+# Before you change the script: torchrun starts it twice, as it is. How many of the two processes train to
+# the end?
 prediction = 2
 """
 HINTS = """\
 ## 1
 
-Four things change: meet and take a device, share the data, wrap the network, report for all. Go through
-main from the top, and ask of every line what it does on rank 1.
+Four things change: the processes meet and take a device, share the data, wrap the network, and report for
+all. Go through main from the top, and ask of every line what it does on rank 1.
 
 ## 2
 
 `dist.init_process_group(backend)` takes the rest from torchrun's variables. LOCAL_RANK is the number
-of the GPU. A `DistributedSampler(train_set, drop_last=True)` shares the training images and wants
+of the GPU. A `DistributedSampler(train_set, drop_last=True)` shares the training images and needs
 `set_epoch(epoch)`; for validation, `Subset(validation_set, range(rank, len(validation_set), size))`
-leaves none out and counts none twice. Sums over all ranks: `dist.all_reduce(tensor)`.
+leaves no image out and counts none twice. `dist.all_reduce(tensor)` sums over all ranks.
 
 ## 3
 
-Train through the wrapper, validate and save what is inside it: outside of the training step the wrapper
-still talks to the other ranks, and its weights begin with `module.`. BatchNorm's running means are
-buffers: each rank has its own after a step, so take those of rank 0 before you validate
-(`dist.broadcast(buffer, src=0)` for each of `model.buffers()`). What only rank 0 does must have no
-call that the others have to make, too.
+Train through the wrapper, but validate and save the network inside it: outside the training step, the
+wrapper still talks to the other ranks, and the names of its weights begin with `module.`. BatchNorm's
+running means are buffers: each rank has its own after a step, so take those of rank 0 before you validate
+(`dist.broadcast(buffer, src=0)` for each of `model.buffers()`). What only rank 0 does must not contain a
+call that the other ranks also have to make.
 """
 SOLUTION = {
     "train.py": '''\
@@ -100,7 +100,7 @@ SOLUTION = {
          print(f"epoch {epoch + 1}: loss {loss:.4f}, {accuracy:.2f} % right")
 @@
 +    dist.destroy_process_group()
-     return told
+     return results
 @@
 -    return losses.item() / len(batches)
 +    dist.all_reduce(losses)
@@ -130,9 +130,9 @@ def check(mine: Workspace) -> str:
         run(program, parts, epochs=1)
         wrong_resume(ranks, run(program, parts, epochs=2))
     return (
-        "It is a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
-        f"You predicted that {prediction:.0f} processes train to the end: both do, each the same network for "
-        "itself, and both write the same files. There is no error."
+        "It is now a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
+        f"You predicted that {prediction:.0f} processes train to the end: both do. Each trains the same "
+        "network by itself, and both write the same files, without any error."
     )
 
 
@@ -199,7 +199,7 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
         patch.object(torch.Tensor, "backward", went_back),
         patch.object(nn.BatchNorm2d, "forward", normalized),
     ):
-        told = program.main(["--epochs", str(epochs), "--folder", str(folder)])
+        results = program.main(["--epochs", str(epochs), "--folder", str(folder)])
     return {
         "met": joined.called,
         "read": [[number for _, number in of] for _, of in groupby(read, key=lambda one: one[0])],
@@ -209,12 +209,12 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
         "backward": backward,
         "means": means,
         "files": files,
-        "told": told,
+        "results": results,
     }
 
 
 def wrong_device(program: ModuleType) -> None:
-    """The third process of two nodes with two GPUs each is on the second GPU of its node."""
+    """Check that rank 3, of two nodes with two GPUs each, takes the second GPU of its node."""
     taken = []
     with (
         patch.dict(os.environ, {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}),
@@ -229,44 +229,47 @@ def wrong_device(program: ModuleType) -> None:
     index = next((one for one in chosen if one is not None), 0)
     if index == 0:
         raise Wrong(
-            "Rank 3, with local rank 1, takes GPU 0 of its node, which is that of local rank 0. Without an "
-            "index `cuda` is the first GPU."
+            "Rank 3, with local rank 1, takes GPU 0 of its node, which belongs to local rank 0. Without an "
+            "index, `cuda` is the first GPU."
         )
     if index != 1:
         raise Wrong(f"Rank 3 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
     if not taken:
         raise Wrong(
-            "Call `torch.cuda.set_device`, too: NCCL and whatever says only `cuda` else use the first GPU."
+            "Also call `torch.cuda.set_device`: otherwise NCCL, and code that asks for `cuda` without an "
+            "index, use the first GPU."
         )
 
 
 def wrong_shares(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
-        raise Wrong("The two processes have not met: each has trained another network.")
+        raise Wrong("The two processes did not meet: each trained another network.")
     for rank, seen in enumerate(ranks):
         if len(seen["read"]) != 4:
             raise Wrong(
-                f"Rank {rank} does not train and validate in turns, twice in two epochs: each rank validates "
-                "its own share, and all sum up what they know."
+                f"Rank {rank} does not train and validate in turn, twice in two epochs: each rank has to "
+                "validate its own share, and all ranks sum up their results."
             )
     first, second = (seen["read"] for seen in ranks)
     steps = ranks[0]["steps"] // 2
     size = (len(first[0]) + len(second[0])) / max(steps, 1)
     trained = Counter(first[0] + second[0])
     if trained and min(trained.values()) == 2:
-        raise Wrong(f"In an epoch each of the {len(trained)} images is trained twice, once on each rank.")
+        raise Wrong(f"In an epoch, each of the {len(trained)} images is trained twice, once on each rank.")
     if size > 32:
-        raise Wrong(f"An optimizer step takes {size:.0f} images of both ranks together, and not 32.")
+        raise Wrong(f"An optimizer step takes {size:.0f} images of both ranks together, not 32.")
     if len(trained) < TRAIN:
-        raise Wrong(f"In an epoch {TRAIN - len(trained)} of {TRAIN} images come not at all.")
+        raise Wrong(f"In an epoch, {TRAIN - len(trained)} of {TRAIN} images are left out.")
     if first[0] == first[2]:
-        raise Wrong("The second epoch has the images in the very order of the first, and so has every later.")
+        raise Wrong(
+            "The second epoch has the images in the same order as the first, and so does every later."
+        )
     validated = Counter(first[1] + second[1])
     twice = sum(count > 1 for count in validated.values())
     if twice:
-        raise Wrong(f"Of {VALIDATE} validation images {twice} are counted twice: once on each rank.")
+        raise Wrong(f"Of {VALIDATE} validation images, {twice} are counted twice: once on each rank.")
     if len(validated) < VALIDATE:
-        raise Wrong(f"Of {VALIDATE} validation images {VALIDATE - len(validated)} are not looked at.")
+        raise Wrong(f"Of {VALIDATE} validation images, {VALIDATE - len(validated)} are left out.")
 
 
 def wrong_step(ranks: list[Seen]) -> None:
@@ -282,19 +285,19 @@ def wrong_step(ranks: list[Seen]) -> None:
 
 
 def wrong_numbers(ranks: list[Seen]) -> None:
-    losses, accuracies = zip(*(zip(*seen["told"], strict=True) for seen in ranks), strict=True)
+    losses, accuracies = zip(*(zip(*seen["results"], strict=True) for seen in ranks), strict=True)
     steps = ranks[0]["steps"] // 2
     true = np.mean([seen["losses"][:steps] for seen in ranks])
     if not is_close(losses[0][0], true, 1e-3):
-        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, and rank 0 says {losses[0][0]:.4f}.")
+        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, but rank 0 says {losses[0][0]:.4f}.")
     if ranks[0]["means"][0] != ranks[1]["means"][0]:
         raise Wrong(
-            "The ranks validate two networks: BatchNorm's running means are those of each rank's own images. "
-            "DDP sends rank 0's at the next training step only."
+            "The ranks validate two networks: BatchNorm's running means come from each rank's own images. "
+            "DDP sends those of rank 0 only at the next training step."
         )
     if accuracies[0] != accuracies[1]:
         raise Wrong(
-            f"Rank 0 says {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each the accuracy "
+            f"Rank 0 says {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each is the accuracy "
             "of one share only."
         )
 
@@ -303,28 +306,29 @@ def wrong_files(ranks: list[Seen]) -> None:
     if ranks[0]["files"] and ranks[1]["files"]:
         raise Wrong(f"Both ranks write {ranks[1]['files'][0]}, at the same time.")
     if not {"best.pt", "last.pt"} <= {*ranks[0]["files"], *ranks[1]["files"]}:
-        raise Wrong("best.pt or last.pt is not written.")
+        raise Wrong("best.pt or last.pt is missing: no rank writes it.")
 
 
 def wrong_names(folder: Path) -> None:
     names = torch.load(folder / "best.pt", weights_only=True)
     if any(name.startswith("module.") for name in names):
-        raise Wrong("The names in best.pt begin with `module.`: without DDP the weights cannot be loaded.")
+        raise Wrong("The names in best.pt begin with `module.`: the weights cannot be loaded without DDP.")
 
 
 def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
-    epochs = len(resumed[0]["told"])
+    epochs = len(resumed[0]["results"])
     if epochs != 1:
         raise Wrong(f"After one of two epochs, the resumed run trains {epochs} more.")
-    (loss, _), (in_one_go, _) = resumed[0]["told"][0], whole[0]["told"][1]
+    (loss, _), (in_one_go, _) = resumed[0]["results"][0], whole[0]["results"][1]
     if not is_close(loss, in_one_go, 1e-5):
         raise Wrong(
-            f"Resumed after one epoch, the second has a loss of {loss:.6f}. In one go it has {in_one_go:.6f}."
+            f"Resumed after one epoch, the second epoch has a loss of {loss:.6f}. Without a stop, it has "
+            f"{in_one_go:.6f}."
         )
 
 
 ACCURACY = "        accuracy = validate("
-ALONE = "        if rank > 0:\n            told.append((loss, 0.0))\n            continue\n"
+ALONE = "        if rank > 0:\n            results.append((loss, 0.0))\n            continue\n"
 OWN = "DataLoader(own, BATCH)"
 BATCHES = "in batches:\n            right"
 ON_ONE = "in batches if dist.get_rank() == 0 else []:\n            right"
@@ -332,17 +336,17 @@ PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validatio
 WRONG = [
     (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 3: there is none"),
     (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
-    (SCRIPT, "    torch.cuda.set_device(device)\n", "", "Call `torch.cuda.set_device`"),
+    (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
     (SCRIPT, "BATCH // size, sampler=shares", "BATCH // size, shuffle=True", "is trained twice"),
     (SCRIPT, "BATCH // size", "BATCH", "takes 64 images"),
-    (SCRIPT, "        shares.set_epoch(epoch)\n", "", "the very order of the first"),
+    (SCRIPT, "        shares.set_epoch(epoch)\n", "", "the same order as the first"),
     (SCRIPT, OWN, PADDED, "are counted twice"),
     (SCRIPT, "train_epoch(ddp", "train_epoch(model", "different gradients"),
     (SCRIPT, "loss.backward()", "(loss / dist.get_world_size()).backward()", "by 0.50 before"),
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
     (SCRIPT, "    dist.all_reduce(right)\n", "", "of one share only"),
-    (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turns"),
+    (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turn"),
     (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),
     (SCRIPT, ACCURACY, ALONE + ACCURACY, "wait for each other in vain"),

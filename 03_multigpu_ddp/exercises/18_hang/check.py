@@ -15,7 +15,7 @@ from trainkit.workshop.work import Answers, Workspace, Wrong
 ANSWERS = """\
 # Before you start it: how many of the three ranks will stand still?
 prediction = 3
-# While it hangs: the number of the line of train.py that each rank is in
+# While it hangs: the number of the line of train.py where each rank is
 line_of_rank_0 = 42
 line_of_rank_1 = 28
 line_of_rank_2 = 42
@@ -26,19 +26,20 @@ left_by = 61
 HINTS = """\
 ## 1
 
-py-spy shows one stack for each process, the innermost call first. The first lines are PyTorch's own:
-which is the first of train.py below them? `--locals` shows the `rank` of each.
+py-spy shows one stack for each process, the innermost call first. The first lines are in PyTorch: which
+line is the first of train.py below them? `--locals` shows the `rank` of each process.
 
 ## 2
 
-Two ranks are in one line, and the third is in another: it has never been where they are. From their
-line go outwards, call by call, to a condition that only they have passed. What did each rank
-compare? That is in the `--locals` of `main`, too.
+Two ranks are in one line, and the third is in another: it was never where they are. From their line, go
+outwards, call by call, to a condition that only they have passed. What did each rank compare? The
+`--locals` of `main` show that, too.
 
 ## 3
 
-What decides on a collective has to be equal on all ranks. Here each compares the error of its own
-station. In front of the `if`, make it the mean of all stations (`dist.all_reduce` of a tensor).
+A condition that decides about a collective has to be the same on all ranks. Here, each rank compares the
+error of its own station. Before the `if`, turn it into the mean of all stations (`dist.all_reduce` of a
+tensor).
 """
 SOLUTION = {
     "train.py": """\
@@ -57,9 +58,9 @@ IF = "        if error < best:\n            best = error\n            saved.appe
 SAVE, ALWAYS = "            save(model)\n", "        save(model)\n"
 WRONG = [
     ("answers.txt", "rank_1 = 28", "rank_1 = 42", "`line_of_rank_1`: rank 1 is in another line"),
-    ("answers.txt", "rank_0 = 42", "rank_0 = 64", "has only called"),
+    ("answers.txt", "rank_0 = 42", "rank_0 = 64", "only calls"),
     ("answers.txt", "rank_2 = 42", "rank_2 = 6371", "a line of PyTorch"),
-    ("answers.txt", "left = 1", "left = 0", "Rank 0 is where another one is, too"),
+    ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as another rank"),
     ("answers.txt", "left_by = 61", "left_by = 40", "the condition"),
     (SCRIPT, SUM, "", "wait for each other in vain"),
     (SCRIPT, IF, IF.replace("error", "rank == 0 and error", 1), "wait for each other in vain"),
@@ -80,9 +81,10 @@ def check(mine: Workspace) -> str:
     check_saved(run(mine))
     return (
         f"It runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks would "
-        "stand still: all three did. Rank 1 found its own error worse than before, left out the barrier, and "
-        "stood in the next collective, to which no other rank came. An error would have come after half an "
-        "hour, gloo's default timeout, and from the lines that wait, not from the one that was wrong."
+        "stand still: all three did. Rank 1 found that its own error was worse than before, left out the "
+        "barrier, and waited in the next collective, to which no other rank came. An error would have come "
+        "after half an hour, gloo's default timeout, from the lines that wait, not from the line that is "
+        "wrong."
     )
 
 
@@ -92,11 +94,13 @@ def check_answers(answers: Answers) -> None:
         if given > len(LINES):
             raise Wrong(f"`{name}`: train.py has {len(LINES)} lines; {given:.0f} is a line of PyTorch.")
         if given in CALLS:
-            raise Wrong(f"`{name}`: line {given:.0f} has only called the function in which the rank stands.")
+            raise Wrong(f"`{name}`: line {given:.0f} only calls the function in which the rank waits.")
         if given != true:
-            raise Wrong(f"`{name}`: rank {rank} is in another line. Its process is that with `rank: {rank}`.")
+            raise Wrong(
+                f"`{name}`: rank {rank} is in another line. Its process is the one with `rank: {rank}`."
+            )
     if answers.number("left") != 1:
-        raise Wrong(f"Rank {answers['left']} is where another one is, too: which one is alone?")
+        raise Wrong(f"Rank {answers['left']} is in the same line as another rank: which rank is alone?")
     if answers.number("left_by") != WHERE["if error < best:"]:
         raise Wrong("`left_by`: look for the condition that let ranks 0 and 2 go to the barrier, not rank 1.")
 
@@ -111,9 +115,9 @@ def run(mine: Workspace) -> list[list[int]]:
 
 def check_saved(saved: list[list[int]]) -> None:
     if not saved[0] == saved[1] == saved[2]:
-        raise Wrong(f"No rank waits in vain, but each rank still decides by itself when to save: {saved}.")
+        raise Wrong(f"No rank hangs any more, but each rank still decides by itself when to save: {saved}.")
     if saved[0] != LOWEST:
         raise Wrong(
-            f"All ranks save in the epochs {saved[0]}, but it is not the mean error that decides: by that it "
-            f"would be {LOWEST}. Does one station decide for all?"
+            f"All ranks save in the epochs {saved[0]}, but it is not the mean error that decides: by that, "
+            f"these would be {LOWEST}. Does one station decide for all?"
         )

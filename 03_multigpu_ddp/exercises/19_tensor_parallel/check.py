@@ -22,14 +22,15 @@ ddp = 18.9
 HINTS = """\
 ## 1
 
-GELU works on each hidden number by itself. So a rank can have some of the hidden numbers whole, from
-`up` to `down`, and needs nothing of the other ranks in between. Which part of each weight is that?
+GELU works on each hidden number separately. So a rank can compute some of the hidden numbers completely,
+from `up` to `down`, and needs nothing from the other ranks in between. Which part of each weight does it
+need?
 
 ## 2
 
 The weight of a linear layer is (what it returns, what it takes in): `up` is cut along dimension 0,
 `down` along dimension 1. What `down` then returns is a part of a sum. And x goes into every rank's
-`up`, so its gradient is a sum as well. Each sum is a `dist.all_reduce`, on a copy.
+`up`, so its gradient is also a sum. Each sum is a `dist.all_reduce`, on a copy.
 
 ## 3
 
@@ -66,9 +67,9 @@ PLAN = '{"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}'
 SCRIPT, SUM, END = "split.py", "        dist.all_reduce(part)\n", "return gradient\n\n\ndef"
 WRONG = [
     (SCRIPT, "data.chunk(size, dim=0)[rank]", "data", "`up` has the shape (12, 4)"),
-    (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "of rank 1 is another one"),
+    (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "Rank 1 has another part"),
     (SCRIPT, SUM, "", "a part of the sum"),
-    (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "no mean"),
+    (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "not a mean"),
     (SCRIPT, "        dist.all_reduce(gradient)\n", "", "gradient of x"),
     (SCRIPT, END, END.replace("return", "return dist.all_reduce(gradient) or"), "2.00 times"),
     (SCRIPT, PLAN, "{}", "PyTorch has not split `up`"),
@@ -90,17 +91,19 @@ def check(mine: Workspace) -> str:
     given = answers.number("tensor_parallel")
     if not is_close(given, 2 * once):
         hints = {once: "there is one in the backward pass, too", 4 * once: "none is needed before the GELU"}
-        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "how large is x")
+        hint = next(
+            (hint for wrong, hint in hints.items() if is_close(given, wrong)), "compute the size of x"
+        )
         raise Wrong(f"`tensor_parallel` is not {given:g} MB: {hint}.")
     given = answers.number("ddp")
     if not is_close(given, weights):
-        raise Wrong(f"`ddp` is not {given:g} MB: two layers of 768 x 3072 gradients, 4 bytes each.")
+        raise Wrong(f"`ddp` is not {given:g} MB: there are two layers of 768 x 3072 gradients, 4 bytes each.")
     return (
-        f"Two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB for this "
-        f"block, where DDP has {weights:.0f}. DDP's is as large as the weights, whatever the batch, and "
-        "hides behind the backward pass. Tensor parallelism's grows with the batch, and the next layer "
-        "waits for it. So it stays within a node, on NVLink. In return each of N GPUs has 1 / N of the "
-        "weights and of the hidden numbers."
+        f"There are two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB "
+        f"for this block, where DDP has {weights:.0f}. The traffic of DDP is as large as the weights, "
+        "whatever the batch, and is hidden behind the backward pass. The traffic of tensor parallelism grows "
+        "with the batch, and the next layer waits for it. So keep it within a node, on NVLink. In return, "
+        "each of N GPUs has 1 / N of the weights and of the hidden numbers."
     )
 
 
@@ -129,8 +132,8 @@ def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
         return seen | {"by PyTorch": run(split, lambda: split(x), x)}
     except RuntimeError as error:
         raise Wrong(
-            f"The plan in `by_pytorch` does not fit together ({error}): `down` has to take in what `up` "
-            "leaves on each rank."
+            f"The plan in `by_pytorch` does not fit together ({error}): the input of `down` has to be what "
+            "`up` leaves on each rank."
         ) from None
 
 
@@ -149,11 +152,11 @@ def run(layers: nn.Module, forward: object, x: torch.Tensor) -> dict[str, object
 def judge_share(name: str, rank: int, got: torch.Tensor, right: torch.Tensor) -> None:
     if got.shape != right.shape:
         raise Wrong(
-            f"In each of two ranks `{name}` has the shape {tuple(got.shape)}; half of the hidden numbers "
-            f"are {tuple(right.shape)}."
+            f"On each of two ranks, `{name}` has the shape {tuple(got.shape)}; half of the hidden numbers "
+            f"make {tuple(right.shape)}."
         )
     if not got.equal(right):
-        raise Wrong(f"The part of `{name}` of rank {rank} is another one: the parts go by rank.")
+        raise Wrong(f"Rank {rank} has another part of `{name}` than its own: the parts are in order of rank.")
 
 
 def judge(rank: int, seen: dict[str, object]) -> None:
@@ -167,12 +170,13 @@ def judge(rank: int, seen: dict[str, object]) -> None:
             factor = ((got * right).sum() / right.square().sum()).item()
             if name == "result":
                 mean = torch.allclose(SIZE * got, right, rtol=1e-4, atol=1e-7)
-                what = "the parts make a sum and no mean" if mean else "it is a part of the sum"
-                raise Wrong(f"{way}: the result of rank {rank} is not that of the whole layers: {what}.")
+                what = "the parts make a sum, not a mean" if mean else "it is a part of the sum"
+                raise Wrong(f"{way}: the result on rank {rank} is not that of the whole layers: {what}.")
             what = "x" if name == "x" else f"the weights of `{name}`"
             raise Wrong(
-                f"{way}: in rank {rank} the gradient of {what} is not that of the whole layers, but about "
-                f"{factor:.2f} times that. Which sums does the backward pass need, and which does it not?"
+                f"{way}: on rank {rank}, the gradient of {what} is not that of the whole layers, but about "
+                f"{factor:.2f} times that. Which sums does the backward pass need, and which does it not "
+                "need?"
             )
     if seen["bytes"] != [NUMBERS * WIDTH * 4] * 2:
-        raise Wrong(f"The all-reduces carry {seen['bytes']} bytes: two are needed, each as large as x.")
+        raise Wrong(f"The all-reduces carry {seen['bytes']} bytes: you need two, each as large as x.")

@@ -12,9 +12,9 @@ optimizer = 16.8
 activations = 33.6  # without the batch itself
 # MB of the activations with a batch of 4096
 doubled = 67.1
-# MB of weights, gradients and optimizer together: with SGD without momentum in place of AdamW
+# MB of weights, gradients and optimizer together: with SGD without momentum instead of AdamW
 sgd = 16.8
-# and with AdamW on each of 4 ranks that share them by fully_shard
+# and with AdamW, on each of 4 ranks that share them by fully_shard
 sharded = 8.4
 # Two GPUs with DDP and the same global batch: which of the four parts is half as large on each?
 # weights, gradients, optimizer or activations
@@ -23,17 +23,18 @@ halved = activations
 HINTS = """\
 ## 1
 
-A layer has 512 x 512 weights of 4 bytes, and there are 8. How many numbers does AdamW keep for each?
+A layer has 512 x 512 weights of 4 bytes, and there are 8 layers. How many numbers does AdamW keep for each
+weight?
 
 ## 2
 
-Go through the forward pass: the first layer's input is the batch, which counts for itself. Each
-ReLU returns 2048 x 512 numbers; it keeps them, and they are the input of the next layer.
+Go through the forward pass: the first layer's input is the batch, which counts separately. Each ReLU
+returns 2048 x 512 numbers; it keeps them, and they are the input of the next layer.
 
 ## 3
 
 weights = gradients = 8 x 512 x 512 x 4 bytes, optimizer = 2 x weights, activations = 8 x 2048 x 512
-x 4 bytes. `fully_shard` leaves a quarter of all three on each of four ranks. DDP shares out the batch.
+x 4 bytes. `fully_shard` leaves a quarter of all three on each of four ranks. DDP splits the batch.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -49,9 +50,9 @@ WRONG = [
 ]  # fmt: skip
 WEIGHTS, ACTIVATIONS = (8 * rows * 512 * 4 / 1e6 for rows in (512, 2048))
 BATCH = ACTIVATIONS / 8
-# Each answer: what it is, and what wrong ones are told.
+# Each answer: the right number, and the hints for wrong ones.
 PARTS = {
-    "weights": (WEIGHTS, {WEIGHTS / 4: "so many millions of numbers there are, of 4 bytes each"}),
+    "weights": (WEIGHTS, {WEIGHTS / 4: "that is how many million numbers there are, of 4 bytes each"}),
     "gradients": (WEIGHTS, {0: "the backward pass leaves one number for each weight"}),
     "optimizer": (2 * WEIGHTS, {WEIGHTS: "AdamW keeps two means for each weight"}),
     "activations": (
@@ -66,7 +67,7 @@ PARTS = {
         2 * WEIGHTS,
         {WEIGHTS: "there are gradients, too", 4 * WEIGHTS: "SGD without momentum keeps nothing for a weight"},
     ),
-    "sharded": (WEIGHTS, {4 * WEIGHTS: "this is all of it on each rank, as with DDP"}),
+    "sharded": (WEIGHTS, {4 * WEIGHTS: "that is all of it on each rank, as with DDP"}),
 }
 
 
@@ -76,15 +77,14 @@ def check(mine: Workspace) -> str:
     for name in PARTS:
         judge(answers, name)
     if answers.word("halved", "weights", "gradients", "optimizer", "activations") != "activations":
-        raise Wrong("`halved`: with DDP each GPU has all of the network, and half of the samples.")
+        raise Wrong("`halved`: with DDP, each GPU has all of the network, and half of the samples.")
     found = mine.module("memory.py").measure(layers=8, width=512, batch=2048)
     return (
-        f"The fullest moment has {found['fullest']:.0f} MB; you predicted {prediction:g}. It is where the "
-        "backward pass begins: weights, AdamW's means, the batch and all activations are there "
-        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), no gradient of a weight yet, but two gradients "
-        "of activations. From there on each layer gives back more than its gradient takes. So a "
-        "smaller batch, or checkpointing, lowers this peak. Where the weights are larger than the "
-        "activations, sharding does."
+        f"The fullest moment has {found['fullest']:.0f} MB; you predicted {prediction:g}. It is the start of "
+        "the backward pass: weights, AdamW's means, the batch and all activations are in memory "
+        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), no gradient of a weight yet, but two gradients of "
+        "activations. From then on, each layer frees more than its gradient takes. So a smaller batch, or "
+        "checkpointing, lowers this peak. If the weights are larger than the activations, sharding does."
     )
 
 

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
 
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    begin, best, told = 0, 0.0, []
+    begin, best, results = 0, 0.0, []
     last = options.folder / "last.pt"
     if last.exists():  # go on where an earlier run ended
         state = torch.load(last, map_location=device)
@@ -69,14 +69,14 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
         order.manual_seed(epoch)
         loss = train_epoch(model, batches, optimizer, device)
         accuracy = validate(model, validation_batches, device)
-        told.append((loss, accuracy))
+        results.append((loss, accuracy))
         print(f"epoch {epoch + 1}: loss {loss:.4f}, {accuracy:.2f} % right")
         if accuracy > best:
             best = accuracy
             torch.save(model.state_dict(), options.folder / "best.pt")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state | {"epoch": epoch + 1, "best": best}, last)
-    return told
+    return results
 
 
 def train_epoch(
