@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.rank.data import Split
@@ -102,8 +103,7 @@ def operations_per_image(model: nn.Module, train_set: Split) -> float:
     operations; the rest is small and not counted. Every rank runs a copy of the network, as a network may
     communicate with the other ranks. Nothing of the copy remains, and the random numbers do not change.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel  # 0.2 s, which predict.py need not wait for
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, which predict.py need not wait for
 
     network = unwrapped(model)
     device = next(network.parameters()).device
