@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from trainkit.compare import text
+from trainkit.compare import page
 from trainkit.jobs import local
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import STAGES
@@ -68,7 +68,7 @@ def table(path: Path) -> str:
                 "sampler, MB": f"{of_case.memory_mb.max():.0f}",
             }
         )
-    return text.markdown(pd.DataFrame(lines))
+    return page.markdown(pd.DataFrame(lines))
 
 
 def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, object]:
