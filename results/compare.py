@@ -19,7 +19,7 @@ from trainkit.jobs.stages import STAGES
 from trainkit.rank import options, staging
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import records
 
 PROBES = Path(__file__).with_name("probes.py")
@@ -87,7 +87,7 @@ def _make_sweep(
     epochs = own.epochs or (plan.EPOCHS if devices.are_gpus else sweep.EPOCHS)
     folder = own.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
     if devices.in_slurm:
-        print("Slurm found: the runs go as jobs; --local runs them on this machine")
+        tell("Slurm found: the runs go as jobs; --local runs them on this machine")
     return sweep.Sweep(
         folder.resolve(),
         (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
@@ -107,15 +107,15 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: 
         chosen = plan.choose_batch(probes)
         batch_size, train_size = chosen.batch_size, own.train_size or plan.choose_train_size(chosen, gpus)
         run_seconds = chosen.run_seconds(compared.opts.epochs, train_size)
-    print(plan.summary(probes, batch_size, train_size))
+    tell(plan.summary(probes, batch_size, train_size))
     repeats = own.repeats or plan.REPEATS
     if gpus == 1:
-        print(
+        tell(
             "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
         )
     else:
         fewer = "--repeats 1 or " if repeats > 1 else ""
-        print(f"{fewer}--workers {gpus // 2} takes less time")
+        tell(f"{fewer}--workers {gpus // 2} takes less time")
     matrix = plan.matrix(gpus, batch_size, train_size, repeats)
     runs = {run: None for grid in matrix for run in compared.planned(grid)[0]}
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
@@ -143,7 +143,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
     # Once something is compared the sizes are chosen, also where a larger batch has failed.
     if not (alone.finished(run.name) or (alone.finished(measured) and compared.finished())):
         told = ", ".join(map(str, batches))
-        print(f"first a process on one GPU trains with batch {told}, to choose the sizes by", flush=True)
+        tell(f"first a process on one GPU trains with batch {told}, to choose the sizes by")
         failed = sweep.finish(alone, [run], 1, compared.folder)
     probes = plan.probes_of(records.read(csv) for csv in alone.finished(measured))
     if not probes:
@@ -152,7 +152,7 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
             f"same command again, with --out {compared.folder}."
         )
     if failed:
-        print("a larger batch failed, as reported above: the sizes are chosen from the smaller ones")
+        tell("a larger batch failed, as reported above: the sizes are chosen from the smaller ones")
     return probes
 
 
@@ -191,7 +191,7 @@ def _gpus_of_a_node(site: Site) -> int:
     gpus = slurm.most_gpus(partition)
     if not gpus:
         why = slurm.ask("sinfo").stderr.strip() or f"partition {partition or '(default)'} has no GPUs"
-        print(f"Slurm cannot be used ({why}): running on this machine")
+        tell(f"Slurm cannot be used ({why}): running on this machine")
     return gpus
 
 
@@ -199,7 +199,7 @@ def _shared_by(workers: int, batch_size: int) -> int:
     """Return the global batch size, or the next larger one that divides among the workers."""
     shared = -(-batch_size // workers) * workers
     if shared != batch_size:
-        print(f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers")
+        tell(f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers")
     return shared
 
 
@@ -208,11 +208,11 @@ def _find_data(opts: options.Options) -> str:
     if opts.dataset == "synthetic":
         return "synthetic"
     try:
-        print(staging.put_in_place(opts.data_dir))
+        tell(staging.put_in_place(opts.data_dir))
     except UserError as error:
-        print(f"\n{'!' * 80}\nMNIST cannot be had: {error}\n")
-        print("All runs below use GENERATED DIGITS (--dataset synthetic), NOT MNIST.")
-        print(f"Compare speeds with them, never accuracies.\n{'!' * 80}")
+        tell(f"\n{'!' * 80}\nMNIST cannot be had: {error}\n")
+        tell("All runs below use GENERATED DIGITS (--dataset synthetic), NOT MNIST.")
+        tell(f"Compare speeds with them, never accuracies.\n{'!' * 80}")
         return "synthetic"
     return "mnist"
 

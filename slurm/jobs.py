@@ -14,7 +14,7 @@ from trainkit.jobs import housekeeping
 from trainkit.jobs.site import read_site
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import samples
 
 
@@ -35,19 +35,19 @@ def main() -> int:
     old = [folder for folder in folders if folder.ended and (options.unfinished or not folder.newest)]
     if options.used:
         _print_table(_used(folders))
-        print("\nenough: the peak and 20 % more. Jobs without samples, or without Slurm, are left out.")
+        tell("\nenough: the peak and 20 % more. Jobs without samples, or without Slurm, are left out.")
         return 0
     if not options.remove:
         _print_table([("job", "last change", "size", "state", ""), *(one.row(jobs_dir) for one in folders)])
-        print(f"\n{len(folders)} folders in {errors.printable(str(jobs_dir))}; --remove removes {len(old)}")
+        tell(f"\n{len(folders)} folders in {jobs_dir}; --remove removes {len(old)}")
         return 0
     problems = 0
     for folder in old:
         name, _, size, state, _ = folder.row(jobs_dir)
         problem = housekeeping.remove(folder)
         problems += problem is not None
-        print(f"{name} ({state}, {size}) {f'cannot be removed: {problem}' if problem else 'removed'}")
-    print(f"{len(old) - problems} removed, {len(folders) - len(old) + problems} stay")
+        tell(f"{name} ({state}, {size}) {f'cannot be removed: {problem}' if problem else 'removed'}")
+    tell(f"{len(old) - problems} removed, {len(folders) - len(old) + problems} stay")
     return 1 if problems else 0
 
 
@@ -72,7 +72,7 @@ def _used(folders: list[housekeeping.JobFolder]) -> list[tuple[str, ...]]:
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        tell("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from trainkit.rank import staging
 from trainkit.rank.options import MOST_IMAGES
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, above_0, at_least, given, list_of, one_of, time_limit
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
@@ -90,16 +90,16 @@ def main() -> int:
     if own.until_known:
         runs = until_known.of_use(runs)
     for reason, count in left_out.items():
-        print(f"left out ({count}): {reason}")
+        tell(f"left out ({count}): {reason}")
     if own.dry_run:
         width = max(len(run.name) for run in runs)
         for run in runs:
             state = "finished" if asked.finished(run.name) else "to run"
-            print(f"{run.name:{width}}  {state:8}  {run.shape}")
+            tell(f"{run.name:{width}}  {state:8}  {run.shape}")
         sweep.print_plan(asked, runs)
         return 0
     if here:
-        print(f"{why_here}: one run at a time, as processes of this machine")
+        tell(f"{why_here}: one run at a time, as processes of this machine")
     constraints = Constraints(
         own.target,
         deadline_s=own.deadline and 60 * own.deadline,
@@ -194,7 +194,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     matrix.add_argument(
         "--repeats",
-        type=at_least(1),
+        type=at_least(1, 1000),
         default=1,
         metavar="N",
         help="of each, with another seed (default: 1)",

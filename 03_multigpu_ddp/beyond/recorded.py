@@ -62,10 +62,8 @@ def main() -> None:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     sizes = {"batch_size": options.batch_size, "epochs": options.epochs}
     recorder = Recorder("recorded", model, optimizer, dataset="mnist", settings={"dropout": 0.5}, **sizes)
-    if SAVED.exists():
-        state = torch.load(SAVED, map_location=device)
-        for name, part in (("model", model), ("optimizer", optimizer), ("record", recorder)):
-            part.load_state_dict(state[name])
+    parts = {"model": model, "optimizer": optimizer}
+    recorder.load(SAVED, parts)
 
     for epoch in range(recorder.first_epoch, options.epochs + 1):
         shares.set_epoch(epoch)  # another order in every epoch
@@ -96,11 +94,7 @@ def main() -> None:
         right, tested = right.tolist()
         # 4. Report what this rank has; the recorder sums up over all, at the pace of the slowest.
         recorder.epoch(trained, seconds, mean, test_samples=tested, accuracy=100 * right / tested)
-        record = recorder.state_dict()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "record": record}
-        if rank == 0:
-            SAVED.parent.mkdir(exist_ok=True)
-            torch.save(state, SAVED)
+        recorder.save(SAVED, parts)
     recorder.finish(saved=SAVED if recorder.should_stop() else None)
     dist.destroy_process_group()
 

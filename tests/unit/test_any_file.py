@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import tempfile
@@ -19,6 +20,7 @@ from trainkit.jobs.why import Evidence
 from trainkit.rank import options
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.epoch import PartialEpoch
+from trainkit.rank.recorder import Recorder
 from trainkit.runtime import errors, job_folder
 from trainkit.runtime.errors import STOP_SIGNALS, UserError
 from trainkit.schema import samples
@@ -99,7 +101,7 @@ class Log:
     """What a checkpoint needs of a run's log."""
 
     def state(self) -> dict:
-        return {"facts": {"run_id": "one"}, "elapsed_s": 1.0, "rows": []}
+        return {"facts": {"run_id": "one"}, "elapsed_s": 1.0, "rows": [{}]}
 
     def go_on(self, state: dict, copied: bool) -> None:
         pass
@@ -142,16 +144,22 @@ def test_what_is_told_commands_no_terminal(capsys: pytest.CaptureFixture) -> Non
     assert capsys.readouterr().out == "results: \\x1b[2J\n        next\n"
 
 
+def forge(state: dict, data: st.DataObject) -> dict:
+    """Replace something in a state by anything."""
+    forged = inner = copy.deepcopy(state)
+    name = data.draw(st.sampled_from(sorted(inner)))
+    while isinstance(inner[name], dict | list) and inner[name] and data.draw(st.booleans()):
+        inner = inner[name]
+        names = sorted(inner, key=str) if isinstance(inner, dict) else range(len(inner))
+        name = data.draw(st.sampled_from(names))
+    inner[name] = data.draw(ANYTHING)
+    return forged
+
+
 @many
 @given(st.data())
 def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
-    forged = inner = copy.deepcopy(state)
-    name = data.draw(st.sampled_from(sorted(inner)))
-    while isinstance(inner[name], dict) and inner[name] and data.draw(st.booleans()):
-        inner = inner[name]
-        name = data.draw(st.sampled_from(sorted(inner, key=str)))
-    inner[name] = data.draw(ANYTHING)
-    in_one_line(lambda: resume(tmp_path, forged))
+    in_one_line(lambda: resume(tmp_path, forge(state, data)))
 
 
 @pytest.mark.parametrize(
@@ -168,3 +176,77 @@ def test_a_learning_rate_that_no_training_has(state: dict, tmp_path: Path) -> No
     state["optimizer"]["param_groups"][0]["lr"] = -1.0
     with pytest.raises(UserError, match=r"its learning rate is -1.0"):
         resume(tmp_path, state)
+
+
+def recorder(folder: Path) -> tuple[Recorder, dict[str, object]]:
+    """A training with another loop, and the parts of it that are saved."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder}
+    return Recorder("own", model, optimizer, **told), {"model": model, "optimizer": optimizer}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict:
+    """What a Recorder saves after an epoch, in `saved.pt`."""
+    before, parts = recorder(tmp_path)
+    parts["model"](torch.ones(1, 2)).sum().backward()
+    parts["optimizer"].step()
+    before.epoch(4, 1.0, 0.5)
+    before.save(tmp_path / "saved.pt", parts)
+    after, parts = recorder(tmp_path)
+    after.load(tmp_path / "saved.pt", parts)
+    assert after.first_epoch == 2
+    return torch.load(tmp_path / "saved.pt", weights_only=True)
+
+
+@many
+@given(st.data())
+def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, data: st.DataObject) -> None:
+    torch.save(forge(saved, data), tmp_path / "forged.pt")
+    after, parts = recorder(tmp_path)
+    in_one_line(lambda: after.load(tmp_path / "forged.pt", parts))
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (lambda state: state["record"]["rows"][0].update(epoch=-5), "those of epoch 1"),
+        (lambda state: state["record"]["rows"][0].update(epoch=2.7), "those of epoch 1"),
+        (lambda state: state["record"]["rows"][0].update(train_loss=math.nan), "column train_loss"),
+        (lambda state: state["record"]["rows"][0].update(devices="1"), "column devices"),
+        (lambda state: state["record"].update(elapsed_s=10**400), "not a number of 0 to"),
+        (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"shape \(3,\)"),
+        (lambda state: state.pop("model"), "model"),
+    ],
+)
+def test_a_state_that_no_recorder_has_saved(
+    saved: dict, tmp_path: Path, forge: Callable[[dict], object], reason: str
+) -> None:
+    """It is refused, and the record stays as it is."""
+    forge(saved)
+    torch.save(saved, tmp_path / "forged.pt")
+    after, parts = recorder(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
+    with pytest.raises(UserError, match=reason):
+        after.load(tmp_path / "forged.pt", parts)
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(
+            os.mkfifo,
+            Path.mkdir,
+            lambda path: path.symlink_to("/dev/zero"),
+            lambda path: path.symlink_to(path),
+        ),
+        *(lambda path: path.write_bytes(b"PK"), lambda path: torch.save(Path("a program"), path)),
+    ],
+)
+def test_a_saved_training_that_is_none(tmp_path: Path, put: Callable[[Path], object]) -> None:
+    put(tmp_path / "saved.pt")
+    after, parts = recorder(tmp_path)
+    with pytest.raises(UserError, match="saved.pt does not fit this training"):
+        after.load(tmp_path / "saved.pt", parts)

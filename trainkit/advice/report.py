@@ -63,7 +63,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
         tell(comparison_report(paths, out, constraints and constraints.target, blocks))
     except UserError as error:
         code = 1
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
     if constraints:
         tell("")
         try:

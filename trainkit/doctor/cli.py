@@ -242,7 +242,7 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
     while (state := job.state()).name not in ("done", "failed"):
         if state != shown:
             why = f": {state.detail}" if state.name == "queued" else ""
-            print(f"job {job.job_id} {state.name}{why}", file=sys.stderr)
+            tell(f"job {job.job_id} {state.name}{why}", sys.stderr)
             shown = state
         if state.name == "queued" and time.monotonic() - began > most_seconds:
             message = (

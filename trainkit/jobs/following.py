@@ -23,7 +23,7 @@ from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 from trainkit.jobs.why import Evidence
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.errors import UserError, printable, tell
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
@@ -119,8 +119,8 @@ class SlurmHandle(Handle):
             return State("failed", told)
         if state in QUEUED:
             reason = "no reason yet" if reason == "None" else reason
-            restarts = int(facts.get("Restarts", 0))
-            return State("queued", f"{reason}, restart {restarts}" if restarts else reason)
+            restarts = facts.get("Restarts", "0")
+            return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
         # A job that Slurm forgot is judged by the last line of slurm/job_env.sh.
         well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
         if state == "GONE" and well and job_folder.stopped(self.folder) is None:
@@ -207,21 +207,21 @@ def follow(handle: Handle) -> int:
     try:
         while (state := handle.state()).name not in ("done", "failed"):
             if state != shown:
-                print(f"{state.name}: {state.detail}", flush=True)
+                tell(f"{state.name}: {state.detail}")
             shown = state
             time.sleep(handle.poll_seconds)
     except KeyboardInterrupt:
         if isinstance(handle, LocalHandle):
             handle.cancel()
         else:
-            print(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", file=sys.stderr)
+            tell(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", sys.stderr)
         raise
     for line in handle.verdict():
-        print(printable(line), flush=True)
+        tell(line)
     if state.name == "failed":
-        print(f"job {handle.job_id} failed: {state.detail}", file=sys.stderr)
+        tell(f"job {handle.job_id} failed: {state.detail}", sys.stderr)
         return 1
-    print(f"done: {state.detail}", flush=True)
+    tell(f"done: {state.detail}")
     return 0
 
 

@@ -88,12 +88,13 @@ def ask(
 def job_facts(job_id: str) -> dict[str, str]:
     """Ask `scontrol show job` for facts such as JobState, Reason, ExitCode, NodeList and Restarts.
 
-    While Slurm does not answer, JobState is UNKNOWN and Reason its message. For a job that it has
+    While Slurm does not answer that, JobState is UNKNOWN and Reason its message. For a job that it has
     forgotten there is only JobState, from accounting if there is any, else GONE.
     """
     shown = ask("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
-        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+        told = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
+        return told | dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
     if "Invalid job id" not in shown.stderr:
         return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
     ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
@@ -126,7 +127,7 @@ def share_of_gpu(partition: str | None = None) -> tuple[int, int]:
     partition = partition or default_partition()
     chosen = [f"--partition={partition}"] if partition else []
     told = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
-    found = re.findall(r"^(.*)\|(\d+)\+?\|(\d+)", told, re.MULTILINE)
+    found = re.findall(r"^(.*)\|(\d{1,9})\+?\|(\d{1,9})", told, re.MULTILINE)
     nodes = [(_gpus(gres), int(cores), int(megabytes)) for gres, cores, megabytes in found]
     shares = [(cores // gpus, megabytes // 1024 // gpus) for gpus, cores, megabytes in nodes if gpus]
     return tuple(map(min, zip(*shares, strict=True))) or (0, 0)
@@ -167,4 +168,4 @@ def advice(told: str) -> str:
 
 def _gpus(gres: str) -> int:
     """Count a node's GPUs from Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" (two kinds: 4) or "(null)"."""
-    return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)*:(\d+)", gres)))
+    return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)*:(\d{1,9})", gres)))

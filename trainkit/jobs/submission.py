@@ -25,7 +25,7 @@ from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.rank import options, staging
 from trainkit.runtime.command_line import Parser, at_least, given, time_limit
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import check_writable
 from trainkit.schema.columns import SINGLE
 
@@ -285,16 +285,16 @@ def main(stage_name: str, description: str) -> int:
     request, own = _parse(STAGES[stage_name], description)
     site = read_site()
     if own.dry_run:
-        print(preview(request, site))
+        tell(preview(request, site))
         return 0
     handle = submit(request, site, new_folder(request, site))
     if isinstance(handle, LocalHandle):
-        print(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
+        tell(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
     else:
-        print(f"job {handle.job_id} submitted: {request.resources}")
+        tell(f"job {handle.job_id} submitted: {request.resources}")
         if request.resources.gpus and not (REPOSITORY / "slurm" / "site.sh").exists():
             _propose_share(request.partition or site.sbatch.get("SBATCH_PARTITION"))
-    print(handle.how_to_follow(), flush=True)
+    tell(handle.how_to_follow())
     return follow(handle) if own.wait else 0
 
 
@@ -302,7 +302,7 @@ def _propose_share(partition: str | None) -> None:
     cores, gigabytes = slurm.share_of_gpu(partition)
     if cores and gigabytes:
         memory = f"SBATCH_MEM_PER_NODE={gigabytes}G times the GPUs of a node"
-        print(f"share    of each GPU in its node's cores and memory: --cpus-per-gpu {cores} and {memory}")
+        tell(f"share    of each GPU in its node's cores and memory: --cpus-per-gpu {cores} and {memory}")
 
 
 def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]:

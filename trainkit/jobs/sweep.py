@@ -26,7 +26,7 @@ from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, first_line
+from trainkit.runtime.errors import UserError, first_line, tell
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
@@ -296,7 +296,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
     shown: dict[PlannedRun, State] = {}
     failed: list[str] = []
     if waiting and most > 1 and sweep.precision() == "auto":
-        print("the first run goes alone, and sets the precision of all (or give --precision)")
+        tell("the first run goes alone, and sets the precision of all (or give --precision)")
     try:
         while waiting or active:
             precision = sweep.precision()
@@ -309,7 +309,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                     room = len(active)  # perhaps the site limits a user's jobs: wait until one has ended
                     if not active:
                         raise
-                    print(f"{waiting[0].name} waits for the end of another job: {error}", flush=True)
+                    tell(f"{waiting[0].name} waits for the end of another job: {error}")
             for run, handle in list(active.items()):
                 state = handle.state()
                 if state.name in ENDED:
@@ -317,10 +317,10 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                     told, well = _ending(sweep, run, handle, state)
                     failed += [] if well else [run.name]
                     number = len(planned) - len(waiting) - len(active)
-                    print(f"[{number}/{len(planned)}] {run.name} {told}", flush=True)
+                    tell(f"[{number}/{len(planned)}] {run.name} {told}")
                 elif state != shown.get(run):
                     shown[run] = state
-                    print(f"{run.name} {state.name}: {state.detail}", flush=True)
+                    tell(f"{run.name} {state.name}: {state.detail}")
             if active:
                 time.sleep(min(handle.poll_seconds for handle in active.values()))
     except KeyboardInterrupt:
@@ -331,8 +331,8 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                 time.sleep(0.1)
         if in_slurm := [handle.job_id for handle in active.values() if handle not in local]:
             told = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
-            print(f"\n{told}", file=sys.stderr)
-        print(f"\nto go on: {command_to_go_on(go_on_in)}", file=sys.stderr)
+            tell(f"\n{told}", sys.stderr)
+        tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
         raise
     return failed
 
@@ -366,7 +366,7 @@ def command_to_go_on(folder: Path) -> str:
 def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print what is planned, and how to continue it later."""
     print_plan(sweep, planned, run_seconds)
-    print(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n", flush=True)
+    tell(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
 
 
 def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
@@ -383,7 +383,7 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
             f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
-    print(told)
+    tell(told)
 
 
 def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = None) -> int:
@@ -396,11 +396,11 @@ def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = N
         if paths := _measured(sweep):
             from trainkit.advice.report import compare_and_answer  # loads pandas, which is needed here only
 
-            print(flush=True)
+            tell("")
             code = compare_and_answer(paths, sweep.folder, constraints)
     finally:  # even if the comparison fails
         if failed:
-            print(f"failed: {', '.join(failed)}. The same command runs them again.", file=sys.stderr)
+            tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
     return 1 if failed else code
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainkit.advice.constraints import Constraints
 from trainkit.jobs import sweep
 from trainkit.jobs.sweep import PlannedRun, Sweep
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import DDP, DP, SINGLE
 
 
@@ -86,10 +86,10 @@ def search(
             if steps:
                 why = f"{steps[0].run.name} would take more than is left of --spend"
             so_far = f"{len(finished)} of {len(planned)} runs, {hours:.2g} {hours_name}"
-            print(f"done     {_known(answer)}; {why} ({so_far})", flush=True)
+            tell(f"done     {_known(answer)}; {why} ({so_far})")
             return failed
         about = f" (about {step.hours:.2g} {hours_name})" if step.hours else ""
-        print(f"known    {_known(answer)}; next {step.run.name}{about}: {step.why}", flush=True)
+        tell(f"known    {_known(answer)}; next {step.run.name}{about}: {step.why}")
         if not finish(step.run):
             failed.append(step.run)
 

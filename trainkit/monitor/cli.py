@@ -199,7 +199,7 @@ def _attach(job: int) -> None:
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
     if "monitor" in steps:
         raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")
-    nodes = facts["NumNodes"]
+    nodes = facts.get("NumNodes", "1")
     folder = read_site().jobs_dir / str(job) / samples.FOLDER
     check_writable(folder, "samples", FIX)
     script = 'source "$1"; activate; sample "$2" "$3" --jobid="$4"'
@@ -213,7 +213,7 @@ def _attach(job: int) -> None:
             env=local.outside_of_jobs(),
             start_new_session=True,  # Ctrl-C is only for this program
         )
-    print(f"sampling job {job} on {nodes} node(s) into {folder}; Ctrl-C ends that, not the job", flush=True)
+    tell(f"sampling job {job} on {nodes} node(s) into {folder}; Ctrl-C ends that, not the job")
     try:
         step.wait()
     except KeyboardInterrupt:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 VERSION = 2
 SPLIT = ("model", "optimizer")  # of which each rank has a part
+# What optimizers keep for each number of a parameter.
+OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"}
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
 
@@ -192,8 +194,8 @@ class Checkpoints:
         try:
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
-            if type(state["epoch"]) is not int or state["epoch"] < 1:
-                raise ValueError(f"its epoch is {state['epoch']}")
+            if type(state["epoch"]) is not int or state["epoch"] != len(state["run"]["rows"]) + 1:
+                raise ValueError(f"its epoch is {state['epoch']}, after {len(state['run']['rows'])} rows")
             # Checkpoints of earlier versions lack the model's name (it was Net) and options added since.
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
@@ -201,8 +203,7 @@ class Checkpoints:
             own = [dict(group) for group in self._optimizer.param_groups]
             if ("shards" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
-            for name, thing in self._parts.items():
-                thing.load_state_dict(state[name])
+            load_parts(self._parts, state)
             if self._sharded:
                 self._sharded.load(path.with_suffix(".shards"))
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
@@ -218,7 +219,7 @@ class Checkpoints:
             here = str(self._folder.resolve())
             copied = state.get("folder", here) != here
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
             ) from None
@@ -309,7 +310,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
         try:
             state = _read(path)
         except Exception as error:  # PyTorch raises many kinds for a damaged file
-            print(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", file=sys.stderr)
+            tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
             unreadable.append(path)
             continue
         for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
@@ -337,6 +338,22 @@ def load_verified(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
         raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
+
+
+def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
+    """Load into each of `parts` what `state` has under its name.
+
+    Raises:
+        ValueError: if a network or an optimizer has a state of another shape. For other things that do not
+            fit, PyTorch also raises other errors.
+    """
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+        if isinstance(part, torch.optim.Optimizer):  # it compares no shapes, and would fail in its next step
+            for parameter, own in part.state.items():
+                for key in OF_ITS_SHAPE & own.keys():
+                    if getattr(own[key], "shape", parameter.shape) != parameter.shape:
+                        raise ValueError(f"its {key} has the shape {tuple(own[key].shape)}")
 
 
 def _read(path: Path) -> dict:

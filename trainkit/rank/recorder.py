@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from trainkit.rank import options, recipes
-from trainkit.rank.checkpoint import report_stop
+from trainkit.rank.checkpoint import load_parts, load_verified, report_stop
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
 from trainkit.rank.runlog import RunLog
+from trainkit.rank.weights import save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
@@ -24,7 +25,7 @@ class Recorder:
     """Writes the record of a training with another loop, and reports when it has to stop.
 
     Every rank creates one after the process group, and calls its methods at the same points; rank 0
-    writes. `first_epoch` is 1, or follows the last epoch of `load_state_dict`.
+    writes. `first_epoch` is 1, or follows the last epoch of `load`.
 
     Args:
         name: the training's name in the record.
@@ -136,9 +137,35 @@ class Recorder:
         try:
             process_group.on_rank_0(lambda: self._log.go_on(state))
             self.first_epoch = self._epoch = len(state["rows"]) + 1
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"no Recorder made this state ({error}): give what state_dict returned."
+            ) from None
+
+    def save(self, path: Path | str, parts: dict[str, object]) -> None:
+        """Write the state_dict of each of `parts`, and that of this record, to `path`; rank 0's count.
+
+        Raises:
+            UserError: if that fails; an earlier file is kept.
+        """
+        state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
+        process_group.on_rank_0(lambda: save(state, Path(path), "The earlier file and the record are kept."))
+
+    def load(self, path: Path | str, parts: dict[str, object]) -> None:
+        """Continue on every rank from what `save` has written, if `path` exists.
+
+        Raises:
+            UserError: if it cannot be read, or is of another training.
+        """
+        if not os.path.lexists(path):
+            return
+        try:
+            load_parts(parts | {"record": self}, load_verified(Path(path)))
+        except UserError:
+            raise
+        except Exception as error:  # PyTorch raises many kinds for a damaged file
+            raise UserError(
+                f"{path} does not fit this training ({first_line(error)}): move it away to start over."
             ) from None
 
     def finish(self, saved: Path | str | None = None) -> None:

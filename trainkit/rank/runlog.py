@@ -24,7 +24,7 @@ from trainkit.runtime.errors import tell
 from trainkit.runtime.place import Place
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
-from trainkit.schema.records import RunFiles, slow_rank
+from trainkit.schema.records import OF_A_RUN, RunFiles, slow_rank
 
 
 class RunLog:
@@ -142,12 +142,11 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
-            ValueError: if `state` would write to another place.
+            ValueError: if `state` would write to another place, or no run has left it.
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is not a file name")
-        if not 0 <= state["elapsed_s"] < math.inf:
-            raise ValueError(f"its run has taken {state['elapsed_s']} s")
+        seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
         if not self._recorder.may_continue(facts, rows, copied):
             tell(
@@ -157,7 +156,7 @@ class RunLog:
             own = {"run_id": self.run_id}
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts
-        self.run_id, self._before_s = self._facts["run_id"], state["elapsed_s"]
+        self.run_id, self._before_s = self._facts["run_id"], seconds
         if rows:  # the limits may have changed
             rows[-1]["ended"] = why_ended(rows, self._options)
         self._recorder.go_on(facts, rows)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from trainkit.runtime import startup
 from trainkit.runtime.job_folder import note
@@ -101,15 +101,16 @@ def quiet_without_run() -> None:
     sys.excepthook = hook
 
 
-def tell(text: str | None = None) -> None:
+def tell(text: str | None = None, stream: TextIO | None = None) -> None:
     """Print, and go on even if that fails: `| head` has ended, or the log's disk is full."""
+    stream = stream or sys.stdout
     try:
         if text is not None:
-            print(_printable_lines(text))
-        if sys.stdout:
-            sys.stdout.flush()
+            print(_printable_lines(text), file=stream)
+        if stream:
+            stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(text: str, state: str = "failed") -> NoReturn:

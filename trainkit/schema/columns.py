@@ -12,6 +12,8 @@ from enum import IntEnum
 
 ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
 FLOAT32 = 3.5e38  # the largest one, rounded up
+# What no machine has: workers, seconds (30 years), samples per second, and MB of a device.
+WORKERS, LONGEST, FASTEST, LARGEST = 10**6, 1e9, 1e12, 1e9
 # The stages of the tutorial, in its order, and how they read. Any other name is a user's own training.
 SINGLE, DP, DDP = "single", "dp", "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
@@ -145,14 +147,14 @@ COLUMNS: dict[str, Column] = {
     ),
     "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default="", before=""),
     "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT, before=math.nan),
-    "world_size": Column(number(int, 1), Role.LAYOUT),
-    "nodes": Column(number(int, 1), Role.LAYOUT),
-    "devices": Column(number(int, 1), Role.LAYOUT),
+    "world_size": Column(number(int, 1, WORKERS), Role.LAYOUT),
+    "nodes": Column(number(int, 1, WORKERS), Role.LAYOUT),
+    "devices": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "device_name": Column(text(), Role.TASK, "device"),
     "workers_per_loader": Column(
-        number(int, 0), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", 0
+        number(int, 0, WORKERS), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", 0
     ),
-    "threads_per_worker": Column(number(int, 1), Role.LOADING, "threads per worker", "threads {}"),
+    "threads_per_worker": Column(number(int, 1, WORKERS), Role.LOADING, "threads per worker", "threads {}"),
     "global_batch": Column(number(int, 1), Role.SIZE, "global batch", option="--batch-size"),
     "batch_per_device": Column(number(int, 1), Role.FACT),
     "accumulate": Column(number(int, 1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
@@ -160,17 +162,17 @@ COLUMNS: dict[str, Column] = {
     "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", False, before=0),
     "steps": Column(number(int, 1), Role.MEASUREMENT),
     "images": Column(number(int, 1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
-    "train_seconds": Column(number(float, ABOVE_0), Role.MEASUREMENT),
-    "images_per_s": Column(number(float, ABOVE_0), Role.MEASUREMENT),
+    "train_seconds": Column(number(float, ABOVE_0, LONGEST), Role.MEASUREMENT),
+    "images_per_s": Column(number(float, ABOVE_0, FASTEST), Role.MEASUREMENT),
     "test_images": Column(number(int, 0), Role.FACT, before=10_000),
-    "eval_seconds": Column(number(float, 0), Role.MEASUREMENT),
+    "eval_seconds": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
     "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
     "test_loss": Column(number(float, -FLOAT32, FLOAT32, nan=True), Role.MEASUREMENT),
     "test_accuracy": Column(number(float, 0, 100, nan=True), Role.MEASUREMENT),  # a regression has none
     "best_epoch": Column(number(int, 0), Role.MEASUREMENT, before=0),  # so far, with --keep-best
     "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
-    "peak_memory_mb": Column(number(float, 0), Role.MEASUREMENT),
-    "elapsed_s": Column(number(float, 0), Role.MEASUREMENT),
+    "peak_memory_mb": Column(number(float, 0, LARGEST), Role.MEASUREMENT),
+    "elapsed_s": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
     "recorded_at": Column(text(), Role.FACT, before=""),
     "ended": Column(text(), Role.FACT, before=""),
     "seed": Column(number(int, 0), Role.REPEAT, option="--seed"),

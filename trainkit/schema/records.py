@@ -9,6 +9,7 @@ whole after every epoch, so a kill or a full disk never leaves half a row. One s
 import csv
 import io
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from trainkit.runtime.errors import UserError, reason
 from trainkit.runtime.files import check_writable, explained, read_text, replacing
-from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, MOST, number, text
+from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, LONGEST, WORKERS, number, text
 
 SCHEMA_VERSION = 1
 LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
@@ -26,12 +27,12 @@ OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
 # Of the ranks' file: how long the rank worked by itself (compute_time.py), and waited for its batches.
 RANK_COLUMNS: Columns = {
     "epoch": OF_A_RUN["epoch"],
-    "rank": number(int, 0),
+    "rank": number(int, 0, WORKERS),
     "host": text(),
     "device": text(),
     "device_name": text(),
-    "own_seconds": number(float, 0, MOST, nan=True),
-    "data_seconds": number(float, 0, MOST, nan=True),
+    "own_seconds": number(float, 0, LONGEST, nan=True),
+    "data_seconds": number(float, 0, LONGEST, nan=True),
     "peak_memory_mb": OF_A_RUN["peak_memory_mb"],
 }
 # Of the file of a training with its own metrics.
@@ -44,9 +45,9 @@ METRIC_COLUMNS: Columns = {
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
 ALL_REDUCE_COLUMNS: Columns = {
     "bytes": number(int, 1),
-    "seconds": number(float, ABOVE_0),
-    "ranks": number(int, 1),
-    "nodes": number(int, 1),
+    "seconds": number(float, ABOVE_0, LONGEST),
+    "ranks": OF_A_RUN["devices"],
+    "nodes": OF_A_RUN["nodes"],
     "backend": text(),
     "device_name": text(),
     "job": text(),
@@ -105,9 +106,9 @@ class RunFiles:
         """
         metrics = [*metrics]
         try:
-            told = [(self._facts | row, "its row", OF_A_RUN)]
-            for cells, where, columns in [*told, *((one, "its metrics", METRIC_COLUMNS) for one in metrics)]:
-                _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
+            _check(self._facts | row, "its row", OF_A_RUN)
+            for one in metrics:
+                _check(one, "its metrics", METRIC_COLUMNS)
         except ValueError as error:
             raise UserError(
                 f"epoch {row['epoch']} cannot be recorded ({error}): correct the numbers of the training. "
@@ -124,7 +125,7 @@ class RunFiles:
         The file may have more rows, unless the checkpoints were `copied`: then another run wrote them.
         """
         path = self.path.with_name(f"{facts['run_id']}.csv")
-        if not path.exists():
+        if not os.path.lexists(path):
             return True
         try:
             found = read(path)
@@ -141,11 +142,16 @@ class RunFiles:
 
         Raises:
             UserError: if the file cannot be written.
+            ValueError: if no run has written these rows.
         """
+        if [row["epoch"] for row in rows] != [*range(1, len(rows) + 1)]:
+            raise ValueError("its rows are not those of epoch 1, 2 and so on")
         self.path = self.path.with_name(f"{facts['run_id']}.csv")
         self._facts |= facts
         # Only what its checkpoint shares with this process: an earlier version may have had fewer columns.
         self.rows = [ADDED | self._facts | row for row in rows]
+        for row in self.rows:
+            _check(row, f"its row of epoch {row['epoch']}", OF_A_RUN)
         epochs = {row["epoch"] for row in rows}
         with suppress(RecordError):  # it may have been removed
             self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
@@ -284,6 +290,14 @@ def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, objec
     if row.get("nodes", 1) > row.get("devices", row.get("ranks", math.inf)):
         raise ValueError(f"{where} has more nodes than devices")
     return row
+
+
+def _check(cells: dict[str, object], where: str, columns: Columns) -> None:
+    """Raise a ValueError for values that could not be read back."""
+    row = _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
+    for name, value in row.items():
+        if isinstance(cells[name], str) and not isinstance(value, str):
+            raise ValueError(f"{where}, column {name}: {cells[name]!r} is not a number")
 
 
 def no_formula(cell: object) -> object:
