@@ -209,8 +209,6 @@ class Checkpoints:
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # The checkpoint may come from another stage.
                 group.update({name: here[name] for name in KERNELS if name in here})
-                if not 0 <= float(group["lr"]) < math.inf:
-                    raise ValueError(f"its learning rate is {group['lr']}")
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -344,16 +342,35 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     """Load into each of `parts` what `state` has under its name.
 
     Raises:
-        ValueError: if a network or an optimizer has a state of another shape. For other things that do not
-            fit, PyTorch also raises other errors.
+        ValueError: if an optimizer or a schedule gets what it would fail with in a later step. For other
+            things that do not fit, PyTorch also raises other errors.
     """
     for name, part in parts.items():
-        part.load_state_dict(state[name])
-        if isinstance(part, torch.optim.Optimizer):  # it compares no shapes, and would fail in its next step
-            for parameter, own in part.state.items():
-                for key in OF_ITS_SHAPE & own.keys():
-                    if getattr(own[key], "shape", parameter.shape) != parameter.shape:
-                        raise ValueError(f"its {key} has the shape {tuple(own[key].shape)}")
+        saved = state[name]
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            own = part.state_dict()  # its attributes: others, such as its methods, stay as they are
+            saved = {key: saved[key] for key in own.keys() & saved.keys()}
+            _check_numbers(own, saved)
+        if not isinstance(part, torch.optim.Optimizer):
+            part.load_state_dict(saved)
+            continue
+        before = part.state_dict()["param_groups"]
+        part.load_state_dict(saved)
+        for own, group in zip(before, part.param_groups, strict=True):
+            _check_numbers(own, group)
+            if not 0 <= float(group["lr"]) < math.inf:
+                raise ValueError(f"its learning rate is {group['lr']}")
+        for parameter, kept in part.state.items():
+            for key in OF_ITS_SHAPE & kept.keys():
+                if getattr(kept[key], "shape", parameter.shape) != parameter.shape:
+                    raise ValueError(f"its {key} has the shape {tuple(kept[key].shape)}")
+
+
+def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
+    """Raise a ValueError if something else takes the place of a number."""
+    for key in own.keys() & saved.keys():
+        if type(own[key]) in (int, float) and not isinstance(saved[key], int | float | torch.Tensor):
+            raise ValueError(f"its {key} is not a number")
 
 
 def _read(path: Path) -> dict:

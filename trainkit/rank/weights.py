@@ -58,6 +58,8 @@ class Best:
         )
         if kept and kept != own and not self._sharded:
             raise ValueError("its best weights are of another network")
+        if not all(one.isfinite().all() for one in weights.values()):
+            raise ValueError("its best weights are no longer numbers")
         if not self._path and bool(kept) != math.isfinite(loss):
             raise ValueError("its best weights and their loss do not fit together")
         self.epoch, self.loss = epoch, loss
