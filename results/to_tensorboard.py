@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UserError(
             f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
         ) from None

@@ -218,7 +218,7 @@ def _check_machine(request: Request, opts: options.Options) -> None:
 
 def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
     """Call sbatch; raise a UserError if it refuses."""
-    from submitit.core.utils import FailedJobError
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     executor = _executor(request, folder, site.results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
@@ -227,8 +227,8 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
         with local.environment(variables), redirect_stderr(io.StringIO()):
             stage = request.stage
             return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
-    except FailedJobError as error:
-        told = slurm.sbatch_message(str(error))
+    except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job
+        told = slurm.sbatch_message(str(error))[:1000]
         fix = f"{slurm.advice(told)}; --local runs it on this machine"
         raise UserError(f"Slurm did not take the job ({told}): {fix}.") from None
 
