@@ -209,6 +209,7 @@ class Checkpoints:
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
                 # The checkpoint may come from another stage.
                 group.update({name: here[name] for name in KERNELS if name in here})
+                _check_numbers(here, group)
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -346,31 +347,26 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
             things that do not fit, PyTorch also raises other errors.
     """
     for name, part in parts.items():
-        saved = state[name]
+        own = part.state_dict()
+        part.load_state_dict(state[name])
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            own = part.state_dict()  # its attributes: others, such as its methods, stay as they are
-            saved = {key: saved[key] for key in own.keys() & saved.keys()}
-            _check_numbers(own, saved)
-        if not isinstance(part, torch.optim.Optimizer):
-            part.load_state_dict(saved)
-            continue
-        before = part.state_dict()["param_groups"]
-        part.load_state_dict(saved)
-        for own, group in zip(before, part.param_groups, strict=True):
-            _check_numbers(own, group)
-            if not 0 <= float(group["lr"]) < math.inf:
-                raise ValueError(f"its learning rate is {group['lr']}")
-        for parameter, kept in part.state.items():
-            for key in OF_ITS_SHAPE & kept.keys():
-                if getattr(kept[key], "shape", parameter.shape) != parameter.shape:
-                    raise ValueError(f"its {key} has the shape {tuple(kept[key].shape)}")
+            _check_numbers(own, vars(part))
+        elif isinstance(part, torch.optim.Optimizer):
+            for before, group in zip(own["param_groups"], part.param_groups, strict=True):
+                _check_numbers(before, group)
+            for parameter, kept in part.state.items():
+                for key in OF_ITS_SHAPE & kept.keys():
+                    if getattr(kept[key], "shape", parameter.shape) != parameter.shape:
+                        raise ValueError(f"its {key} has the shape {tuple(kept[key].shape)}")
 
 
 def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
-    """Raise a ValueError if something else takes the place of a number."""
+    """Raise a ValueError if a number is replaced by something else, or no learning rate is left."""
     for key in own.keys() & saved.keys():
         if type(own[key]) in (int, float) and not isinstance(saved[key], int | float | torch.Tensor):
             raise ValueError(f"its {key} is not a number")
+    if not 0 <= float(saved.get("lr", 0)) < math.inf:
+        raise ValueError(f"its learning rate is {saved['lr']}")
 
 
 def _read(path: Path) -> dict:
