@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -116,10 +117,11 @@ def predictions() -> pd.DataFrame:
     """Predict points of every series from some of its others."""
     rows = []
     for series in SERIES:
-        runs = as_runs(series)
         for question, asked, shown in questions(series["points"]):
-            numbers = [str(number) for number, point in enumerate(series["points"]) if point in shown]
-            rows.append({"question": question, "series": series["name"]} | predict(runs, numbers, asked))
+            numbers = tuple(map(series["points"].index, shown))
+            rows.append(
+                {"question": question, "series": series["name"]} | predict(series["name"], numbers, asked)
+            )
     return pd.DataFrame(rows)
 
 
@@ -136,11 +138,11 @@ def questions(points: list[dict]) -> Iterator[tuple[str, dict, list[dict]]]:
             yield "four nodes", asked, [point for point in points if point["nodes"] <= 2]
 
 
-def predict(runs: pd.DataFrame, shown: list[str], asked: dict) -> dict[str, object]:
-    """Predict the throughput of one point from the runs that are shown."""
+def predict(series: str, shown: tuple[int, ...], asked: dict) -> dict[str, object]:
+    """Predict the throughput of one point of a series from the points that are shown, by their numbers."""
     shape = shape_of(asked)
     try:
-        model = fit_to(RunSet(runs[runs.run_id.isin(shown)], Constraints(epochs=EPOCHS)), runs)
+        model = fit_to(series, shown)
     except UserError:
         return {"predicted": False}
     if model.unknown(shape):
@@ -159,7 +161,12 @@ def shape_of(point: dict) -> Shape:
     return Shape(point["gpus"], point["nodes"], point["batch_per_gpu"])
 
 
-def fit_to(run_set: RunSet, runs: pd.DataFrame) -> Scaling:
+@cache
+def fit_to(name: str, shown: tuple[int, ...]) -> Scaling:
+    """Fit the models to these points of a series; each question is asked of several."""
+    (series,) = (one for one in SERIES if one["name"] == name)
+    runs = as_runs(series)
+    run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], Constraints(epochs=EPOCHS))
     return fit(run_set.measured("ddp"), [], 4 * int(runs.parameters.max()))
 
 
@@ -192,7 +199,7 @@ def calibration() -> pd.DataFrame:
             limit = times * min(truth.values())
             constraints = Constraints(epochs=EPOCHS, deadline_s=limit, min_efficiency=0)
             run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], constraints)
-            model = fit_to(run_set, runs)
+            model = fit_to(series["name"], shown)
             options = [run_set.option("ddp", shape, model) for shape in truth if not model.unknown(shape)]
             best = choose(options, constraints)
             if best.best:
