@@ -22,6 +22,51 @@ SCRIPTS = {
 }
 
 
+# A stage that trains nothing, loads no PyTorch, and records what a GPU might have done.
+PRETENDED = """
+import os, sys, time
+from trainkit import errors, options
+from trainkit.runtime import place
+from trainkit.schema import records
+
+SPEEDS = {256: 70_000, 1024: 300_000, 2048: 310_000}
+ONES = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss", "test_loss")
+ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters", "flops_per_image")
+
+def main():
+    opts = options.parse("", sys.argv[1:])
+    here = place.read()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = len(gpus) if STAGE in ("single", "dp") else here.size
+    if opts.batch_size == 4096:
+        raise errors.UserError("out of memory")
+    if here.rank != 0:
+        return
+    steps = (opts.train_size or 60_000) // opts.batch_size
+    facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(ONES, 1)
+    facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
+    facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
+    facts |= {"world_size": here.size, "devices": devices, "workers_per_loader": 0, "best_epoch": 0}
+    facts |= {"steps": steps, "images": steps * opts.batch_size}
+    facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
+    recorder = records.RunFiles(opts.results_dir, facts)
+    for epoch in range(1, opts.epochs + 1):
+        speed = SPEEDS.get(opts.batch_size, 10_000) * devices
+        seconds = facts["images"] / speed
+        row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
+        recorder.add(**row, eval_seconds=1.0, elapsed_s=8 + epoch * (seconds + 1))
+    errors.tell("results: none")
+
+if __name__ == "__main__":
+    errors.run(main)
+"""
+
+
+def pretended(stage: str) -> str:
+    """The script of a stage that only pretends to train."""
+    return f"STAGE = {stage!r}\n{PRETENDED}"
+
+
 def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
     made = ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample", "breakdown", "all_reduce")
@@ -38,6 +83,21 @@ def copy_project(folder: Path) -> None:
         )
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
     (folder / "data").symlink_to(REPOSITORY / "data")
+
+
+def make_project(folder: Path) -> Path:
+    """A copy of the project, with the environment that runs this test as its own."""
+    copy = folder / "a folder with spaces" / "the project"
+    copy_project(copy)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, copy)
+    # What `make` builds: here it is there already, and newer than pyproject.toml.
+    python = copy / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}:{STARTUP}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / ".venv" / "ready").touch()
+    return copy
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -90,6 +150,11 @@ class Checkout:
     def script(self, stage: str) -> Path:
         (path,) = (self.folder / FOLDERS[stage]).glob("mnist_*.py")
         return path
+
+    def pretend(self) -> None:
+        """Have every stage train nothing."""
+        for stage in FOLDERS:
+            self.script(stage).write_text(pretended(stage))
 
     def insert(self, where: str, line: str, before: str) -> None:
         """Put a line into a stage's training script, or another file, in front of the one that begins so."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ LONG_FILES = {
     f"test_{name}"
     for name in (
         *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts", "worked"),
-        *("breakdown", "fast_devices", "faults", "launch", "launching"),
+        *("breakdown", "fast_devices", "faults", "launch"),
     )
 }
 CLUSTERS = 2
@@ -116,7 +116,7 @@ def _with_a_cluster(path: Path) -> set[str]:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    fixtures = {"cluster", *(name for name, takes in functions.items() if "cluster" in takes)}
+    fixtures = {"cluster", "on_cluster", *(name for name, takes in functions.items() if "cluster" in takes)}
     return {name for name, takes in functions.items() if fixtures & takes}
 
 
@@ -128,6 +128,12 @@ def _files_with_a_cluster() -> list[Path]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:
     config.option.loadscopereorder = False  # those that wait stay first
     return SharedFixtures(config, log)
+
+
+def ran(*command: object, **how: object) -> subprocess.CompletedProcess:
+    """Run a command to its end, and keep what it prints; `how` goes to `subprocess.run`."""
+    settings = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(list(map(str, command)), **settings | how)
 
 
 def stage_command(stage: str | Path, *arguments: object, processes: int | None = None) -> list[str]:
@@ -146,13 +152,7 @@ def run_stage(
     device: tuple[str, ...] = ("--no-cuda",),
 ) -> subprocess.CompletedProcess:
     """Run a stage to its end, on the CPU unless `device` is empty."""
-    return subprocess.run(
-        stage_command(stage, *arguments, *device, processes=processes),
-        env=ENVIRONMENT | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return ran(*stage_command(stage, *arguments, *device, processes=processes), env=ENVIRONMENT | (env or {}))
 
 
 def start_stage(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.Popen:
@@ -244,6 +244,14 @@ def cluster() -> Iterator["RunningCluster"]:
         yield running
 
 
+@pytest.fixture
+def on_cluster(tmp_path: Path, cluster: "RunningCluster") -> "Checkout":
+    """A copy of the checkout, on the cluster's login host."""
+    from checkout import Checkout
+
+    return Checkout(tmp_path / "a checkout", cluster)
+
+
 @pytest.fixture(scope="session")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
     """Runs Python programs without their slow start: one for all tests of this process."""
@@ -251,6 +259,12 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Forking"]:
 
     with forking(tmp_path_factory.mktemp("forking"), ENVIRONMENT) as started:
         yield started
+
+
+@pytest.fixture
+def plot(forking: "Forking") -> Script:
+    """Runs results/plot_results.py."""
+    return partial(forking.run, REPOSITORY / "results" / "plot_results.py", env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")

@@ -48,8 +48,8 @@ def fork(arguments, environment, outputs, folder):
     # As Python ends, but for taking PyTorch apart, which takes a second.
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(code)
 
 for line in sys.stdin:

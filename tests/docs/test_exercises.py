@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, STAGES
+from checkout import make_project
+from conftest import ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
@@ -94,8 +95,10 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
 ANSWER_WRONGLY = """
 import json, shutil, sys
 from pathlib import Path
+from trainkit.workshop import ranks
 from trainkit.workshop.exercises import Exercise
 
+ranks.TIMEOUT = 8  # seconds; some of them hang
 folder, answers = Path(sys.argv[1]), json.loads(sys.argv[2])
 solved = shutil.copytree(folder / "mine", folder / "solved")
 for pattern, right, wrong in answers:
@@ -374,3 +377,47 @@ def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Lear
     assert f"Your own runs are kept in {mine.mine}/own-runs-1." in mine.do("recorded", "loader").stdout
     assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
     assert len(list((mine.mine / "runs").glob("*.csv"))) == 2
+
+
+# --- the first steps of somebody who has just cloned the project ----------------------------------------
+
+STAGE_FOLDERS = sorted({folder.parents[1].name for folder in FOLDERS})
+
+
+def learn(project: Path, done: dict[str, list[str]]) -> list[str]:
+    """What `make learn` prints when these exercises are done."""
+    for stage in STAGE_FOLDERS:
+        progress = {"done": done.get(stage, []), "hints": {}}
+        (project / stage / "exercises" / "progress.json").write_text(json.dumps(progress))
+    return succeeded(ran("make", "--no-print-directory", "-C", project, "learn")).stdout.splitlines()
+
+
+@pytest.mark.full
+def test_first_steps(tmp_path: Path) -> None:
+    """And the way on from there."""
+    project = make_project(tmp_path)
+    (project / ".venv" / "bin" / "activate").touch()
+    told = learn(project, {})
+    assert "GPUs    none: the CPU stands in" in told
+    assert f"MNIST   in {project / 'data'}" in told
+    assert sum(line.startswith("Slurm   ") for line in told) == 1
+    assert sum(line.startswith("[ ] ") for line in told) == len(FOLDERS)
+    of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]
+    names = {stage: [name for of, name in of_each if of == stage] for stage in STAGE_FOLDERS}
+    first, second, _ = STAGE_FOLDERS
+    bar = f"[{'.' * len(names[first])}] 0 of {len(names[first])} done. Next: clock (core), "
+    assert any(line.startswith(bar) for line in told)
+    assert told[-4:] == [
+        f"The lesson around it: {first}/README.md. Go on with:",
+        "  source .venv/bin/activate",
+        f"  cd {first}",
+        "  python exercises/check.py",
+    ]
+
+    (project / "data").unlink()
+    told = learn(project, {first: names[first]})
+    assert sum(line.startswith("[x] ") for line in told) == len(names[first])
+    assert "MNIST   missing or damaged" in told
+    assert told[-4] == "  make data" and told[-2] == f"  cd {second}"
+    assert not (project / "data").exists()
+    assert learn(project, names)[-1].startswith("All done.")

@@ -1,17 +1,14 @@
 """`make compare` without Slurm, in a copy of the project whose path has spaces, from another directory."""
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from checkout import Checkout, copy_project
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, STARTUP, succeeded
+from checkout import Checkout, make_project
+from conftest import ENVIRONMENT, REPOSITORY, STARTUP, Script, one_error, ran, succeeded
+from forking import Forking
 
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
@@ -21,31 +18,10 @@ from trainkit.schema import records
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
-def make_project(folder: Path) -> Path:
-    """A copy of the project, with the environment that runs this test as its own."""
-    copy = folder / "a folder with spaces" / "the project"
-    copy_project(copy)
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(REPOSITORY / name, copy)
-    # What `make` builds: here it is there already, and newer than pyproject.toml.
-    python = copy / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{copy}:{STARTUP}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    (copy / ".venv" / "ready").touch()
-    return copy
-
-
-def run(command: list, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, cwd="/", env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     project = make_project(tmp_path)
-    done = succeeded(run(["make", "-C", project, "compare", f"ARGS={QUICK} --workers 2"]))
+    done = succeeded(ran("make", "-C", project, "compare", f"ARGS={QUICK} --workers 2", cwd="/"))
     (folder,) = (project / "results" / "comparisons").iterdir()
     table = pd.read_csv(folder / "comparison.csv")
     compared = sorted(zip(table.stage, table.devices, strict=True))
@@ -68,14 +44,15 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
 
     go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
-    again = succeeded(run(shlex.split(go_on), PYTHONPATH=f"{project}:{STARTUP}"))
+    env = ENVIRONMENT | {"PYTHONPATH": f"{project}:{STARTUP}"}
+    again = succeeded(ran(*shlex.split(go_on), cwd="/", env=env))
     assert "4 runs, 4 of them finished" in again.stdout
 
 
 @pytest.mark.full
-def test_without_mnist_and_with_a_failing_stage(tmp_path: Path) -> None:
+def test_without_mnist_and_with_a_failing_stage(checkout: Checkout) -> None:
     """Where MNIST cannot be had it says loudly what it uses instead, and it compares the other stages."""
-    checkout = Checkout(tmp_path / "a checkout")
+    checkout.pretend()
     checkout.plant("dp", "raise SystemExit('planted')")
     (checkout.folder / "data").unlink()
     cut_off = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
@@ -103,14 +80,9 @@ def test_without_mnist_and_with_a_failing_stage(tmp_path: Path) -> None:
         ("--train-size 100 --no-cuda --workers 1", "--batch-size 256 is more than the 100 training images"),
     ],
 )
-def test_bad_arguments(arguments: str, sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "results" / "compare.py", *arguments.split()],
-        env=os.environ, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
+    done = forking.run(REPOSITORY / "results" / "compare.py", *arguments.split(), env=ENVIRONMENT)
+    assert sentence in one_error(done)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------
@@ -191,15 +163,15 @@ def test_the_time_of_a_run_is_that_of_its_probe() -> None:
 
 
 @pytest.mark.full
-def test_a_probe_trains_as_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_probe_trains_as_a_run_of_its_own(script: Script, tmp_path: Path) -> None:
     """Whatever its process has done before; the records stay when a larger batch fails."""
     options = [*QUICK.split(), "--checkpoint-dir"]
-    probing = [sys.executable, REPOSITORY / "results" / "probes.py", "--smaller", "32", "64"]
-    failed = run([*probing, *options, tmp_path / "1", "--batch-size", "600", "--results-dir", tmp_path])
-    assert failed.returncode == 1
-    assert failed.stderr == "error: --batch-size 600 is more than the 512 training images: lower it.\n"
+    probing = (REPOSITORY / "results" / "probes.py", "--smaller", 32, 64, *options, tmp_path / "1")
+    assert one_error(script(*probing, "--batch-size", 600, "--results-dir", tmp_path)) == (
+        "error: --batch-size 600 is more than the 512 training images: lower it."
+    )
     assert not list(tmp_path.glob("runs/*.csv"))
-    succeeded(run([sys.executable, STAGES["single"], *options, tmp_path / "2", "--results-dir", tmp_path]))
+    succeeded(script("single", *options, tmp_path / "2", "--results-dir", tmp_path))
     before, probe, own = (
         records.read(next(tmp_path.glob(f"{folder}runs/*.csv"))) for folder in ("batch32/", "batch64/", "")
     )

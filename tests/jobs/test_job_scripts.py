@@ -1,6 +1,6 @@
 """The job scripts, submitted to a real Slurm: the practice cluster with two nodes and virtual GPUs.
 
-Every test works on a copy of the checkout, so that it can have a site file of its own, and a fault
+Every test works on a copy of the on_cluster, so that it can have a site file of its own, and a fault
 planted in a stage script. The job scripts are always submitted as they are.
 """
 
@@ -24,21 +24,16 @@ TWO_NODES = {
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
-    return Checkout(tmp_path / "a checkout", cluster)
-
-
-@pytest.fixture
 def checkouts(tmp_path: Path, cluster: RunningCluster) -> Callable[[str], Checkout]:
     return lambda name: Checkout(tmp_path / name, cluster)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.quick), "dp"])
-def test_a_job_script_as_it_is(launcher: str, checkout: Checkout) -> None:
-    rows = checkout.train(launcher, *SMALL)
+def test_a_job_script_as_it_is(launcher: str, on_cluster: Checkout) -> None:
+    rows = on_cluster.train(launcher, *SMALL)
     ranks, stage = {"srun": (2, "ddp"), "dp": (1, "dp")}[launcher]
     assert [row["epoch"] for row in rows] == [1, 2]
-    (log,) = checkout.folder.glob("0*/mnist-*.log")
+    (log,) = on_cluster.folder.glob("0*/mnist-*.log")
     for row in rows:
         assert (row["stage"], row["launcher"]) == (stage, "srun")
         assert (row["world_size"], row["nodes"], row["devices"]) == (ranks, 1, ranks)
@@ -47,10 +42,10 @@ def test_a_job_script_as_it_is(launcher: str, checkout: Checkout) -> None:
     text = log.read_text()
     told = ("job  ", "nodes  ", "GPUs  ", "code  ", "python  ", ", torch 2", "meet at", "exit code 0")
     assert [word for word in told if word not in text] == []
-    assert f"results in {checkout.folder / 'results' / 'runs'}" in text
+    assert f"results in {on_cluster.folder / 'results' / 'runs'}" in text
 
 
-def test_a_script_of_ones_own(checkout: Checkout) -> None:
+def test_a_script_of_ones_own(on_cluster: Checkout) -> None:
     """Every job script starts it in the place of its stage's, and passes the rest on."""
     own = """
 import os, sys
@@ -59,17 +54,17 @@ rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 Path(os.environ["TRAINKIT_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv[-4:]))
 """
     for folder in FOLDERS.values():
-        (checkout.folder / folder / "mine.py").write_text(own)
-    jobs = {checkout.submit(launcher, "mine.py", "--width", 64): launcher for launcher in SCRIPTS}
-    lost = checkout.submit("srun", "nowhere.py")
+        (on_cluster.folder / folder / "mine.py").write_text(own)
+    jobs = {on_cluster.submit(launcher, "mine.py", "--width", 64): launcher for launcher in SCRIPTS}
+    lost = on_cluster.submit("srun", "nowhere.py")
     for job, launcher in jobs.items():
-        assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
-        told = sorted((checkout.folder / "results" / "jobs" / str(job)).glob("own-*"))
+        assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
+        told = sorted((on_cluster.folder / "results" / "jobs" / str(job)).glob("own-*"))
         assert len(told) == (2 if launcher in TWO_NODES else 1)
         assert {text.read_text() for text in told} == {"--resume auto --width 64"}
-    assert checkout.cluster.wait(lost)["JobState"] == "FAILED"
+    assert on_cluster.cluster.wait(lost)["JobState"] == "FAILED"
     sentence = rf"error: there is no script nowhere.py in \S.*{FOLDERS['ddp']}: correct its name."
-    assert re.search(sentence, checkout.log(lost)), checkout.log(lost)
+    assert re.search(sentence, on_cluster.log(lost)), on_cluster.log(lost)
 
 
 def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> None:
@@ -104,19 +99,19 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> No
     assert threads | {row["threads_per_worker"] for row in rows} == {1}
 
 
-def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None:
-    other = checkout.folder.parent / "scratch"
-    checkout.site(
+def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> None:
+    other = on_cluster.folder.parent / "scratch"
+    on_cluster.site(
         f"export SBATCH_PARTITION=debug\nSITE_SCRATCH_DIR='{other}'\nSITE_RESULTS_DIR='{other}/results'\n"
         'activate_environment() {\n    echo "activated $UNSET_VARIABLE"\n}\n'
     )
-    (checkout.folder / FOLDERS["single"] / "mine.py").touch()
+    (on_cluster.folder / FOLDERS["single"] / "mine.py").touch()
     command = ". ../slurm/site.sh && sbatch --parsable --time=5 slurm_submit.sh mine.py"
-    done = succeeded(checkout.run("bash", "-c", command, cwd=checkout.folder / "01_singlegpu"))
+    done = succeeded(on_cluster.run("bash", "-c", command, cwd=on_cluster.folder / "01_singlegpu"))
     job = int(done.stdout)
-    state = checkout.cluster.wait(job)
-    assert (state["JobState"], state["Partition"]) == ("COMPLETED", "debug"), checkout.log(job)
-    assert "activated" in checkout.log(job)
+    state = on_cluster.cluster.wait(job)
+    assert (state["JobState"], state["Partition"]) == ("COMPLETED", "debug"), on_cluster.log(job)
+    assert "activated" in on_cluster.log(job)
     assert (other / str(job)).is_dir()
 
 
@@ -131,52 +126,43 @@ def test_the_site_file_chooses_partition_and_folders(checkout: Checkout) -> None
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
     ],
 )
-def test_a_site_file_that_cannot_work(site: str, sentence: str, checkout: Checkout) -> None:
-    checkout.site(site)
-    log = checkout.fail("single", *SMALL)
+def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Checkout) -> None:
+    on_cluster.site(site)
+    log = on_cluster.fail("single", *SMALL)
     assert f"error: {sentence}" in log
     assert "epoch 1" not in log
 
 
-def test_a_job_of_an_array(checkout: Checkout) -> None:
-    log = checkout.fail("single", sbatch=("--array=3",))
+def test_a_job_of_an_array(on_cluster: Checkout) -> None:
+    log = on_cluster.fail("single", sbatch=("--array=3",))
     assert log == "error: this is a job of an array, all of which would train the same: leave out --array.\n"
 
 
-def test_submitted_from_another_folder(checkout: Checkout) -> None:
-    job = checkout.cluster.submit(SCRIPTS["srun"], cwd=checkout.folder)
-    assert checkout.cluster.wait(job)["JobState"] == "FAILED"
-    assert checkout.log(job).strip() == "error: submit it with sbatch from its folder: cd 03_multigpu_ddp"
+def test_submitted_from_another_folder(on_cluster: Checkout) -> None:
+    job = on_cluster.cluster.submit(SCRIPTS["srun"], cwd=on_cluster.folder)
+    assert on_cluster.cluster.wait(job)["JobState"] == "FAILED"
+    assert on_cluster.log(job).strip() == "error: submit it with sbatch from its folder: cd 03_multigpu_ddp"
 
 
-def test_a_rank_that_fails_ends_the_job_and_is_named(checkout: Checkout) -> None:
+def test_a_rank_that_fails_ends_the_job_and_is_named(on_cluster: Checkout) -> None:
     fault = "if epoch == 2 and here.rank == 1: raise ValueError('planted')"
-    checkout.insert("ddp", fault, before="run.end_of_epoch(")
-    log = checkout.fail("srun", *SMALL)
+    on_cluster.insert("ddp", fault, before="run.end_of_epoch(")
+    log = on_cluster.fail("srun", *SMALL)
     last = log.strip().splitlines()[-4:]
     assert "error on rank 1: ValueError: planted" in "\n".join(last), log
-    assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1]
+    assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1]
 
 
-def test_a_cut_link_ends_the_job_within_the_timeout(checkout: Checkout) -> None:
-    job = checkout.submit(
+def test_a_cut_link_ends_the_job_within_the_timeout(on_cluster: Checkout) -> None:
+    job = on_cluster.submit(
         "srun", "--epochs", 1000, *SMALL[2:], "--timeout", 10, sbatch=("--nodes=2", "--ntasks-per-node=1")
     )
-    checkout.wait_for("epoch 1/", job)
-    checkout.cluster.link(NODES[1], up=False)
+    on_cluster.wait_for("epoch 1/", job)
+    on_cluster.cluster.link(NODES[1], up=False)
     try:
-        checkout.wait_for("error on rank 0", job)
+        on_cluster.wait_for("error on rank 0", job)
     finally:
-        checkout.cluster.link(NODES[1], up=True)
-    assert checkout.cluster.wait(job)["JobState"] == "FAILED", checkout.log(job)
-    assert "lost the other ranks" in checkout.log(job)
-    assert "the ranks lost each other: the network" in checkout.log(job)
-
-
-def test_two_jobs_on_one_node_do_not_meet(checkout: Checkout) -> None:
-    (checkout.folder / FOLDERS["ddp"] / "mine.py").touch()
-    sbatch = ("--nodelist=n1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G")
-    jobs = [checkout.submit("srun", "mine.py", sbatch=sbatch) for _ in range(2)]
-    assert [checkout.cluster.wait(job)["JobState"] for job in jobs] == ["COMPLETED"] * 2
-    ports = {re.search(r"meet at \S+:(\d+)", checkout.log(job))[1] for job in jobs}
-    assert len(ports) == 2
+        on_cluster.cluster.link(NODES[1], up=True)
+    assert on_cluster.cluster.wait(job)["JobState"] == "FAILED", on_cluster.log(job)
+    assert "lost the other ranks" in on_cluster.log(job)
+    assert "the ranks lost each other: the network" in on_cluster.log(job)

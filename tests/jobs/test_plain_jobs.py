@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import traces
 from checkout import Checkout
-from cluster import RunningCluster
 from conftest import REPOSITORY, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
@@ -85,11 +84,6 @@ def write(checkout: Checkout, text: str) -> Path:
     return script
 
 
-@pytest.fixture
-def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
-    return Checkout(tmp_path / "a checkout", cluster)
-
-
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster: Checkout) -> None:
     """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
@@ -166,10 +160,11 @@ def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout
 # On one rank it writes a record; on two it fails until there is a file `well`.
 SWEPT = """
 from pathlib import Path
-import os, sys, torch
-from trainkit import Recorder
+import os, sys
 if os.environ["WORLD_SIZE"] == "2":
     sys.exit(0 if Path("well").exists() else 3)
+import torch
+from trainkit import Recorder
 model = torch.nn.Linear(2, 1)
 told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
 recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from checkout import copy_project
 from cluster import PROGRAM, RunningCluster, run_program, running_cluster
-from conftest import ENVIRONMENT, succeeded
+from conftest import ENVIRONMENT, ran, succeeded
 
 from trainkit.doctor.checkup import in_words
 from trainkit.schema.records import ALL_REDUCE_COLUMNS, RecordError, put_table, read_all_reduce
@@ -49,23 +49,6 @@ def starting(name: str) -> subprocess.Popen:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return started
-
-
-def test_a_batch_job_on_two_nodes(cluster: RunningCluster, tmp_path: Path) -> None:
-    script = tmp_path / "job with spaces.sh"
-    script.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --gpus-per-node=2\n"
-        "srun --label sh -c 'echo node $SLURMD_NODENAME gpus $CUDA_VISIBLE_DEVICES'\n"
-    )
-    number = cluster.submit("--output", tmp_path / "log", script, cwd=tmp_path)
-    job = cluster.wait(number)
-    assert job["JobState"] == "COMPLETED"
-    assert sorted((tmp_path / "log").read_text().splitlines()) == [
-        "0: node n1 gpus 0,1",
-        "1: node n1 gpus 0,1",
-        "2: node n2 gpus 0,1",
-        "3: node n2 gpus 0,1",
-    ]
 
 
 def test_a_job_keeps_its_environment_and_its_exit_code(cluster: RunningCluster) -> None:
@@ -376,7 +359,7 @@ def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
     shutil.copytree(PROGRAM.parent, checkout, ignore=shutil.ignore_patterns("packages", "unpacking-*"))
     name = f"test-{os.getpid()}-bare"
     command = [sys.executable, checkout / PROGRAM.name, "up", "--name", name]
-    done = subprocess.run(command, env=ENVIRONMENT | {"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = ran(*command, env=ENVIRONMENT | {"PATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")
     assert "no apt-get to fetch them with" in done.stderr
     assert not traces(name)

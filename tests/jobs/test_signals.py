@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import Script, assert_same_end, rows_of, succeeded
+from conftest import Script, assert_same_end, places, rows_of, succeeded
 
 SMALL = ("--test-size", 100, "--width", 4, "--precision", "fp32")
 TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--save-model", "--lr", 0.1)
@@ -15,11 +15,6 @@ TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--s
 HERE = "os.kill(os.getpid(), signal.{})"
 START = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'"
 ONE = "os.environ.get('LOCAL_RANK', os.environ['SLURM_LOCALID']) == '1'"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, cluster: RunningCluster) -> Checkout:
-    return Checkout(tmp_path / "a checkout", cluster)
 
 
 def when(start: int, line: str) -> str:
@@ -47,62 +42,9 @@ MOMENTS = {
     ),
     # At the first step, and at every step after it.
     "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "evaluating": ("trainkit/rank/epoch.py", "output = network(inputs)", TERM, "stopped after epoch 1"),
     "saving": ("trainkit/rank/checkpoint.py", "torch.save(state, file)", USR2, "stopped after "),
 }
-JOBS = {"srun": ["importing", "training", "evaluating"], "torchrun": ["meeting"], "submitit": ["saving"]}
-
-
-@pytest.mark.parametrize("launcher", JOBS)
-def test_a_signal_at_any_moment(launcher: str, checkout: Checkout, never_stopped: Path) -> None:
-    """One job, which is stopped at another moment after every start, and ends where the others end."""
-    told = []
-    for start, moment in enumerate(JOBS[launcher]):
-        where, before, comes, tells = MOMENTS[moment]
-        checkout.insert(where, when(start, comes), before=before)
-        told.append(tells)
-    # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
-    # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
-    checkout.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
-
-    training = (*TRAINING, "--checkpoint-minutes", 1e-6)
-    if launcher == "submitit":
-        done = succeeded(checkout.submit_py("ddp", *training, "--wait"))
-        assert done.stdout.splitlines()[-1].startswith("done: results: ")
-        job = int(done.stdout.split()[1])
-    else:
-        job = checkout.submit(launcher, *training)
-    state = checkout.cluster.wait(job, timeout=300)
-    (path,) = (*checkout.folder.rglob(f"*-{job}.log"), *checkout.folder.rglob(f"{job}_0_log.out"))
-    log = path.read_text()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(told))), log
-    stops = [line for line in log.splitlines() if line.startswith("stopped after")]
-    assert len(stops) == len(told) and all(map(str.startswith, stops, told)), log
-    assert "Traceback" not in log
-
-    assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1, 2]
-    assert_same_end(checkout.folder / "results", never_stopped, loss=1e-4)
-    assert not list((checkout.folder / "results" / "jobs").glob("*/checkpoints/*"))  # nobody needs them now
-
-
-def test_a_preempted_job_saves_and_comes_back_by_itself(checkout: Checkout) -> None:
-    """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
-    slow = when(0, "time.sleep(0.2)")
-    checkout.insert("single", slow, before="optimizer.zero_grad()")
-    job = checkout.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
-    checkout.wait_for("\nstage single", job)
-    urgent = checkout.cluster.submit(
-        "--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=true", cwd="/tmp"
-    )
-    state = checkout.cluster.wait(job, timeout=300)
-    log = checkout.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
-    assert "stopped after step" in log
-    assert "resumed from" in log
-    assert checkout.cluster.wait(urgent)["JobState"] == "COMPLETED"
-    assert [row["epoch"] for row in rows_of(checkout.folder / "results")] == [1, 2]
-
-
+JOBS = {"srun": ["importing", "training"], "torchrun": ["meeting"], "submitit": ["saving"]}
 # Ends at the first signal, and asks for the way back. It loads no PyTorch: the signals are Slurm's.
 WAITS = f"""
 import os, signal, sys, time
@@ -118,38 +60,109 @@ for number in (signal.SIGUSR2, signal.SIGTERM):
 {when(0, "time.sleep(600)")}
 print("came back")
 """
+LIMITS = {"SIGUSR2": ("--time=2", "--signal=USR2@30"), "SIGTERM": ("--time=1", "--signal=CONT@30")}
 
 
-def test_the_time_limit_requeues_the_job(checkout: Checkout) -> None:
+@pytest.fixture(scope="module")
+def limited(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkout, list[int]]:
+    """A checkout and its jobs with these limits, which they reach while other tests use the other node."""
+    checkout = Checkout(tmp_path_factory.mktemp("limited") / "a checkout", cluster)
+    (checkout.script("single").parent / "waits.py").write_text(WAITS)
+    return checkout, [
+        checkout.submit("single", "--plain", "waits.py", sbatch=("--nodelist=n2", *limit))
+        for limit in LIMITS.values()
+    ]
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("launcher", JOBS)
+def test_a_signal_at_any_moment(launcher: str, on_cluster: Checkout, never_stopped: Path) -> None:
+    """One job, which is stopped at another moment after every start, and ends where the others end."""
+    told = []
+    for start, moment in enumerate(JOBS[launcher]):
+        where, before, comes, tells = MOMENTS[moment]
+        on_cluster.insert(where, when(start, comes), before=before)
+        told.append(tells)
+    # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
+    # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
+    on_cluster.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
+
+    training = (*TRAINING, "--checkpoint-minutes", 1e-6)
+    if launcher == "submitit":
+        done = succeeded(on_cluster.submit_py("ddp", *training, "--wait"))
+        assert done.stdout.splitlines()[-1].startswith("done: results: ")
+        job = int(done.stdout.split()[1])
+    else:
+        job = on_cluster.submit(launcher, *training)
+    state = on_cluster.cluster.wait(job, timeout=300)
+    (path,) = (*on_cluster.folder.rglob(f"*-{job}.log"), *on_cluster.folder.rglob(f"{job}_0_log.out"))
+    log = path.read_text()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(told))), log
+    stops = [line for line in log.splitlines() if line.startswith("stopped after")]
+    assert len(stops) == len(told) and all(map(str.startswith, stops, told)), log
+    assert "Traceback" not in log
+
+    assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]
+    assert_same_end(on_cluster.folder / "results", never_stopped, loss=1e-4)
+    assert not list((on_cluster.folder / "results" / "jobs").glob("*/checkpoints/*"))  # nobody needs them now
+
+
+def test_a_signal_while_the_ranks_evaluate(
+    on_cluster: Checkout, script: Script, never_stopped: Path, tmp_path: Path
+) -> None:
+    """Without Slurm, which makes no difference there."""
+    stops = f"epoch == 1 and model.module.register_forward_hook(lambda *_: {TERM})"
+    on_cluster.insert("ddp", stops, before="run.end_of_epoch(")
+    given = (*TRAINING, *places(tmp_path))
+    assert "stopped after epoch 1" in script(on_cluster.script("ddp"), *given, ranks=2).stdout
+    assert "resumed from" in succeeded(script("ddp", *given, ranks=2)).stdout
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+    assert_same_end(tmp_path, never_stopped, loss=1e-4)
+
+
+def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) -> None:
+    """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
+    slow = when(0, "time.sleep(0.2)")
+    on_cluster.insert("single", slow, before="optimizer.zero_grad()")
+    job = on_cluster.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
+    on_cluster.wait_for("\nstage single", job)
+    urgent = on_cluster.cluster.submit(
+        "--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=true", cwd="/tmp"
+    )
+    state = on_cluster.cluster.wait(job, timeout=300)
+    log = on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    assert "stopped after step" in log
+    assert "resumed from" in log
+    assert on_cluster.cluster.wait(urgent)["JobState"] == "COMPLETED"
+    assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]
+
+
+def test_scancel_saves_and_the_job_stays_away(on_cluster: Checkout) -> None:
+    on_cluster.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
+    job = on_cluster.submit("srun", *TRAINING, "--epochs", 1000)
+    on_cluster.wait_for("epoch 1/", job)
+    on_cluster.cluster.run(["scancel", job])
+    state = on_cluster.cluster.wait(job)
+    log = on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), log
+    assert (
+        f"if it does not come back by itself, submit again with --checkpoint-dir {on_cluster.checkpoints}"
+        in log
+    )
+    done = len(rows_of(on_cluster.folder / "results"))
+    newest = max(on_cluster.checkpoints.glob("*.pt"), key=lambda path: path.stat().st_mtime)
+    assert torch.load(newest, weights_only=True)["epoch"] == done + 1
+
+
+def test_the_time_limit_requeues_the_job(limited: tuple[Checkout, list[int]]) -> None:
     """Both by USR2 before the limit and, where that was missed, by SIGTERM at the limit.
 
     Slurm looks every 30 s and sends USR2 up to 30 s early (PERIODIC_TIMEOUT in its sources): with @30 it
     comes 60 to 90 s after the start.
     """
-    (checkout.script("single").parent / "waits.py").write_text(WAITS)
-    limits = {"SIGUSR2": ("--time=2", "--signal=USR2@30"), "SIGTERM": ("--time=1", "--signal=CONT@30")}
-    jobs = {
-        heard: checkout.submit("single", "--plain", "waits.py", sbatch=limit)
-        for heard, limit in limits.items()
-    }
-    for heard, job in jobs.items():
+    checkout, jobs = limited
+    for heard, job in zip(LIMITS, jobs, strict=True):
         state, log = checkout.cluster.wait(job, timeout=400), checkout.log(job)
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
         assert re.findall("^heard .*|^came back", log, re.MULTILINE) == [f"heard {heard}", "came back"], log
-
-
-def test_scancel_saves_and_the_job_stays_away(checkout: Checkout) -> None:
-    checkout.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
-    job = checkout.submit("srun", *TRAINING, "--epochs", 1000)
-    checkout.wait_for("epoch 1/", job)
-    checkout.cluster.run(["scancel", job])
-    state = checkout.cluster.wait(job)
-    log = checkout.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), log
-    assert (
-        f"if it does not come back by itself, submit again with --checkpoint-dir {checkout.checkpoints}"
-        in log
-    )
-    done = len(rows_of(checkout.folder / "results"))
-    newest = max(checkout.checkpoints.glob("*.pt"), key=lambda path: path.stat().st_mtime)
-    assert torch.load(newest, weights_only=True)["epoch"] == done + 1

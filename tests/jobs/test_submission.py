@@ -191,11 +191,6 @@ def job_of(checkout: Checkout) -> str:
     return script.name.partition("_")[0]
 
 
-@pytest.fixture
-def on_cluster(tmp_path: Path, cluster: RunningCluster) -> Checkout:
-    return Checkout(tmp_path / "a checkout", cluster)
-
-
 ODD = ["-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"]
 ODD += ["$HOME", "$(touch pwned)", "`touch pwned`", "; touch pwned", "| cat", "> pwned", "&& ls", "${x}"]
 ODD += ["\\", "\\n", "'", '"', "''", '"$(id)"', "'$(id)'", "new\nline", "\n", "\t", "\r", "\x1b[31mred"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from checkout import Checkout, wait_until
+from checkout import Checkout, pretended, wait_until
 from cluster import RunningCluster
 from conftest import REPOSITORY, succeeded
 
@@ -72,51 +72,6 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
     return SweepCheckout(tmp_path / "a checkout", cluster)
 
 
-# A stage that trains nothing, and records what a GPU might have done.
-PRETENDED = """
-import os, sys
-from pathlib import Path
-from trainkit import errors, options
-from trainkit.schema import records
-
-SPEEDS = {256: 70_000, 1024: 300_000, 2048: 310_000}
-
-def main():
-    opts = options.parse("", sys.argv[1:])
-    ranks = int(os.environ["WORLD_SIZE"])
-    devices = ranks if STAGE == "ddp" else len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
-    if opts.batch_size == 4096:
-        raise errors.UserError("out of memory")
-    if os.environ["RANK"] != "0":
-        return
-    steps = (opts.train_size or 60_000) // opts.batch_size
-    facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(NUMBERS, 1)
-    facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
-    facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
-    facts |= {"world_size": ranks, "devices": devices, "workers_per_loader": 0, "best_epoch": 0}
-    facts |= {"steps": steps, "images": steps * opts.batch_size}
-    facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
-    recorder = records.RunFiles(opts.results_dir, facts)
-    for epoch in range(1, opts.epochs + 1):
-        speed = SPEEDS[opts.batch_size] * devices
-        seconds = facts["images"] / speed
-        row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
-        recorder.add(**row, eval_seconds=1.0, elapsed_s=8 + epoch * (seconds + 1))
-    errors.tell("results: none")
-
-if __name__ == "__main__":
-    errors.run(main)
-"""
-NUMBERS = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss")
-NUMBERS += ("test_loss", "test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
-NUMBERS += ("flops_per_image",)
-
-
-def pretend(checkout: SweepCheckout) -> None:
-    for stage in ("single", "dp", "ddp"):
-        checkout.script(stage).write_text(f"NUMBERS = {NUMBERS!r}\nSTAGE = {stage!r}\n{PRETENDED}")
-
-
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
@@ -164,7 +119,7 @@ def most_at_a_time(checkout: SweepCheckout) -> int:
 
 def test_compare_chooses_its_sizes_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
     """On two GPUs in Slurm, which are slow at batch 256, and too small for batch 4096."""
-    pretend(on_cluster)
+    on_cluster.pretend()
     done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1))
     assert "measured on one GPU, images/s: 70,000 at batch 256, 300,000 at batch 1024\n" in done.stdout
     assert re.search("probes-.* failed: error on rank 0: out of memory", done.stdout)
@@ -213,7 +168,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 @pytest.mark.full
 def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     """It says what can be seen there. Sizes that are given are not measured."""
-    pretend(checkout)
+    checkout.pretend()
     checkout.insert("trainkit/jobs/local.py", "return 1", before="if not any(next(Path")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
     done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
@@ -236,26 +191,28 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
 
 @pytest.mark.full
 def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepCheckout) -> None:
-    arguments = (*SMALL, "--no-cuda", "--stages", "ddp", "--gpus", "1,2")
-    _, ddp1, ddp2 = RUNS
+    """Of a script of one's own, whose runs go on for a moment after the sweep was killed."""
+    may_end = checkout.folder / "may end"
+    survives = f"while not os.path.exists({str(may_end)!r}): time.sleep(0.1)\n    time.sleep(3)"
+    script = checkout.folder / "mine.py"
+    script.write_text(pretended("mine").replace("opts = options", f"{survives}\n    opts = options"))
+    arguments = (*SMALL, "--no-cuda", "--script", script, "--gpus", "1,2")
+    run = "mine-1gpu-batch100-train600-r1"
     with ThreadPoolExecutor() as background:
         killed = background.submit(checkout.start_sweep, *arguments, "--epochs", 1)
-        wait_until(lambda: checkout.job(ddp1))
+        wait_until(lambda: checkout.job(run))
         second = checkout.start_sweep(*arguments, "--epochs", 1)
         assert second.returncode == 1
         assert "another sweep.py is at work" in second.stderr
         checkout.kill_sweep()
+        before = checkout.job(run)
+        may_end.touch()
+        done = succeeded(checkout.start_sweep(*arguments, "--epochs", 1))
         assert killed.result().returncode == -signal.SIGKILL
-    before = checkout.job(ddp1)
-
-    done = succeeded(checkout.start_sweep(*arguments, "--epochs", 1))
     assert "no Slurm here" in done.stdout
     assert "no epoch after the warm-up was measured" in done.stdout  # how many GPUs to ask for is not known
-    assert checkout.job(ddp1) == before
-    rows = [checkout.rows(run)[0] for run in (ddp1, ddp2)]
-    for setting in ("precision", "threads_per_worker"):  # or they could not be compared
-        assert rows[0][setting] == rows[1][setting]
-    assert checkout.compared() == [("ddp", 1), ("ddp", 2)]
+    assert checkout.job(run) == before
+    assert checkout.compared() == [("mine", 1), ("mine", 2)]
 
     other = checkout.start_sweep(*arguments, "--epochs", 2)
     assert other.returncode == 1
@@ -349,7 +306,7 @@ REPLAY = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "until_known.py"))
 def test_a_sweep_until_known(tmp_path: Path) -> None:
     """Batch 4096 does not fit on these devices: it is tried once."""
     checkout = SweepCheckout(tmp_path / "a checkout")
-    pretend(checkout)
+    checkout.pretend()
     lists = ("--stages", "single,ddp", "--gpus", "1,2", "--batch-size", "1024,4096")
     goal = ("--until-known", "--target", 0.5, "--epochs", 3, "--precision", "fp32", "--no-cuda")
     done = checkout.start_sweep(*lists, *goal)

@@ -1,4 +1,4 @@
-"""A copy of stage 03 with another network, data set and name trains, is sent, swept and compared."""
+"""A copy of stage 03 with another network, data set and name trains, is recorded and compared."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from checkout import Checkout
-from cluster import RunningCluster
 from conftest import REPOSITORY, STAGES, Script, one_error, places, rows_of, succeeded
 
 from trainkit.compare import comparison
+from trainkit.compare.report import report
 from trainkit.rank import batches, options
 from trainkit.rank.run import Run
 from trainkit.schema import records
@@ -105,13 +104,6 @@ def own_training(task: tuple[str, str, str]) -> str:
         assert old in text
         text = text.replace(old, new)
     return text
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory, cluster: RunningCluster) -> Checkout:
-    made = Checkout(tmp_path_factory.mktemp("own") / "a checkout", cluster)
-    (made.folder / "03_multigpu_ddp" / "tables.py").write_text(own_training(CLASSIFY))
-    return made
 
 
 @pytest.mark.parametrize("loader", [("resident",), ("workers", "--num-workers", "1")], ids=" ".join)
@@ -226,22 +218,22 @@ def test_noise_is_new_in_every_step() -> None:
     assert drawn[0].shape == (4, 2) and drawn[1].equal(drawn[2]) and not drawn[0].eq(drawn[1]).any()
 
 
-def test_a_sweep_of_it_is_compared_apart_from_mnist(checkout: Checkout) -> None:
-    script, out = checkout.folder / "03_multigpu_ddp" / "tables.py", checkout.folder / "a sweep"
-    arguments = ("--script", script, "--gpus", "1,2", "--batch-size", 50, "--epochs", 2)
-    done = succeeded(checkout.python("slurm/sweep.py", *arguments, "--no-cuda", "--out", out))
-    table = pd.read_csv(out / "comparison.csv")
+def test_it_is_compared_apart_from_mnist(script: Script, tmp_path: Path) -> None:
+    (own := tmp_path / "tables.py").write_text(own_training(CLASSIFY))
+    for ranks in (1, 2):
+        succeeded(script(own, *SMALL, "--results-dir", tmp_path, ranks=ranks))
+    assert "tables on 2 CPU workers trained" in report([tmp_path / "runs"], tmp_path / "out")
+    table = pd.read_csv(tmp_path / "out" / "comparison.csv")
     assert list(zip(table.stage, table.devices, table.model, strict=True)) == [
         ("tables", 1, "Tables"),
         ("tables", 2, "Tables"),
     ]
     assert table.speedup.notna().all()
-    assert "tables on 2 CPU workers trained" in done.stdout
 
     mnist = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
     both, alone = (
         comparison.compare(comparison.summarize(comparison.load_some(paths)[0]))
-        for paths in ([out, mnist], [mnist])
+        for paths in ([tmp_path / "runs", mnist], [mnist])
     )
     assert both[both.model == "Net"].speedup.dropna().tolist() == alone.speedup.dropna().tolist()
     assert set(both[both.model == "Tables"].baseline) == {"tables"}
