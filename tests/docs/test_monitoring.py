@@ -8,7 +8,6 @@ import itertools
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus
+from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus, ran, succeeded
 from forking import Forking
 
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
@@ -129,7 +128,7 @@ def test_the_columns_of_slurm_are_explained() -> None:
 
 
 def test_the_columns_of_top_and_htop_are_there() -> None:
-    done = subprocess.run(["top", "-b", "-n", "1"], capture_output=True, text=True, check=True)
+    done = succeeded(ran("top", "-b", "-n", "1"))
     headings = next(line.split() for line in done.stdout.splitlines() if "PID" in line.split())
     told = {name for name in explained("## The CPUs") if "htop" not in name}
     assert told == {"%CPU", "RES", "SHR", "S"} and told <= {*headings}
@@ -148,10 +147,7 @@ def test_a_drawn_output_has_the_layout(command: str) -> None:
 
 
 def experiment(*arguments: object, env: dict[str, str] = ENVIRONMENT) -> str:
-    command = [sys.executable, EXPERIMENT, *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return succeeded(ran(sys.executable, EXPERIMENT, *arguments, env=env)).stdout
 
 
 def measured(output: str) -> dict[str, tuple[float, float]]:
@@ -215,7 +211,7 @@ def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -
     script, plot, trace, *_ = TIMELINES[name]
     drawn = tmp_path / "drawn.png"
     done = forking.run(REPOSITORY / script, plot, REPOSITORY / trace, "--out", drawn, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
+    succeeded(done)
     assert difference(REPOSITORY / name, drawn) < 0.01, "run `make lessons`"
 
 
@@ -229,14 +225,13 @@ needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GP
 def test_a_gpu_prints_the_layout(command: str) -> None:
     """Only the headings. Drivers before 535 have fewer."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(ask, capture_output=True, text=True).stdout
+    driver = ran(*ask).stdout
     if int(driver.partition(".")[0]) < 535:
         pytest.skip(f"driver {driver.strip()}")
     monitor = command.endswith(" dmon")
     words = shlex.split(command) + (["-c", "1"] if monitor else [])
     with alone_with_the_gpus():
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = succeeded(ran(*words, timeout=60))
     printed, layout = plain(done.stdout).splitlines(), SESSIONS[command]
     if monitor or command == QUERY:
         assert printed[0].split() == layout[0].split()

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,14 +12,14 @@ import lessons
 import pandas as pd
 import pytest
 import torch
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
 
 from trainkit.rank import sharded, staging
 
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
-    "make learn",  # test_learn.py
+    "make learn",  # test_exercises.py
     "make compare",  # test_compare.py
     'make compare ARGS="--epochs 10 --batch-size 512"',
     "make test",
@@ -36,18 +35,13 @@ RUN_ELSEWHERE = {
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "."], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
+    succeeded(ran(sys.executable, "-m", "ruff", *command, ".", cwd=REPOSITORY))
 
 
 def test_shellcheck() -> None:
     scripts = lessons.files("*.sh", ".ci/run")
     assert REPOSITORY / ".ci" / "run" in scripts
-    shellcheck = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([shellcheck, *scripts], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    succeeded(ran(Path(sys.executable).parent / "shellcheck", *scripts, cwd=REPOSITORY))
 
 
 def test_conda_installs_what_make_installs() -> None:
@@ -70,8 +64,7 @@ def test_quotes_are_up_to_date(readme: Path) -> None:
 
 def test_the_lessons_stay_small() -> None:
     def changed(before: str, after: str) -> int:
-        done = subprocess.run(["diff", before, after], cwd=REPOSITORY, capture_output=True, text=True)
-        return sum(line.startswith(">") for line in done.stdout.splitlines())
+        return sum(line.startswith(">") for line in ran("diff", before, after).stdout.splitlines())
 
     stages = [str(path) for path in sorted(REPOSITORY.glob("0*/mnist_*.py"))]
     assert all(len(Path(stage).read_text().splitlines()) <= 60 for stage in stages)
@@ -143,9 +136,8 @@ def test_a_command_of_the_documents_runs(
         ranks = program["ranks"] and int(program["ranks"])
         done = forking.run(*shlex.split(program["words"]), env=environment, ranks=ranks, cwd=folder)
     else:
-        command = ["bash", "-euc", shorter]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = ran("bash", "-euc", shorter, cwd=folder, env=environment)
+    succeeded(done)
 
 
 def test_every_document_command_list_is_used() -> None:
@@ -154,12 +146,9 @@ def test_every_document_command_list_is_used() -> None:
 
 
 @pytest.mark.full
-def test_bench_measures_the_ladder() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/bench/ladder.py", "5", "--steps", "2"],
-        cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_bench_measures_the_ladder(forking: Forking) -> None:
+    ladder = REPOSITORY / "tools" / "bench" / "ladder.py"
+    done = succeeded(forking.run(ladder, 5, "--steps", 2, env=ENVIRONMENT, cwd=REPOSITORY))
     assert float(done.stdout) > 0
 
 
@@ -218,11 +207,12 @@ old = pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="gpt.py need
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", ["DOES_NOT_FIT.md", pytest.param("GPT.md", marks=old)])
-def test_the_program_of_a_page_prints_what_it_says(page: str) -> None:
+def test_the_program_of_a_page_prints_what_it_says(page: str, forking: Forking, tmp_path: Path) -> None:
     text = (BEYOND / page).read_text()
     program, printed = re.search(r"```python\n(import.*?)```\n\n```\n(.*?)```", text, re.DOTALL).groups()
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=BEYOND, env=ENVIRONMENT, capture_output=True, text=True)
+    here = "import sys; sys.path[0] = ''  # as with python -c\n"
+    (tmp_path / "program.py").write_text(here + program)
+    done = forking.run(tmp_path / "program.py", env=ENVIRONMENT, cwd=BEYOND)
     assert done.stdout == printed, done.stderr
 
 

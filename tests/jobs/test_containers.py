@@ -8,13 +8,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkout import copy_project
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 
 CONTAINERS = REPOSITORY / "slurm" / "containers"
 # In place of a container program: notes its options, and runs what stands behind them and the image's name.
@@ -84,13 +83,7 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
     python.chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}", "INSTALLED": str(installed)}
     environment.pop("PYTHONPATH", None)
-
-    def install() -> subprocess.CompletedProcess[str]:
-        how = {"capture_output": True, "text": True, "timeout": 300}
-        return subprocess.run(["bash", "install.sh"], cwd=inside, env=environment, **how)
-
-    done = install()
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(ran("bash", "install.sh", cwd=inside, env=environment))
     assert re.search(r"^PyTorch \d", done.stdout, re.MULTILINE)
 
     def files(folder: Path) -> set[str]:
@@ -99,9 +92,9 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
 
     assert files(installed / "trainkit") == files(REPOSITORY / "trainkit")
     # The image is refused where what was installed cannot be imported.
-    (inside / "trainkit" / "jobs" / "__init__.py").write_text("import nowhere\n")
-    shutil.rmtree(installed)
-    done = install()
+    (installed / "trainkit" / "jobs" / "__init__.py").write_text("import nowhere\n")
+    python.write_text(python.read_text().replace("    exec", "    exit # "))  # pip would put it right
+    done = ran("bash", "install.sh", cwd=inside, env=environment)
     assert done.returncode != 0
     assert "No module named 'nowhere'" in done.stderr
 
@@ -130,15 +123,7 @@ def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
         (commands / program).chmod(0o755)
     stage = checkout / "03_multigpu_ddp"
     environment = {"PATH": f"{commands}:{os.environ['PATH']}", "TOLD": str(told), "HOME": "/home/me"}
-    done = subprocess.run(
-        ["bash", "-c", JOB],
-        cwd=stage,
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(ran("bash", "-c", JOB, cwd=stage, env=ENVIRONMENT | environment))
     rank, data, *srun = done.stdout.splitlines()
     assert rank == "a rank"
     facts = json.loads(told.read_text()) if told.exists() else {}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
@@ -20,6 +19,7 @@ from conftest import (
     Script,
     failed,
     furthest,
+    ran,
     rows_of,
     succeeded,
     weights_of,
@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(name: str, trained: Callab
 @pytest.mark.parametrize("script", VARIANTS)
 def test_the_difference_to_the_stage_stays_small(script: str) -> None:
     """DistributedDataParallel by hand, a captured step, and what splits the network, are longer."""
-    done = subprocess.run(["diff", STAGES["ddp"], BEYOND / script], capture_output=True, text=True)
+    done = ran("diff", STAGES["ddp"], BEYOND / script)
     added = sum(line.startswith(">") for line in done.stdout.splitlines())
     longer = {"by_hand.py": 34, "by_hand_overlap.py": 50, "captured.py": 31, "fsdp.py": 57}
     assert 0 < added <= longer.get(script, 24)

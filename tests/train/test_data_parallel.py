@@ -113,7 +113,7 @@ def test_the_stage_trains_with_two_replicas(
         f"sys.path.append({str(Path(__file__).parents[1])!r}); import replicas; gpus = replicas.pretend(2)"
     )
     checkout.insert("dp", planted, before="if gpus > 1:")
-    small = ("--epochs", 2, "--train-size", 960, "--test-size", 301)
+    small = ("--epochs", 2, "--train-size", 960, "--test-size", 301, "--width", 8)
     chosen = ("--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)
     succeeded(script(checkout.script("dp"), *small, *chosen))
     rows = rows_of(tmp_path)

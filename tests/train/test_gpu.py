@@ -25,6 +25,7 @@ from conftest import (
     WITH_GPUS,
     alone_with_the_gpus,
     failed,
+    ran,
     rows_of,
     run_stage,
     stage_command,
@@ -285,16 +286,12 @@ def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:
     options = ("--workers", 1, "--batch-size", 256, "--train-size", 60_000, "--epochs", 2, "--repeats", 1)
-    done = succeeded(program("results/compare.py", "--local", *options, "--out", tmp_path))
+    compare = (sys.executable, REPOSITORY / "results" / "compare.py", "--local", *options)
+    done = succeeded(ran(*compare, "--out", tmp_path, env=ENVIRONMENT | WITH_GPUS, timeout=900))
     assert "One GPU shows what DDP itself costs" in done.stdout
     table = pd.read_csv(tmp_path / "comparison.csv")
     assert sorted(table.stage) == ["ddp", "dp", "single"]
     assert not table.device_name.str.startswith("CPU").any()
-
-
-def program(path: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPOSITORY / path, *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT | WITH_GPUS, capture_output=True, text=True, timeout=900)
 
 
 # --- two GPUs ---------------------------------------------------------------------------------------

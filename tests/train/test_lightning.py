@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,8 @@ from conftest import (
     STAGES,
     STOPS,
     WITHOUT_DROPOUT,
+    Script,
+    one_error,
     rows_of,
     succeeded,
     weights_of,
@@ -75,12 +75,12 @@ def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path:
     assert "all 2 epochs were done before" in runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
 
 
-def test_without_lightning_it_says_how_to_get_it(tmp_path: Path) -> None:
+def test_without_lightning_it_says_how_to_get_it(script: Script, tmp_path: Path) -> None:
     (tmp_path / "lightning.py").write_text("raise ModuleNotFoundError('none')")
-    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
+    runs_it = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    (tmp_path / "without.py").write_text(runs_it)  # which looks for Lightning in its own folder first
+    told = one_error(script(tmp_path / "without.py"))
+    assert told.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
 
 
 def test_the_page_tells_what_lightning_does_by_itself(runs: Runs) -> None:

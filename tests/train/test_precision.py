@@ -168,7 +168,7 @@ def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     checkout.plant("single", "from trainkit.rank import precision; precision.has_tf32 = lambda device: True")
     switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
     checkout.insert("single", f"print(({switches}))", before="run.finish()")
-    small = (*places(tmp_path), "--train-size", 128, "--test-size", 50)
+    small = (*places(tmp_path), "--train-size", 128, "--test-size", 50, "--width", 4)
     for arguments in (("--epochs", 1, "--precision", "tf32"), ("--epochs", 2)):
         done = succeeded(script(checkout.script("single"), *small, *arguments))
         assert "\n(True, True)\n" in done.stdout

@@ -1,14 +1,13 @@
 """The autoencoder on gene counts: its latent state finds the cell types, and its loss is right."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from conftest import BEYOND, ENVIRONMENT, Script, succeeded
+from conftest import BEYOND, Script, ran, succeeded
 
 SCRIPT = BEYOND / "vae_counts.py"
 PAGE = SCRIPT.parent / "GENE_COUNTS.md"
@@ -29,8 +28,7 @@ def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -
     arguments = ("--train-size", 3000, "--epochs", 15, "--recipe", "fast", "--lr", 0.01, "--save-model")
     succeeded(script(SCRIPT, *arguments, "--results-dir", tmp_path))
     (weights,) = (tmp_path / "models").glob("*.pt")
-    command = [sys.executable, "-c", program, weights]
-    done = subprocess.run(command, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True)
+    done = ran(sys.executable, "-c", program, weights, cwd=SCRIPT.parent)
     found = re.findall(r"^(.*): types (\S+), plates (\S+)$", done.stdout, re.MULTILINE)
     indices = {name: (float(by_type), float(by_plate)) for name, by_type, by_plate in found}
     by_type, by_plate = indices["latent state"]

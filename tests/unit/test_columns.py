@@ -1,13 +1,12 @@
 """The table of the record's columns, and what follows from it."""
 
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran, succeeded
 
 from trainkit.rank import options
 from trainkit.rank.recipes import own_optimizer
@@ -77,8 +76,7 @@ def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
 def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:
     """It is recorded and no repeat, and stands in the label and in the command of a next run."""
     env = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'unit'}"}
-    done = subprocess.run([sys.executable, "-c", MADE_UP, tmp_path], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(ran(sys.executable, "-c", MADE_UP, tmp_path, env=env))
     variants, command = done.stdout.splitlines()
     assert variants == "['', 'momentum 0.9']"
     assert "--momentum 0.9" in command

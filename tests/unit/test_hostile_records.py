@@ -2,13 +2,12 @@
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import REPOSITORY, Script
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
@@ -56,12 +55,7 @@ def made(folder: Path, name: str, last: dict[str, str] | None = None, **cells: s
     return folder / f"{name}.csv"
 
 
-def plot(*paths: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "results" / "plot_results.py", *paths, "--out", out]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-
-
-def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Path) -> None:
+def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script, tmp_path: Path) -> None:
     """A hundred files in one call: each is skipped for its line and column, or for what it is."""
     folder = tmp_path / "hostile"
     reasons = {}
@@ -95,7 +89,7 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Pat
     reasons[folder / r"\x1b[31m\udcff.csv"] = "it has no rows"
     Path(os.fsdecode(bytes(folder) + b"/\x1b[31m\xff.csv")).touch()
 
-    done = plot(SAMPLE, folder, folder / "pipe.csv", out=tmp_path / "out")
+    done = plot(SAMPLE, folder, folder / "pipe.csv", "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     told = "".join(done.stdout.split())  # long lines are wrapped
     for path, reason in reasons.items():
@@ -107,7 +101,7 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(tmp_path: Pat
     assert table.images_per_s.to_list() == comparison.summarize(alone).images_per_s.to_list()
 
 
-def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
+def test_names_do_no_harm_in_tables(plot: Script, tmp_path: Path) -> None:
     """What a training of one's own may be called reaches the terminal, Markdown, a spreadsheet as text."""
     names = {
         "stage": (FORMULA, TAG, MATHS, "a|b `c` *d*", "[x](http://x)", "训练 🚀", "@SUM(1)"),
@@ -118,7 +112,7 @@ def test_names_do_no_harm_in_tables(tmp_path: Path) -> None:
     for column, values in names.items():
         for i, value in enumerate(values):
             made(tmp_path / "in", f"{column}-{i}", **{column: value})
-    done = plot(tmp_path / "in", out=tmp_path / "out")
+    done = plot(tmp_path / "in", "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Skipped" not in done.stdout
     with (tmp_path / "out" / "comparison.csv").open() as file:
@@ -147,10 +141,10 @@ def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: byt
     assert len(rows) and rows.joules_per_1000_images.isna().all()
 
 
-def test_a_run_that_went_on_in_another_world_counts_in_neither(tmp_path: Path) -> None:
+def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp_path: Path) -> None:
     """Two workers, then four: a note names it, and the rows of both configurations are without it."""
     made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
-    done = plot(SAMPLE, tmp_path / "in", out=tmp_path / "out")
+    done = plot(SAMPLE, tmp_path / "in", "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     note = "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: it counts in neither."
     assert note in done.stdout.replace("\n    ", " ")

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, Script
+from forking import Forking
 
 from trainkit.compare import comparison, packed
 from trainkit.runtime.errors import UserError
@@ -19,9 +19,9 @@ SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 JOULES = {"one": 40.0, "two": None}
 
 
-def pack(*folders: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "tools" / "pack_runs.py", *folders]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+@pytest.fixture
+def pack(forking: Forking) -> Script:
+    return partial(forking.run, REPOSITORY / "tools" / "pack_runs.py", env=ENVIRONMENT)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_packed_runs_are_read_as_the_folder(folder: Path) -> None:
+def test_packed_runs_are_read_as_the_folder(pack: Script, folder: Path) -> None:
     """Also which ranks and which verdict belong to which run."""
     done = pack(folder)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
@@ -67,7 +67,9 @@ def test_taken_apart_the_files_are_those_of_before(folder: Path, tmp_path: Path,
     assert len(kept) == (4 if chosen else 11)
 
 
-def test_what_cannot_be_packed_is_one_sentence_that_names_it(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_packed_is_one_sentence_that_names_it(
+    pack: Script, folder: Path, tmp_path: Path
+) -> None:
     one = folder / "one.csv"
     (tmp_path / "empty").mkdir()
     done = pack(tmp_path / "empty")

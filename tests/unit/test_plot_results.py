@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from trainkit.schema.records import ADDED, COLUMNS, RunFiles
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "results" / "plot_results.py"
 GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
 FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 SIZE = "size.png"  # only where there is more than one
@@ -66,13 +64,6 @@ def dp(devices: int, **facts: object) -> dict[str, object]:
 def own(devices: int, **facts: object) -> dict[str, object]:
     """Somebody's copy of stage 03 with another name, network and data."""
     return ddp(devices, stage="depth", model="UNet", dataset="rooms") | facts
-
-
-def plot(*args: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True
-    )
 
 
 class Seen(NamedTuple):
@@ -509,12 +500,12 @@ def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, 
     ("option", "words"),
     [("--colour", "--colour. See --help"), ("--target=101", "101 must be more than 0 and at most 100")],
 )
-def test_one_sentence_instead_of_a_traceback(tmp_path: Path, option: str, words: str) -> None:
+def test_one_sentence_instead_of_a_traceback(plot: Callable, tmp_path: Path, option: str, words: str) -> None:
     done = plot(tmp_path, option, cwd=tmp_path)
     assert done.returncode == 1 and words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_the_script(tmp_path: Path) -> None:
+def test_the_script(plot: Callable, tmp_path: Path) -> None:
     """From another folder: all it prints and writes, and three PNGs with something on them.
 
     Links that somebody has put there are replaced, not followed.
@@ -668,7 +659,7 @@ def test_unreadable_folder_is_named(
     assert cells(text, "single", 1)[1] == "1000"
 
 
-def test_tables_fit_a_terminal(tmp_path: Path) -> None:
+def test_tables_fit_a_terminal(plot: Callable, tmp_path: Path) -> None:
     """With every column and many settings: the least needed ones are in comparison.md only."""
     settings = {"loader": "workers", "workers_per_loader": 4, "width": 64, "lr_scale": "linear", "lr": 2.0}
     write_run(tmp_path, "one", [10, 1000], global_batch=128)

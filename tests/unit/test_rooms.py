@@ -1,13 +1,12 @@
 """The rooms of trainkit, and what they may import (trainkit/README.md)."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import lessons
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran, succeeded
 
 # Room -> the rooms, or modules of them, that it may import.
 MAY_IMPORT = {
@@ -62,7 +61,7 @@ def test_the_login_node_stays_light() -> None:
         "import sys; from trainkit.jobs import submission, sweep\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()), 'submitit' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    done = ran(sys.executable, "-c", program, cwd=REPOSITORY)
     assert done.stdout == "[] False\n", done.stdout + done.stderr
 
 
@@ -70,8 +69,7 @@ def test_the_doctor_needs_no_packages() -> None:
     """In a Python without site-packages, as a login node has."""
     modules = ", ".join(f"trainkit.{name}" for name in BARE)
     program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {modules}"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeeded(ran(sys.executable, "-I", "-S", "-c", program))
 
 
 @pytest.mark.parametrize("path", lessons.files("*.py"), ids=lambda path: str(path.relative_to(REPOSITORY)))
