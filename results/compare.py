@@ -142,8 +142,8 @@ def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) ->
     measured, failed = f"{run.name}/**", []
     # Once something is compared the sizes are chosen, also where a larger batch has failed.
     if not (alone.finished(run.name) or (alone.finished(measured) and compared.finished())):
-        told = ", ".join(map(str, batches))
-        tell(f"first a process on one GPU trains with batch {told}, to choose the sizes by")
+        tried = ", ".join(map(str, batches))
+        tell(f"first a process on one GPU trains with batch {tried}, to choose the sizes by")
         failed = sweep.finish(alone, [run], 1, compared.folder)
     probes = plan.probes_of(records.read(csv) for csv in alone.finished(measured))
     if not probes:

@@ -19,10 +19,10 @@ activate_environment() {
 # Print why a job cannot read this site file, if so. It is read by another shell first, since what ends or replaces
 # a shell, or never ends, would do that to the job without a word.
 site_problem() {
-    local told code
+    local output code
     # \0 is the end of it, also where a process that was left behind could still write.
     # shellcheck disable=SC2016  # for the inner shell
-    IFS= read -r -d '' told < <(
+    IFS= read -r -d '' output < <(
         REPOSITORY=$REPOSITORY timeout --signal=KILL 60 bash -c '
             set -euo pipefail
             SITE_SRUN_ARGS=() SITE_CONTAINER=() traps=$(trap)
@@ -39,14 +39,14 @@ site_problem() {
             fi' bash "$1" 2>&1
         printf '\n%s\0' "$?"
     )
-    code=${told##*$'\n'} told=$(printf '%s' "${told%$'\n'*}")
+    code=${output##*$'\n'} output=$(printf '%s' "${output%$'\n'*}")
     if [[ $code == 137 ]]; then
         echo "it does not end, and was stopped after 60 seconds"
-    elif [[ $told != *"read to its end"* ]]; then
-        told=${told##*$'\n'}
-        [[ $told == "problem: "* || $told == *"site.sh: line "* ]] ||
-            told="it ends the shell that reads it (exit, exec, or a command that fails), with exit code $code${told:+ ($told)}"
-        echo "${told#problem: }"
+    elif [[ $output != *"read to its end"* ]]; then
+        output=${output##*$'\n'}
+        [[ $output == "problem: "* || $output == *"site.sh: line "* ]] ||
+            output="it ends the shell that reads it (exit, exec, or a command that fails), with exit code $code${output:+ ($output)}"
+        echo "${output#problem: }"
     fi
 }
 

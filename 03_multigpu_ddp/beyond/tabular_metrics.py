@@ -55,22 +55,22 @@ class Counts:
             "share": there / rows.sum(),
             "mean_probability": probabilities / rows.sum(),
         }
-        told = [
+        found = [
             Metric("balanced_accuracy", "all classes", (hits / there).nanmean().item()),
             Metric("calibration_error", "all rows", ((right - confidence).abs().sum() / rows.sum()).item()),
         ]
         for metric, values in per_class.items():
-            told += [Metric(metric, name, value) for name, value in zip(names, values.tolist(), strict=True)]
+            found += [Metric(metric, name, value) for name, value in zip(names, values.tolist(), strict=True)]
         for name, line in zip(names, confusion.tolist(), strict=True):
-            told += [
+            found += [
                 Metric("rows", f"{name} taken for {other}", n) for other, n in zip(names, line, strict=True)
             ]
         for i in rows.nonzero().flatten().tolist():
             of = f"confidence {i / BINS:g} to {(i + 1) / BINS:g}"
-            told.append(Metric("rows", of, rows[i].item()))
-            told.append(Metric("mean_confidence", of, (confidence[i] / rows[i]).item()))
-            told.append(Metric("accuracy", of, (right[i] / rows[i]).item()))
-        return told
+            found.append(Metric("rows", of, rows[i].item()))
+            found.append(Metric("mean_confidence", of, (confidence[i] / rows[i]).item()))
+            found.append(Metric("accuracy", of, (right[i] / rows[i]).item()))
+        return found
 
 
 def in_one_line(metrics: list[Metric]) -> str:

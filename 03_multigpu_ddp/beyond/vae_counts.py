@@ -50,7 +50,7 @@ class Output(NamedTuple):
     logits: torch.Tensor  # (n, GENES), of the same: log of mean / dispersion
     mean: torch.Tensor  # (n, LATENT), of the latent state
     log_variance: torch.Tensor  # (n, LATENT)
-    told: torch.Tensor | None  # (n, PLATES), the critic's guess, if it was asked
+    guess: torch.Tensor | None  # (n, PLATES), the critic's guess, if it was asked
 
 
 class CountsVAE(nn.Module):
@@ -82,8 +82,8 @@ class CountsVAE(nn.Module):
         log_shares = self.decoder(torch.cat([state, plates], dim=1)).log_softmax(dim=1)
         log_means = log_shares + counts.sum(dim=1, keepdim=True).clamp(min=1).log()
         # The same numbers as `state`, but the gradient's sign is changed: what helps the critic is unlearned.
-        told = self.critic(2 * state.detach() - state) if ask_critic else None
-        return Output(self.log_dispersion.exp(), log_means - self.log_dispersion, mean, log_variance, told)
+        guess = self.critic(2 * state.detach() - state) if ask_critic else None
+        return Output(self.log_dispersion.exp(), log_means - self.log_dispersion, mean, log_variance, guess)
 
 
 def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
@@ -132,8 +132,8 @@ def main() -> None:
             step = schedule.last_epoch  # those done so far, also by an earlier process: alike on all ranks
             output = model(inputs, run.noise(LATENT), ask_critic=step % 2 == 1)
             loss = negative_elbo(output, counts, kl_weight=min(1, step * opts.batch_size / KL_WARMUP))
-            if output.told is not None:
-                loss = loss + F.cross_entropy(output.told, inputs.split(COLUMNS, dim=1)[1])
+            if output.guess is not None:
+                loss = loss + F.cross_entropy(output.guess, inputs.split(COLUMNS, dim=1)[1])
             loss.backward()
             optimizer.step()
             schedule.step()

@@ -196,8 +196,8 @@ def _task_prolog(cluster: Cluster) -> str:
 def _version(cluster: Cluster) -> tuple[int, int]:
     """Return Slurm's version, such as (22, 5): year and month of its release."""
     command = [cluster.folder / "bin" / "slurmctld", "-V"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    year, month = re.search(r"(\d+)\.(\d+)", told).groups()
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    year, month = re.search(r"(\d+)\.(\d+)", printed).groups()
     return int(year), int(month)
 
 

@@ -79,8 +79,8 @@ class Daemon:
         """Return an error with the last two lines of the log that report one, or the last line."""
         lines = self.log.read_text(errors="replace").splitlines() or ["it wrote nothing"]
         errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
-        told = "; ".join(errors[-2:] or lines[-1:])
-        return ClusterError(f"{self.name} {what}: {told} (all of it: {self.log})")
+        reason = "; ".join(errors[-2:] or lines[-1:])
+        return ClusterError(f"{self.name} {what}: {reason} (all of it: {self.log})")
 
 
 def start_munged(cluster: Cluster) -> None:

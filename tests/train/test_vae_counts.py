@@ -88,7 +88,7 @@ def test_what_helps_the_critic_is_unlearned(vae: ModuleType) -> None:
     torch.manual_seed(1)
     inputs, _ = vae.draw_cells(5, 1)
     model, noise = vae.CountsVAE(hidden=8), torch.zeros(5, vae.LATENT)
-    model(inputs, noise, ask_critic=True).told[:, 0].sum().backward()
+    model(inputs, noise, ask_critic=True).guess[:, 0].sum().backward()
     of_critic, of_encoder = model.critic.weight.grad.clone(), model.encoder[0].weight.grad.clone()
     model.zero_grad()
     model.critic(model.encode(inputs)[0])[:, 0].sum().backward()

@@ -106,8 +106,8 @@ def measure(section: Section, ladder: Ladder, folder: Path) -> dict[str, object]
 
 def _run(command: list[str], limit: int, log: Path) -> str:
     """Run the command, and return what went wrong, or ""."""
-    with log.open("w") as told:
-        how = {"stdout": told, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with log.open("w") as output:
+        how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(command, **how)
         try:
             code = process.wait(limit)

@@ -162,14 +162,14 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
     }
     for name, (script, *options) in long.items():
         results = folder / name / "training"
-        told = run(
+        printed = run(
             until, "slurm/monitor.py", "--", sys.executable, script, *options, "--results-dir", results
         )
-        if found := re.search(r"--verdict (\S+)", told) or re.search(r"--plot (\S+)", told):
+        if found := re.search(r"--verdict (\S+)", printed) or re.search(r"--plot (\S+)", printed):
             for samples in Path(found[1]).glob("monitor/*.csv"):
                 shutil.copy(samples, folder / name)
         rows = [row for path in results.glob("runs/*.csv") for row in records.read(path)]
-        *verdict, _ = re.findall(r"^watch +(.*)$", told, re.MULTILINE) or [""]
+        *verdict, _ = re.findall(r"^watch +(.*)$", printed, re.MULTILINE) or [""]
         if rows:
             yield {"trace": name, "images/s": round(steady(rows)), "verdict": " ".join(verdict)}
 
@@ -177,8 +177,8 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
 def start(folder: Path, until: float) -> Iterator[Row]:
     """Where the time before the first step goes: a short run of each stage, and the imports."""
     for script in (SINGLE, DDP):
-        told = run(until, script, "--epochs", 1, "--precision", "tf32", "--results-dir", folder)
-        line = next((line for line in told.splitlines() if line.startswith("started in")), "")
+        printed = run(until, script, "--epochs", 1, "--precision", "tf32", "--results-dir", folder)
+        line = next((line for line in printed.splitlines() if line.startswith("started in")), "")
         yield {"what": script, "told": line}
     done = subprocess.run(
         [sys.executable, "-X", "importtime", SINGLE, "--help"],
@@ -197,8 +197,8 @@ def start(folder: Path, until: float) -> Iterator[Row]:
 def compare(folder: Path, until: float) -> Iterator[Row]:
     """`make compare` on one GPU, each run once."""
     started = time.monotonic()
-    told = run(until, "results/compare.py", "--local", "--repeats", 1, "--out", folder)
-    print(told[-3000:], flush=True)
+    printed = run(until, "results/compare.py", "--local", "--repeats", 1, "--out", folder)
+    print(printed[-3000:], flush=True)
     yield {"make compare, seconds": round(time.monotonic() - started)}
 
 

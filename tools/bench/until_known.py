@@ -105,9 +105,9 @@ class Replay:
             shape = resources(stage, one.devices, one.nodes)
             self._planned[PlannedRun(stage, shape, one.global_batch, None, None, repeats[key])] = one.Index
         self.names: list[str] = []
-        self.told = StringIO()
+        self.printed = StringIO()
         planned = sorted(self._planned, key=lambda run: (run.repeat, run.shape.gpus))
-        with redirect_stdout(self.told):
+        with redirect_stdout(self.printed):
             until_known.search(until_known.of_use(planned), self._ask, self._finish)
 
     def row(self, first: dict[str, object]) -> dict[str, object]:

@@ -45,7 +45,7 @@ class NextRun(NamedTuple):
     shape: Shape
     epochs: int
     hours: float
-    tells: str
+    shows: str
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Option:
         """Device-hours."""
         return self.shape.devices * self.seconds / 3600
 
-    def next_run(self, tells: str) -> NextRun:
+    def next_run(self, shows: str) -> NextRun:
         """Return the run that measures this option."""
-        return NextRun(self.stage, self.shape, self.next_epochs, self.next_hours, tells)
+        return NextRun(self.stage, self.shape, self.next_epochs, self.next_hours, shows)
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
     )
     names = {name: COLUMNS[name].words for name in OF_A_SET} | {"base_lr": COLUMNS["lr"].words}
-    told = [name for name in names if comparison.varies(rows, name)]
+    differ = [name for name in names if comparison.varies(rows, name)]
     groups = [group for _, group in rows.groupby(list(names))]
-    return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in told), group) for group in groups]
+    return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in differ), group) for group in groups]
 
 
 def all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[AllReduce], list[str]]:
@@ -155,8 +155,8 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     choice = choose(options, constraints)
     only_one_device = bool(missing) and all(option.shape.devices == 1 for option in options)
     if only_one_device:
-        told = "; ".join(missing)
-        choice = choice._replace(best=None, why=f"runs on one device tell nothing of several: {told}")
+        reasons = "; ".join(missing)
+        choice = choice._replace(best=None, why=f"runs on one device tell nothing of several: {reasons}")
     next_runs = []
     if choice.best and choice.sure < SURE:
         next_runs = _runs_to_be_sure(choice)
@@ -402,16 +402,16 @@ def _what_would_be_possible(options: list[Option]) -> str:
     reached = [option for option in options if np.isfinite(np.median(option.seconds))]
     if not reached:
         return ""
-    told = []
+    possible = []
     for what, of in (("fastest", lambda option: option.seconds), ("cheapest", lambda option: option.hours)):
         option = min(reached, key=lambda option, of=of: np.median(of(option)))
         time = f"{_minutes(np.median(option.seconds))} min, {np.median(option.hours):.2g} GPU-hours"
         name = comparison.stage_name(option.stage)
         known = "" if option.runs else ", predicted"
-        told.append(
+        possible.append(
             f"the {what} takes {time} ({name} x{option.shape.devices}, batch {option.global_batch}{known})"
         )
-    return f": {', '.join(told)}"
+    return f": {', '.join(possible)}"
 
 
 def _is_any_efficiency_known(options: list[Option]) -> bool:
@@ -427,8 +427,8 @@ def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
             parts = np.array_split(order, BINS)
             then = np.mean([choice.good[:, part].mean(axis=1).max() for part in parts])
             if then > now + 0.02:
-                tells = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
-                found.append((then - now, option.next_run(tells)))
+                gain_words = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
+                found.append((then - now, option.next_run(gain_words)))
     most = max((gain for gain, _ in found), default=0)
     return [run for gain, run in found if gain >= most / 2]
 

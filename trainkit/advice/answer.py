@@ -175,20 +175,20 @@ class AnswerText:
             if math.isnan(error)
             else f"on runs that it was not shown it is off by {100 * error:.1f} % (root mean square)"
         )
-        told = [
+        lines = [
             f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
             f"assumes); {tested}."
         ]
         if best and best.runs:
-            told.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
+            lines.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
         elif best:
-            told.append(f"The recommended choice is {best.basis}.")
-        told.append(
+            lines.append(f"The recommended choice is {best.basis}.")
+        lines.append(
             "An interval is to hold the truth in 9 of 10 cases, on this machine as it was then: another "
             "network, busy neighbours or another version of the program are not in it."
         )
         doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
-        return [*told, doubt] if doubt else told
+        return [*lines, doubt] if doubt else lines
 
     def unknown(self) -> list[str]:
         """List what is not predicted, and why."""
@@ -202,7 +202,7 @@ class AnswerText:
         ours = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
         own = "" if ours else " (with your script and its own options)"
         return [
-            (f"{run.tells}, for {number(run.hours)} {self.hours} at most{own}", self.command(run))
+            (f"{run.shows}, for {number(run.hours)} {self.hours} at most{own}", self.command(run))
             for run in runs
         ]
 
@@ -242,7 +242,7 @@ class AnswerText:
             "options": list(map(_as_json, answer.options)),
             "probes": [
                 _place(run)
-                | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.tells}
+                | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.shows}
                 | {"command": self.command(run)}
                 for run in answer.next_runs
             ],

@@ -44,7 +44,7 @@ def report(
     tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
     tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
     if runs := words.next_runs():
-        runs = [f"{wrapped(tells)}:\n    {command}" for tells, command in runs]
+        runs = [f"{wrapped(use)}:\n    {command}" for use, command in runs]
         tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
         tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
     if trainings and not words.answer.best:
@@ -98,8 +98,8 @@ def _blocks_of(words: AnswerText, options: list[Option], notes: list[str] | None
     made += [page.Heading(TRUST), page.Text(" ".join(words.trust()))]
     if runs := words.next_runs():
         made.append(page.Heading(NEXT_RUNS))
-    for tells, command in runs:
-        made += [page.Text(f"{tells}:"), page.Command(command)]
+    for use, command in runs:
+        made += [page.Text(f"{use}:"), page.Command(command)]
     return made
 
 

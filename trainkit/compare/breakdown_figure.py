@@ -51,9 +51,9 @@ def draw(files: Iterable[Path], out: Path) -> list[str]:
     cells = shown.apply(lambda column: column.map("{:.2f}".format if column.dtype == float else str))
     with writing_to(out, "give another folder"):
         save({"breakdown.png": figure}, out)
-        told = f"ms of a training step\n\n{markdown(cells)}\n"
+        text = f"ms of a training step\n\n{markdown(cells)}\n"
         with replacing(out / "breakdown.md") as file:
-            file.write(told)
+            file.write(text)
     return ["breakdown.png", "breakdown.md"]
 
 
@@ -90,8 +90,8 @@ def _bars(axes: Axes, panel: pd.DataFrame) -> None:
     for segments, (_, hatch) in zip(axes.containers, PHASES.values(), strict=True):
         for segment in segments:
             segment.set_hatch(hatch)
-        told = [f"{width:.1f}" if width > room else "" for width in segments.datavalues]
-        axes.bar_label(segments, told, label_type="center", fontsize=8, bbox=paper)
+        labels = [f"{width:.1f}" if width > room else "" for width in segments.datavalues]
+        axes.bar_label(segments, labels, label_type="center", fontsize=8, bbox=paper)
     axes.plot(panel.step, range(len(panel)), "kD", markersize=5, label="the step, timed as a whole")
     axes.tick_params(axis="y", labelsize=9)
     axes.invert_yaxis()

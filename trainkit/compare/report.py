@@ -96,8 +96,8 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
         for sentence in from_size_on:
             tell(f"{page.wrapped(sentence)}\n")
-    told = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
-    tell("\n".join(map(page.wrapped, told)) + "\n")
+    sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
+    tell("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)

@@ -46,12 +46,12 @@ def _clause(stage: str, rows: pd.DataFrame) -> str:
         efficiency=weak.weak_efficiency,
         baseline=weak.weak_baseline,
     )
-    told = [
+    clauses = [
         f"{scaling}on {rows.devices.max()} {units} trained {_tell_speedup(rows, name, batch)}"
         for rows, scaling, batch in ((strict, "", STRICT), (weak, "in weak scaling ", WEAK))
         if not rows.empty
     ]
-    return f"{name} {', and '.join(told)}"
+    return f"{name} {', and '.join(clauses)}"
 
 
 def _tell_speedup(rows: pd.DataFrame, name: str, batch: str) -> str:
@@ -107,15 +107,15 @@ def break_even(rows: pd.DataFrame, saved: str) -> float:
 
 def sentences_on_sizes(section: pd.DataFrame) -> list[str]:
     """Say for each line of several devices from which size on it finishes before one device."""
-    told = []
+    sentences = []
     for text, rows in lines_of_sizes(section):
         epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
         if not math.isnan(epoch) and not math.isnan(run):
-            told.append(
+            sentences.append(
                 f"{text} finishes before one device: with an epoch {_size_words(epoch)}; with a run of "
                 f"{rows.epochs.iloc[0]} epochs, its start included, {_size_words(run)}."
             )
-    return told
+    return sentences
 
 
 def _size_words(size: float) -> str:

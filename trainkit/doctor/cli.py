@@ -190,8 +190,8 @@ def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | No
     """Return a fault with what sbatch said if it refused the job."""
     if not done.returncode:
         return None
-    told = slurm.sbatch_message(done.stderr) or f"exit code {done.returncode}"
-    return Finding(check, FAULT, f"Slurm refuses the job: {told}", slurm.advice(told))
+    refusal = slurm.sbatch_message(done.stderr) or f"exit code {done.returncode}"
+    return Finding(check, FAULT, f"Slurm refuses the job: {refusal}", slurm.advice(refusal))
 
 
 def _shape(options: argparse.Namespace) -> list[str]:

@@ -40,11 +40,11 @@ def check_site() -> tuple[Site | None, list[Finding]]:
         site = read_site()
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
-    told = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
+    variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     file = REPOSITORY / "slurm" / "site.sh"
     others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
     what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults hold"
-    return site, others or [Finding("site", OK, f"{what}{f' ({told})' if told else ''}")]
+    return site, others or [Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")]
 
 
 def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:

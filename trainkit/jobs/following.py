@@ -115,8 +115,8 @@ class SlurmHandle(Handle):
             return State("unknown", reason)
         self.answered_at = time.monotonic()
         if reason == "launch_failed_requeued_held":
-            told = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
-            return State("failed", told)
+            remedy = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
+            return State("failed", remedy)
         if state in QUEUED:
             reason = "no reason yet" if reason == "None" else reason
             restarts = facts.get("Restarts", "0")
@@ -128,8 +128,8 @@ class SlurmHandle(Handle):
         if state == "COMPLETED":
             return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:
-            told = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
-            failure = "; ".join(text for text in told if text) or self._last_words()
+            reasons = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
+            failure = "; ".join(text for text in reasons if text) or self._last_words()
             return State("failed", failure or f"{reason}; see {self.log}")
         return State("running", self._progress())
 

@@ -132,11 +132,11 @@ def start(
 def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:
     """Start the sampler, which outlives this program and writes its verdict to the log."""
     place = folder / samples.FOLDER
-    with log.open("ab") as told, (place / "log").open("w") as complaints:
+    with log.open("ab") as output, (place / "log").open("w") as complaints:
         return subprocess.Popen(
             [sys.executable, REPOSITORY / "slurm" / "monitor.py", "--sample", place, "--until", job_id],
             stdin=subprocess.DEVNULL,
-            stdout=told,
+            stdout=output,
             stderr=complaints,
             start_new_session=True,
         )

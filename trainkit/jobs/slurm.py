@@ -55,8 +55,8 @@ def why_not_here() -> str:
     """Return why this machine cannot submit jobs; "" if it can, or the controller is just down."""
     if not shutil.which("sbatch"):
         return "sbatch is not on PATH"
-    told = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
-    return f"sbatch is on PATH, but knows no controller: {told[1]}" if told else ""
+    fatal = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
+    return f"sbatch is on PATH, but knows no controller: {fatal[1]}" if fatal else ""
 
 
 def ask(
@@ -93,8 +93,8 @@ def job_facts(job_id: str) -> dict[str, str]:
     """
     shown = ask("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
-        told = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
-        return told | dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+        unknown = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
+        return unknown | dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
     if "Invalid job id" not in shown.stderr:
         return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
     ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
@@ -103,8 +103,8 @@ def job_facts(job_id: str) -> dict[str, str]:
 
 def cluster() -> str:
     """Return the cluster's name; empty if Slurm does not name it."""
-    told = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
-    return told[1] if told else ""
+    found = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def default_partition() -> str | None:
@@ -126,8 +126,8 @@ def share_of_gpu(partition: str | None = None) -> tuple[int, int]:
     """
     partition = partition or default_partition()
     chosen = [f"--partition={partition}"] if partition else []
-    told = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
-    found = re.findall(r"^(.*)\|(\d{1,9})\+?\|(\d{1,9})", told, re.MULTILINE)
+    listing = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
+    found = re.findall(r"^(.*)\|(\d{1,9})\+?\|(\d{1,9})", listing, re.MULTILINE)
     nodes = [(_gpus(gres), int(cores), int(megabytes)) for gres, cores, megabytes in found]
     shares = [(cores // gpus, megabytes // 1024 // gpus) for gpus, cores, megabytes in nodes if gpus]
     return tuple(map(min, zip(*shares, strict=True))) or (0, 0)
@@ -161,9 +161,9 @@ def sbatch_message(text: str) -> str:
     return "; ".join(dict.fromkeys(re.sub(empty, "", line) for line in lines))
 
 
-def advice(told: str) -> str:
-    """Return advice on a refusal by sbatch, its text in `told`, or on one of the reasons in `NEVER`."""
-    return next(fix for words, fix in REFUSALS.items() if re.search(words, told))
+def advice(refusal: str) -> str:
+    """Return advice on a refusal by sbatch, its text in `refusal`, or on one of the reasons in `NEVER`."""
+    return next(fix for words, fix in REFUSALS.items() if re.search(words, refusal))
 
 
 def _gpus(gres: str) -> int:

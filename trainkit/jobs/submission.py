@@ -228,9 +228,9 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
             stage = request.stage
             return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
     except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job
-        told = slurm.sbatch_message(str(error))[:1000]
-        fix = f"{slurm.advice(told)}; --local runs it on this machine"
-        raise UserError(f"Slurm did not take the job ({told}): {fix}.") from None
+        refusal = slurm.sbatch_message(str(error))[:1000]
+        fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
+        raise UserError(f"Slurm did not take the job ({refusal}): {fix}.") from None
 
 
 def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":

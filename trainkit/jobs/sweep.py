@@ -314,10 +314,10 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                 state = handle.state()
                 if state.name in ENDED:
                     del active[run]
-                    told, well = _ending(sweep, run, handle, state)
+                    ending, well = _ending(sweep, run, handle, state)
                     failed += [] if well else [run.name]
                     number = len(planned) - len(waiting) - len(active)
-                    tell(f"[{number}/{len(planned)}] {run.name} {told}")
+                    tell(f"[{number}/{len(planned)}] {run.name} {ending}")
                 elif state != shown.get(run):
                     shown[run] = state
                     tell(f"{run.name} {state.name}: {state.detail}")
@@ -330,8 +330,8 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
             while handle.state().name == "running":
                 time.sleep(0.1)
         if in_slurm := [handle.job_id for handle in active.values() if handle not in local]:
-            told = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
-            tell(f"\n{told}", sys.stderr)
+            message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
+            tell(f"\n{message}", sys.stderr)
         tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
         raise
     return failed
@@ -372,18 +372,18 @@ def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = N
 def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print how many runs are planned, and how long they take."""
     todo = [run for run in planned if not sweep.finished(run.name)]
-    told = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
+    plan = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
     if run_seconds:
-        told += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
+        plan += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
         if not sweep.here:
-            told += ", and their time in the queue"
+            plan += ", and their time in the queue"
     elif not sweep.here:
         hours = sum(run.shape.gpus for run in todo) * sweep.minutes / 60
-        told += (
+        plan += (
             f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
-    tell(told)
+    tell(plan)
 
 
 def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = None) -> int:

@@ -81,8 +81,8 @@ class Evidence:
         if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
             words = words.replace(" without a word,", "")
         if words == "aborted":
-            told = (found.groups() for found in map(ABORTED.search, self._lines) if found)
-            words += next((f" ({cause})" for of, cause in told if int(of) == rank), "")
+            aborted = (found.groups() for found in map(ABORTED.search, self._lines) if found)
+            words += next((f" ({cause})" for of, cause in aborted if int(of) == rank), "")
         return words and f"rank {rank} on {self._nodes.get(rank, node)} {words}"
 
     def _gave_up(self) -> str | None:

@@ -194,8 +194,8 @@ def _attach(job: int) -> None:
         raise UserError(f"no Slurm here ({why}): --attach is for its jobs, on a login node.")
     facts = slurm.job_facts(str(job))
     if facts["JobState"] != "RUNNING":
-        told = ", ".join(filter(None, (facts["JobState"], facts.get("Reason", ""))))
-        raise UserError(f"job {job} does not run ({told}): attach while it does; see `squeue --me`.")
+        state = ", ".join(filter(None, (facts["JobState"], facts.get("Reason", ""))))
+        raise UserError(f"job {job} does not run ({state}): attach while it does; see `squeue --me`.")
     steps = slurm.ask("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%j").stdout.split()
     if "monitor" in steps:
         raise UserError(f"job {job} is being sampled already: python slurm/monitor.py --verdict {job}")

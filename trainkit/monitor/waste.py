@@ -118,18 +118,18 @@ class Verdict:
 
     def lines(self, name: str) -> list[str]:
         """Return a line for each finding; the last one says what was watched of the job called `name`."""
-        told = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
+        lines = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
         if self.notes:
             more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
-            told.append(f"not seen: {self.notes[0]}{more}")
-        told += filter(None, [self.enough])
+            lines.append(f"not seen: {self.notes[0]}{more}")
+        lines += filter(None, [self.enough])
         watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
         for number, unit in ((self.energy_kwh, "kWh"), (self.joules_per_1000_images, "J per 1,000 images")):
             if number >= 0:
                 watched.append(f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}")
         if self.energy_from == "power":
             watched.append("summed up from the power, as there is no counter")
-        return [printable(line) for line in (*told, ", ".join(watched))]
+        return [printable(line) for line in (*lines, ", ".join(watched))]
 
     def facts(self) -> dict[str, object]:
         """Return the verdict for JSON, with null for NaN."""
@@ -166,8 +166,8 @@ def judge_job(job: SampledJob) -> Verdict:
     elif not any(of.loc[:, MEASURED].notna().any(axis=None) for of in places):
         unknown = "nothing to judge: the samples have neither cores nor power nor utilisation"
     elif job.moments < LEAST_MOMENTS:
-        told = f"{_count(job.moments, 'sample')} of its training past the warm-up"
-        unknown = f"too short to tell: {told}, and {LEAST_MOMENTS} are needed"
+        samples = f"{_count(job.moments, 'sample')} of its training past the warm-up"
+        unknown = f"too short to tell: {samples}, and {LEAST_MOMENTS} are needed"
     return Verdict(
         findings=findings,
         unknown=unknown,
@@ -307,14 +307,14 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
     if job.mean(NODE, [(worst[0], 0)], "cores") < CORES_FULL * len(cores):
-        told = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
+        remedy = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
     else:
-        told = (
+        remedy = (
             f"{crowd} share {room}: more --cpus-per-task, with srun --cpu-bind=cores, or fewer threads "
             "(OMP_NUM_THREADS) and workers"
         )
     where = _name_places("rank", crowded)
-    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {told}."
+    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {remedy}."
     yield Issue("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
 
 
@@ -371,10 +371,10 @@ def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
     where, few = _name_places(GPU, gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
     busy = sum(map(job.load, gpus)) / len(gpus)
     number, lost = busy, 1 - busy
-    told = f"{'gaps between' if few else 'short'} kernels leave {where}"
+    words = f"{'gaps between' if few else 'short'} kernels leave {where}"
     if grade == FASTER:
         number = lost = sum(_gaps(job, gpu) for gpu in gpus) / len(gpus)
-        told = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
+        words = f"{FASTER}: for {_percent(lost)} of the time no kernel runs on {where},"
     remedy = "a larger batch per GPU (--batch-size)"
     if few and job.shares.empty:  # which may also be for want of batches
         remedy += ", loader workers if there are none"
@@ -387,7 +387,7 @@ def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
     step = f", {1000 * seconds / steps:.3g} ms a step" if steps else ""
     how = f"at {_percent(busy)} of its power above idle ({_power(job, gpus)}{step})"
     share = lost * len(gpus) / len(job.judged[GPU])
-    return Issue("launch_bound", where, 100 * number, f"{told} {how}: {remedy}.", share, grade)
+    return Issue("launch_bound", where, 100 * number, f"{words} {how}: {remedy}.", share, grade)
 
 
 def _gaps(job: SampledJob, gpu: Place) -> float:
@@ -407,11 +407,11 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
     seen = job.mean(RANK, ranks, "loaders")
     loaders = job.steady.workers_per_loader.max() if len(job.steady) else seen
     each = job.mean(RANK, ranks, "loader_cores") / loaders if loaders else math.nan
-    told = "no loader workers"
+    workers = "no loader workers"
     remedy = "take some (--loader workers --num-workers 4, with --cpus-per-task for them)"
     if loaders > 0:
-        told = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
-        told += f", at {_percent(each)} of a core" if each >= 0 else ""
+        workers = _count(round(loaders), "loader worker") + (" each" if len(ranks) > 1 else "")
+        workers += f", at {_percent(each)} of a core" if each >= 0 else ""
         remedy = "take more (--num-workers)"
         node = ranks[0][0], 0
         lists = job.judged[NODE].get(node, job.table[:0]).core_list.unique()
@@ -426,7 +426,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
     )
     where = _name_places("rank", ranks)
     sentence = (
-        f"waiting for batches takes {_percent(share)} of the training time of {where} ({told}): {remedy}."
+        f"waiting for batches takes {_percent(share)} of the training time of {where} ({workers}): {remedy}."
     )
     return Issue("waiting_for_loader", where, 100 * share, sentence, share)
 

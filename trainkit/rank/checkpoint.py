@@ -236,10 +236,10 @@ class Checkpoints:
         wanted = self._options.precision
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        told = [f"{_option_name(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
-        if told:
-            told = ", ".join(told).replace("None", "not given")
-            raise UserError(f"{path} was made with {told}: give the same, or another --checkpoint-dir.")
+        earlier = [f"{_option_name(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        if earlier:
+            earlier = ", ".join(earlier).replace("None", "not given")
+            raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:

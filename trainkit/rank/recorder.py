@@ -62,9 +62,9 @@ class Recorder:
         own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": Path(folder)}
         lr = float(self._optimizer.defaults.get("lr", math.nan))
         opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
-        told = f"{recipes.own_optimizer(opts, self._optimizer)} {options.in_words(settings or {})}".strip()
+        text = f"{recipes.own_optimizer(opts, self._optimizer)} {options.in_words(settings or {})}".strip()
         facts = {"stage": name, "devices": here.size, "accumulate": 1, "flops_per_image": math.nan}
-        facts |= {"parameters": trained_weights(model), "settings": told}
+        facts |= {"parameters": trained_weights(model), "settings": text}
         facts |= {"precision": precision} if precision else {}
         self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
         self.first_epoch = self._epoch = 1
@@ -105,8 +105,8 @@ class Recorder:
         try:
             own = {name: float(value) for name, value in given.items()}
         except (TypeError, ValueError) as error:
-            told = f"epoch {self._epoch} has a value that is not a number ({first_line(error)})"
-            raise UserError(f"{told}: give one for each name.") from None
+            mistake = f"epoch {self._epoch} has a value that is not a number ({first_line(error)})"
+            raise UserError(f"{mistake}: give one for each name.") from None
         of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
             raise UserError(
@@ -118,9 +118,9 @@ class Recorder:
         tested = Tested(tests, testing, means["test_loss"], means["accuracy"])
         rate = float(self._optimizer.param_groups[0].get("lr", 0))
         trained = Trained(max(1, count // self._batch_size), slowest, means["loss"], rate, count)
-        told = [Metric(name, "epoch", means[name]) for name in metrics if name not in known]
+        of_epoch = [Metric(name, "epoch", means[name]) for name in metrics if name not in known]
         rows = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
-        process_group.on_rank_0(lambda: self._log.epoch(self._epoch, trained, tested, rows, told))
+        process_group.on_rank_0(lambda: self._log.epoch(self._epoch, trained, tested, rows, of_epoch))
         self._epoch += 1
         reset_peak_memory()
 

@@ -94,8 +94,8 @@ class Run:
     def _facts(self) -> dict[str, object]:
         """Return the columns of the record that only the training knows."""
         parts = [self.model, self.optimizer, *self.also.values()]
-        told = [own_optimizer(self.options, one) for one in parts if isinstance(one, torch.optim.Optimizer)]
-        told.append(self.options.settings())
+        words = [own_optimizer(self.options, one) for one in parts if isinstance(one, torch.optim.Optimizer)]
+        words.append(self.options.settings())
         weights = sum(trained_weights(one) for one in parts if isinstance(one, nn.Module))
         flops = self.flops
         if flops is None:
@@ -105,7 +105,7 @@ class Run:
             "devices": self.devices,
             "accumulate": self.accumulate,
             "flops_per_image": flops,
-            "settings": " ".join(filter(None, told)),
+            "settings": " ".join(filter(None, words)),
             "parameters": self.sharded.parameters() if self.sharded else weights,
         }
 
@@ -164,9 +164,9 @@ class Run:
                 *self._checkpoints.requests(), not losses.isfinite().all()
             )
             # The ranks first agree after the first step, and wait for its end.
-            if self._log and (told := startup.summary("first step")):
+            if self._log and (summary := startup.summary("first step")):
                 bar.clear()
-                tell(told)
+                tell(summary)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
@@ -232,13 +232,13 @@ class Run:
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
-        told, best_epoch = [*self._of_steps, *metrics], 0
+        recorded, best_epoch = [*self._of_steps, *metrics], 0
         if self._best:
             validated = tested.again(self._validation)
             self._best.keep(epoch, validated.loss)
             best_epoch = self._best.epoch
-            told.append(Metric("loss", "validation", validated.loss))
-        row = epoch, self.trained, tested, of_ranks, told, best_epoch
+            recorded.append(Metric("loss", "validation", validated.loss))
+        row = epoch, self.trained, tested, of_ranks, recorded, best_epoch
         process_group.on_rank_0(lambda: self._log.epoch(*row))
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)

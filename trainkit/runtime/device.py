@@ -70,7 +70,7 @@ def usable_gpus() -> list[torch.device]:
         UserError: if it can use none, although the node has some, or Slurm gave some. The practice cluster's
             GPUs are virtual: there the CPU stands in.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return gpus()
@@ -85,7 +85,7 @@ def usable_gpus() -> list[torch.device]:
         count = count or gpus_given()
     if not count:
         return []
-    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in told[:1])
+    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in caught[:1])
     raise UserError(
         f"PyTorch cannot use the {count} GPU(s) of {platform.node()}{why}: torch {torch.__version__} is "
         f"built for {build()}, and the node has {driver()}. Let the GPUs into your container (apptainer "
@@ -156,8 +156,8 @@ def build_and_backend() -> str:
 def driver() -> str:
     """Return NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", from the kernel module."""
     with suppress(OSError):
-        told = Path("/proc/driver/nvidia/version").read_text()
-        if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", told):
+        version = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", version):
             return f"driver {found[1]}"
     return "a driver of Windows" if Path("/dev/dxg").exists() else "no NVIDIA driver"
 
@@ -166,8 +166,8 @@ def cards() -> str:
     """Describe the GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
     properties = map(torch.cuda.get_device_properties, gpus())
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
-    told = [f"{count} x {kind}" for kind, count in kinds.items()]
-    return ", ".join(told if torch.version.hip else [*told, driver()])
+    described = [f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(described if torch.version.hip else [*described, driver()])
 
 
 def card(device: torch.device) -> str:

@@ -66,8 +66,8 @@ def run(main: Callable[[], int | None]) -> None:
         note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
         raise
     except Exception as error:
-        if told := _in_a_sentence(error):
-            fail(told)
+        if sentence := _in_a_sentence(error):
+            fail(sentence)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others refer to it instead of adding a traceback each.
         # gloo also raises the second, after its timeout, if the backward pass was waiting.

@@ -41,8 +41,8 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     for number in errors.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
-    told = f"rank {here.rank} ended with exit code {code}" if code else ""
-    job_folder.note("failed" if code else "finished", told)
+    reason = f"rank {here.rank} ended with exit code {code}" if code else ""
+    job_folder.note("failed" if code else "finished", reason)
     sys.exit(code if code >= 0 else 128 - code)
 
 

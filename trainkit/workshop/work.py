@@ -213,8 +213,8 @@ def ask_slurm(script: Path, stage: Path) -> str:
     environment = os.environ | read_site().sbatch
     asked = slurm.ask("sbatch", "--test-only", str(script), cwd=stage, env=environment)
     if asked.returncode:
-        told = slurm.sbatch_message(asked.stderr)
-        raise Wrong(f"Slurm would not take the job ({told}): {slurm.advice(told)}.")
+        refusal = slurm.sbatch_message(asked.stderr)
+        raise Wrong(f"Slurm would not take the job ({refusal}): {slurm.advice(refusal)}.")
     return "Slurm was asked, and would take the job."
 
 

@@ -31,7 +31,7 @@ def main() -> None:
     print(f"{'':8}", *(f"{column:>15}" for column in opts.column))
     for number in {number: None for of_each in found.values() for number in of_each}:
         means = (mean(of_each.get(number, [])) for of_each in found.values())
-        print(f"{opts.what:5} {number:2}", *(f"{told:>15}" for told in means))
+        print(f"{opts.what:5} {number:2}", *(f"{each:>15}" for each in means))
 
 
 def values(folder: Path, what: str, column: str) -> dict[str, list[object]]:
