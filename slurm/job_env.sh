@@ -57,7 +57,7 @@ if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
     name=$MASTER_ADDR
     MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     getent ahosts "$MASTER_ADDR" >/dev/null ||
-        fail "neither $name nor its address in Slurm ($MASTER_ADDR) can be resolved on $(hostname): tell your admin."
+        fail "neither $name nor its address in Slurm ($MASTER_ADDR) can be resolved on $(hostname): report it to your admin."
 fi
 # By the job's number, so that two jobs on one node do not collide, and below the ports that the
 # system hands out by itself (32768 and up).

@@ -324,7 +324,7 @@ def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path)
     done = forking.run(tmp_path / "ranks.py", env=ENVIRONMENT)
     added, *told = done.stdout.splitlines()
     assert added == "[3, 3, 3]", done.stderr
-    assert told[:2] == ["rank 1 died without a word.", "rank 1 ends with ValueError in line 10: no"]
+    assert told[:2] == ["rank 1 died silently.", "rank 1 ends with ValueError in line 10: no"]
     assert told[2].startswith("The ranks wait for each other in vain: rank ")
 
 

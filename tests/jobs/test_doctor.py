@@ -234,7 +234,7 @@ def test_what_pytorch_can_do_on_the_login_node(
 def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     site_file.write_text("SITE_SRUN_ARGS=(--container-image=tutorial.sqsh)\n")
     told = login_node.check_environment(site.read_site(), in_job_too=False)
-    assert "seen from inside srun's container only" in found(told, "environment", WARNING)
+    assert "seen only from inside srun's container" in found(told, "environment", WARNING)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     [
         (["--nodes", "0"], "argument --nodes: 0 is too small, it must be 1"),
         (["--gpus", "two"], "argument --gpus: 'two' is not a whole number"),
-        (["--nodes", "2", "--gpus", "3"], "3 GPUs do not divide among 2 nodes"),
+        (["--nodes", "2", "--gpus", "3"], "3 GPUs do not divide evenly among 2 nodes"),
         (["--", "--mem", "8G"], "'8G' is not an option"),
         (["--jobs"], "unrecognized arguments: --jobs"),
     ],
@@ -310,9 +310,9 @@ GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2, 4)  # of two t
         (
             {"cores": 1},
             CORES,
-            "fault: asked for 8 cores and may run on 1 -> give --cpus-per-task to srun",
+            "fault: asked for 8 cores, but may run on 1 only -> give --cpus-per-task to srun",
         ),
-        ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores and may run on 8"),
+        ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores, but may run on 8 only"),
         ({"SLURM_CPUS_PER_TASK": 1}, CORES, "fault: 1 CPU(s) per task for the training and 4 loader workers"),
         ({"SLURM_CPUS_PER_TASK": 2}, CORES, "warning: 2 CPU(s) per task for the training and 4 loader worke"),
         ({"SLURM_CPUS_PER_TASK": 2}, CORES, "-> sbatch --cpus-per-task=5"),
@@ -323,15 +323,15 @@ GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2, 4)  # of two t
             "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has ",
         ),
         (given(2, 2), GPUS, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
-        (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): it has to be one task per GPU -> sbatch"),
+        (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): there has to be one task per GPU -> sbatch"),
         (given(0, 0), GPUS, "warning: the job has no GPU: it will train on the CPU"),
         (given(2, 0), GPUS, "ok: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
         (given(2, 1), GPUS, "warning: a task sees 1 of 2 GPUs, which stops them from copying to each other"),
         (
             {"gpus": 2, "free": 35},
             (checkup_torch.gpus, None),
-            "warning: 75% of its GPU's memory is taken before the training starts -> something else "
-            "computes there; without the node: sbatch --exclude=n2",
+            "warning: 75% of its GPU's memory is taken before the training starts -> another program "
+            "computes there; to avoid the node: sbatch --exclude=n2",
         ),
         ({"gb": 3}, MEMORY, "warning: 3.0 GB for 2 rank(s), which take about 4.0 GB with 4 loader workers e"),
         ({"gb": 3, "gpus": 2}, MEMORY, "fault: 3.0 GB for 2 rank(s), which take about 10.0 GB"),
@@ -359,7 +359,7 @@ def test_a_folder_that_is_not_shared(
         checkup._leave_notes(folders)
     assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: writes the results and job folders")
     (tmp_path / "results" / ".doctor-7-n1").unlink()
-    why = "fault: files of 1 of 2 nodes are seen in the results folder here: it is not shared"
+    why = "fault: sees the files of 1 of 2 nodes in the results folder: it is not shared"
     assert told_by(checkup._look_for_notes, folders, 2).startswith(why)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="the results folder's files cannot be written to"):
@@ -464,8 +464,7 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
     log += 'checkup {"rank": 0, "ended": true}\ncheckup {"rank": 1, "end'
     judged = cli.findings_of_ranks(list(read_messages(log)), Path("x.log"))
     assert found(judged, "ranks", FAULT).splitlines() == [
-        "rank 1 ended without a word in its check of shm: killed, or crashed -> see x.log; "
-        "more memory: sbatch --mem=32G",
+        "rank 1 was killed, or crashed, in its check of shm -> see x.log; more memory: sbatch --mem=32G",
         "rank 2 never reported: its Python did not start -> see x.log; more memory: sbatch --mem=32G",
     ]
     assert "not the same on every node" in found(judged, "software", FAULT)

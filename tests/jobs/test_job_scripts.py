@@ -165,4 +165,4 @@ def test_a_cut_link_ends_the_job_within_the_timeout(on_cluster: Checkout) -> Non
         on_cluster.cluster.link(NODES[1], up=True)
     assert on_cluster.cluster.wait(job)["JobState"] == "FAILED", on_cluster.log(job)
     assert "lost the other ranks" in on_cluster.log(job)
-    assert "the ranks lost each other: the network" in on_cluster.log(job)
+    assert "the ranks lost contact: the network failed" in on_cluster.log(job)

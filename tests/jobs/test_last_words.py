@@ -100,9 +100,9 @@ def test_without_the_lines_of_srun_the_notes_tell(checkout: Checkout) -> None:
     # Rank 1 dies once rank 0 has noted its loss: srun ends the others at once, noted or not.
     plant(checkout, "raise RuntimeError('gloo')", "wait_for('rank-0.lost'); kill('pid-1')")
     log = checkout.fail("srun", "fates.py", sbatch=("--nodes=2", "--ntasks-per-node=1", "--error=/dev/null"))
-    assert verdict(log) == [
-        "rank 1 on n2 ended without a word: killed (by hand, or for want of memory: --mem)?"
-    ], log
+    assert verdict(log) == ["rank 1 on n2 ended silently: killed (by hand, or for want of memory: --mem)?"], (
+        log
+    )
 
 
 def test_torchrun_of_several_dead_and_of_itself(checkout: Checkout) -> None:
@@ -123,7 +123,7 @@ def test_submitit_and_a_death_without_a_signal(checkout: Checkout) -> None:
     checkout.fake("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 4, "--nodes", 2, "--wait")
     assert done.returncode == 1
-    assert done.stderr.endswith(" failed: rank 2 on n2 ended without a word, with exit code 3\n"), done.stderr
+    assert done.stderr.endswith(" failed: rank 2 on n2 ended silently, with exit code 3\n"), done.stderr
 
 
 def test_which_failed_first_is_no_matter_of_clocks(checkout: Checkout, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ Root Cause (first observed failure):
 BY_NCCL = "".join(GAVE_UP["2.15"].format(rank=rank) for rank in range(4))
 MEMORY = "was killed for want of memory: ask for more --mem"
 SIGNALS = [f"rank 1 on n1 {MEMORY}", f"rank 3 on n2 {MEMORY}", "rank 0 on n1 died: Segmentation fault"]
-CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended without a word, with exit code 3"]
+CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, with exit code 3"]
 
 
 @pytest.mark.parametrize(

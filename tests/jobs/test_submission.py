@@ -143,10 +143,10 @@ def test_gpus_are_those_that_pytorch_sees_and_can_use(monkeypatch: pytest.Monkey
         (("signal.signal(signal.SIGTERM, print); time.sleep(600)", "raise errors.UserError('planted')"),
          "error on rank 1: planted"),
         (("time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"),
-         "rank 0, 1 ended without a word: killed"),
+         "rank 0, 1 ended silently: killed"),
         # They have met, so rank 0 fails too, and must not be taken for the reason.
         (("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
-         "rank 1 ended without a word: killed"),
+         "rank 1 ended silently: killed"),
         (("import nothing_of_that_name", ""),
          "error on rank 0: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
     ],

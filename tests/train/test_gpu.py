@@ -312,7 +312,7 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fate", "why"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended without a word"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended silently"),
         ("time.sleep(600)", "NCCL gave up after --timeout: rank 0 waited for rank 1, which hung or was lost"),
     ],
     ids=["is lost", "hangs"],

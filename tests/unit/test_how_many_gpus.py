@@ -173,12 +173,12 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     runs(tmp_path / "mended" / "b", slower)
     cases = {
         (mended,): "images on each, differ by a factor of 2.0, as before and after a repair",
-        (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "runs on one device tell nothing of several",
+        (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "on one device say nothing about several",
         (runs(tmp_path / "fast", too_fast),): "all efficiencies are above 100 %",
         (runs(tmp_path / "falling", falling),): "no model explains these runs",
         (mixed,): "1: device NVIDIA A100 (9 runs); 2: device NVIDIA H200 (9 runs). Choose one with --set N",
         (mixed, "--set", 3): "Choose one with --set N",
-        (law, "--gpus", 3): "can be predicted (no batch can be shared out evenly)",
+        (law, "--gpus", 3): "can be predicted (no batch divides evenly among the devices)",
         (runs(tmp_path / "two", counts=(2,)), "--epochs", 5): "no run on one device was measured",
         (law, "--target", 99.9): "no run has reached 99.9 %",
         (law, "--deadline", 0.01): "nothing keeps the deadline of 0.01 min: the fastest takes",

@@ -446,11 +446,11 @@ def test_why_a_clock_is_low(sample: Sample, told: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "reading", "columns"),
     [
-        ("its name", "name", ("name",)),
+        ("the name", "name", ("name",)),
         ("memory", "memory_mb", ("memory_mb", "memory_limit_mb")),
         ("processes", "pids", ("ranks",)),
-        ("its limit", "power_limit_w", ("power_limit_w",)),
-        ("its highest", "clock_limit_mhz", ("clock_limit_mhz",)),
+        ("the power limit", "power_limit_w", ("power_limit_w",)),
+        ("the highest clock", "clock_limit_mhz", ("clock_limit_mhz",)),
         ("throttling", "throttled", ("throttled",)),
         (", ".join(gpus.READINGS), "", tuple(CELLS - {"what", "number"})),
     ],
@@ -462,7 +462,7 @@ def test_a_reading_that_fails_is_an_empty_cell(
     failing = dict.fromkeys([reading] if reading else fake_nvml.GPU, "NOT_SUPPORTED")
     rows = sample(3, gpus=[failing, {}, failing])
     assert [empty(row) for row in rows] == 3 * [{*columns}, set(), {*columns}]
-    assert {*told} == {f"GPU {number}: NVML does not tell {words} (Not Supported)" for number in (0, 2)}
+    assert {*told} == {f"GPU {number}: NVML does not report {words} (Not Supported)" for number in (0, 2)}
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_slices_of_a_card(sample: Sample, told: list[str]) -> None:
     assert found == [(0, 5_000, "3"), (2, 5_000, "3")]
     known = {"what", "number", "name", "memory_mb", "memory_limit_mb", "ranks"}
     assert all(empty(row) == CELLS - known for row in rows)
-    assert told[0].startswith("GPU 0: NVML does not tell utilisation, power,")
+    assert told[0].startswith("GPU 0: NVML does not report utilisation, power,")
     assert told[0].endswith(" (Not Supported)")
 
 
@@ -522,7 +522,7 @@ def test_slices_of_a_card(sample: Sample, told: list[str]) -> None:
     [
         ("LIBRARY_NOT_FOUND", {"CUDA_VISIBLE_DEVICES": "0"}, True, "NVML Shared Library Not Found"),
         ("DRIVER_NOT_LOADED", {"SLURM_GPUS_ON_NODE": "4"}, True, "Driver Not Loaded"),
-        (None, {"SLURM_GPUS_ON_NODE": "4"}, True, "it shows none"),
+        (None, {"SLURM_GPUS_ON_NODE": "4"}, True, "it lists none"),
         (None, {"SLURM_GPUS_ON_NODE": "4"}, False, None),  # virtual ones
         (None, {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "-1"}, True, None),  # hidden
         (None, {}, True, None),
@@ -539,5 +539,5 @@ def test_gpus_are_missed_where_there_should_be_some(
 ) -> None:
     there = nvidia_smi(tmp_path) if driver else {"PATH": "/nonexistent"}
     assert sample(init=init, env=there | env) == []
-    sentence = f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there"
+    sentence = f"NVML shows no GPU of this job ({why}): see what nvidia-smi prints there"
     assert told == ([sentence] if why else [])

@@ -21,7 +21,7 @@ from trainkit.schema import records, samples
 FIRST_LINES = {
     "cpu_healthy": ("no waste found", None, None),
     "cpu_waiting_for_loader": ("of the training time of rank 0", "waiting_for_loader", "waste"),
-    "cpu_shared_cores": ("2 ranks share 1 core: more --cpus-per-task", "shared_cores", "waste"),
+    "cpu_shared_cores": ("2 ranks share 1 core: ask for more --cpus-per-task", "shared_cores", "waste"),
     "cpu_stalled_rank": ("SIGSTOP held rank 1", "stalled_rank", "waste"),
     "cpu_network_bound": ("the exchange of gradients takes", "network_bound", "waste"),
     "gpu_no_rank": ("no rank uses GPU 2 on n1: ask for 2 GPUs", "no_rank", "waste"),
@@ -227,7 +227,7 @@ def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
         (0, 0, "(no loader workers): take some (--loader workers --num-workers 4"),
         (2, 1.98, "(2 loader workers each, at 99 % of a core): take more (--num-workers)"),
         (2, 3.6, "(2 loader workers each, at 180 % of a core): all cores are in use"),
-        (2, 0.5, "(2 loader workers each, at 25 % of a core): these wait, too"),
+        (2, 0.5, "(2 loader workers each, at 25 % of a core): the workers also wait"),
     ],
 )
 def test_the_remedy_of_a_waiting_loader(
@@ -250,7 +250,7 @@ def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
 
 def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
     first = first_line(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2))
-    assert first.startswith("neither heat nor a power cap") and "to 690 of 1,400 MHz" in first
+    assert first.startswith("something other than heat or a power cap") and "to 690 of 1,400 MHz" in first
     assert "a cap (" in first_line(made([Gpu(clock=690, slowed=("power+other", 1))]))
     # At its limit a GPU has a lower clock, and full power.
     assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
@@ -261,8 +261,8 @@ def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path
     [
         ({"name": "T"}, "SIGSTOP held rank 1 on n1 for 2"),
         ({"name": "D", "cores": "0"}, "a file system held rank 1 on n1 for 2"),
-        ({"name": "S", "cores": "0.01"}, "nothing was done by rank 1 on n1 for 2"),
-        ({"name": "S", "cores": "0"}, "nothing was done by ranks 0, 1 on n1 for 2"),
+        ({"name": "S", "cores": "0.01"}, "rank 1 on n1 did nothing for 2"),
+        ({"name": "S", "cores": "0"}, "ranks 0, 1 on n1 did nothing for 2"),
     ],
 )
 def test_a_rank_that_does_nothing(
@@ -283,7 +283,7 @@ def test_a_rank_that_does_nothing(
 
 def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
     folder = made([Gpu(power=120, waiting=0.4)] * 2)
-    assert "other programs work on its 8 cores, too" in first_line(folder)
+    assert "other programs also use its 8 cores" in first_line(folder)
     assert kinds(made([Gpu(power=300, waiting=0.4)] * 2)) == []  # it hides behind the work of the GPU
     assert kinds(made([Gpu(power=120, waiting=0.7, cores=0.03)] * 2)) == ["launch_bound"]  # hardly wants one
 
@@ -463,6 +463,6 @@ def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp
     (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
     verdict = waste.judge(folder)
     assert verdict.lines("job 12")[:1] == ["no waste found"]
-    assert len(verdict.notes) == 4 and "(3 more such)" in verdict.lines("job 12")[1]
+    assert len(verdict.notes) == 4 and "(3 more)" in verdict.lines("job 12")[1]
     waste.keep(folder, verdict)
     assert not list(tmp_path.glob("*.monitor.json"))

@@ -150,13 +150,13 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
         why = "these runs do not record how many weights the network has"
         unknown.append(f"from the doctor's all-reduce: {why}")
     if not options:
-        what = "; ".join(unknown) or "no batch can be shared out evenly"
-        raise UserError(f"nothing of what is to be chosen from can be predicted ({what}): change it.")
+        what = "; ".join(unknown) or "no batch divides evenly among the devices"
+        raise UserError(f"none of the choices can be predicted ({what}): give others.")
     choice = choose(options, constraints)
     only_one_device = bool(missing) and all(option.shape.devices == 1 for option in options)
     if only_one_device:
         reasons = "; ".join(missing)
-        choice = choice._replace(best=None, why=f"runs on one device tell nothing of several: {reasons}")
+        choice = choice._replace(best=None, why=f"runs on one device say nothing about several: {reasons}")
     next_runs = []
     if choice.best and choice.sure < SURE:
         next_runs = _runs_to_be_sure(choice)
@@ -200,7 +200,7 @@ class RunSet:
         self.stages = sorted(stage for stage in parallel or {DDP} if self.measured(stage))
         if not self.stages:
             raise UserError(
-                "DataParallel on one device is the plain model: run stage single, or more devices."
+                "DataParallel on one device is the plain model: run stage single, or use more devices."
             )
 
     def _set_target(self, target: float, rows: pd.DataFrame) -> None:
@@ -427,15 +427,15 @@ def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
             parts = np.array_split(order, BINS)
             then = np.mean([choice.good[:, part].mean(axis=1).max() for part in parts])
             if then > now + 0.02:
-                gain_words = f"a sure choice in {100 * then:.0f} % in place of {100 * now:.0f} %"
-                found.append((then - now, option.next_run(gain_words)))
+                shows = f"a sure choice in {100 * then:.0f} % of cases instead of {100 * now:.0f} %"
+                found.append((then - now, option.next_run(shows)))
     most = max((gain for gain, _ in found), default=0)
     return [run for gain, run in found if gain >= most / 2]
 
 
 def _runs_that_may_keep_the_rules(choice: Choice) -> list[NextRun]:
     return [
-        option.next_run(f"the wishes may be kept after all, in {100 * share:.0f} %")
+        option.next_run(f"the limits may be kept after all, in {100 * share:.0f} % of cases")
         for option, share in zip(choice.options, choice.kept.mean(axis=1), strict=True)
         if share >= UNLIKELY and option.runs < ENOUGH_RUNS
     ]

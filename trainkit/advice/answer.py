@@ -53,18 +53,18 @@ def _what_cannot_be_right(answer: Answer) -> str:
     if apart > MOST_APART:
         return (
             f"equal runs on {shape.devices} device(s), {shape.batch} images on each, differ by a factor of "
-            f"{apart:.1f}, as before and after a repair (name only the files that still hold)"
+            f"{apart:.1f}, as before and after a repair (give only the files that are still valid)"
         )
     measured = [option for option in answer.options if option.shape.devices > 1 and option.runs]
     efficiencies = [np.median(option.efficiency) for option in measured]
     known = [efficiency for efficiency in efficiencies if np.isfinite(efficiency)]
     if known and min(known) > trust.MOST_EFFICIENCY:
-        return "all efficiencies are above 100 %, so that the runs on one device must have been disturbed"
+        return "all efficiencies are above 100 %, so the runs on one device must have been disturbed"
     error = model.errors[model.model]
     if error > MOST_ERROR:
         return (
-            f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on those "
-            "that it was not shown"
+            f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on runs "
+            "that were left out of its fit"
         )
     return ""
 
@@ -117,9 +117,9 @@ class AnswerText:
         sure = self.answer.sure
         how = "Sure" if sure >= SURE else "Not sure"
         if not self.answer.best.runs:
-            how = "It was never run, and the laws that were found may not hold there"
+            how = "It was never run, and the models may not hold there"
         return (
-            f"{how}: where the measurements are varied as much as they scatter, it is the best choice, or "
+            f"{how}: if the measurements are varied as much as they scatter, it is the best choice, or "
             f"within {100 * AS_GOOD:.0f} % of it, in {min(round(100 * sure), 99)} of 100 cases."
         )
 
@@ -171,9 +171,9 @@ class AnswerText:
         model, best = _model(self.answer), self.answer.best
         error = model.errors[model.model]
         tested = (
-            "there are too few runs to test it on some that it was not shown"
+            "there are too few runs to leave some out of its fit and test it on them"
             if math.isnan(error)
-            else f"on runs that it was not shown it is off by {100 * error:.1f} % (root mean square)"
+            else f"on runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
         )
         lines = [
             f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
@@ -184,8 +184,8 @@ class AnswerText:
         elif best:
             lines.append(f"The recommended choice is {best.basis}.")
         lines.append(
-            "An interval is to hold the truth in 9 of 10 cases, on this machine as it was then: another "
-            "network, busy neighbours or another version of the program are not in it."
+            "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
+            "not cover another network, busy neighbours or another version of the program."
         )
         doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
         return [*lines, doubt] if doubt else lines
@@ -279,8 +279,8 @@ def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
         f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
     )
     raise UserError(
-        f"these runs are of {len(found)} sets that nothing may be fitted over together: {listed}. "
-        "Choose one with --set N."
+        f"these runs are of {len(found)} sets that cannot be fitted together: {listed}. Choose one with "
+        "--set N."
     )
 
 

@@ -38,7 +38,7 @@ def report(
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
     if constraints.gpus:
-        notes = [f"Chosen among {', '.join(map(str, constraints.gpus))} {words.units} (--gpus).", *notes]
+        notes = [f"Chosen from {', '.join(map(str, constraints.gpus))} {words.units} (--gpus).", *notes]
     few, marks = words.table(words.best_options())
     tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
     tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
@@ -46,7 +46,7 @@ def report(
     if runs := words.next_runs():
         runs = [f"{wrapped(use)}:\n    {command}" for use, command in runs]
         tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
-        tell("Then ask again, with results/runs, where it writes to, as one more folder.\n")
+        tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
     if trainings and not words.answer.best:
         tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
     with page.writing_to(out):

@@ -112,7 +112,7 @@ class Scaling:
         if shape.devices > FURTHEST * most:
             return f"more than {FURTHEST} times the {most} device(s) that were measured"
         if len(set(batches)) == 1 and shape.batch not in batches:
-            return f"with {batches[0]} images on each device only, the cost of others is not known"
+            return f"with only {batches[0]} images on each device, the cost of other batches is unknown"
         if not min(batches) / FURTHEST <= shape.batch <= max(batches) * FURTHEST:
             within = f"{min(batches)} to {max(batches)}"
             return f"{shape.batch} images on each device are far from the {within} that were measured"

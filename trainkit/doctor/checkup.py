@@ -35,9 +35,9 @@ LIMIT = 180
 FIXES = {
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
     "software": "fix activate_environment in slurm/site.sh: one environment, which every node sees",
-    "gpus": "see `nvidia-smi` there, and tell your admin",
+    "gpus": "see `nvidia-smi` there, and report it to your admin",
     "group": "fix the faults of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
-    "all-reduce": "do not train there, tell your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
+    "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
 # GB/s in one direction, as the bus bandwidth counts. By IEEE 802.3; IBTA, four lanes; PCI-SIG, 16 lanes of
 # 128b/130b; and half of what NVIDIA's datasheets of the GPU count, both directions.
@@ -150,7 +150,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
         send(finding=finding._replace(node=node(), rank=rank)._asdict())
 
     def give_up() -> None:
-        tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "tell your admin")))
+        tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "report it to your admin")))
         _end()  # the main thread hangs
 
     send(begun=step)
@@ -161,7 +161,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
         found = list(check(*arguments))
     except Exception as error:  # of any kind: the doctor reports it
         text = (first_line(error) or repr(error))[:500]
-        found = [fault_from(step, text, FIXES.get(step, "tell your admin"))]
+        found = [fault_from(step, text, FIXES.get(step, "report it to your admin"))]
     watch.cancel()
     worse = [finding for finding in found if finding.level != OK]
     for finding in worse or (found if os.environ["SLURM_LOCALID"] == "0" else []):
@@ -173,7 +173,7 @@ def _cores(num_workers: int) -> Iterator[Finding]:
     """Check that this rank has the CPUs that it asked for, and enough of them for its loader."""
     asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
     if own < asked:
-        message = f"asked for {asked} cores and may run on {own}"
+        message = f"asked for {asked} cores, but may run on {own} only"
         fix = "give --cpus-per-task to srun as well (Slurm 22.05 and later), and no --cpu-bind that pins all"
         yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
     usable = min(asked, own)
@@ -211,7 +211,7 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
         while (seen := len(list(folder.glob(pattern)))) < nodes and time.monotonic() < deadline:
             time.sleep(0.5)
         if seen < nodes:
-            message = f"files of {seen} of {nodes} nodes are seen in the {name} folder here: it is not shared"
+            message = f"sees the files of {seen} of {nodes} nodes in the {name} folder: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
     yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
 

@@ -54,7 +54,7 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
     free, size = torch.cuda.mem_get_info(own) if device.is_gpu(own) else (1, 1)
     if free < 0.8 * size:
         message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
-        fix = f"something else computes there; without the node: sbatch --exclude={node()}"
+        fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
         yield Finding("gpus", WARNING, message, fix)
     if device.is_gpu(own):
         yield from _cores_of_gpus(own)
@@ -62,12 +62,12 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
         return
     given, seen = device.gpus_given() or 0, len(device.gpus())
     if given and given != tasks:
-        message = f"{tasks} task(s) for {given} GPU(s): it has to be one task per GPU"
+        message = f"{tasks} task(s) for {given} GPU(s): there has to be one task per GPU"
         fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
         yield Finding("gpus", FAULT, message, fix)
     if 0 < seen < given:
         message = f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
-        fix = "ask with --gpus-per-node in place of --gpus-per-task, and leave out --gpu-bind"
+        fix = "use --gpus-per-node instead of --gpus-per-task, and leave out --gpu-bind"
         yield Finding("gpus", WARNING, message, fix)
     if seen:
         yield Finding("gpus", OK, f"{device.cards()}, {device.build_and_backend()}")
@@ -186,7 +186,7 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
         fix = "NCCL_DEBUG=INFO names its network; NCCL_SOCKET_IFNAME (SITE_NETWORK_INTERFACE) chooses it"
     else:
         message += ": slower than any direct way from GPU to GPU"
-        fix = "`nvidia-smi topo -m` shows the way; NCCL_DEBUG=INFO whether NCCL copies through the host (SHM)"
+        fix = "see the path in `nvidia-smi topo -m`, and in NCCL_DEBUG=INFO whether NCCL uses the host (SHM)"
     return Finding("all-reduce", WARNING, message, fix)
 
 

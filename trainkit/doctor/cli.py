@@ -91,7 +91,9 @@ def _parse() -> argparse.Namespace:
     add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
     if options.gpus and options.gpus % (options.nodes or 1):
-        raise UserError(f"{options.gpus} GPUs do not divide among {options.nodes} nodes: change one of them.")
+        raise UserError(
+            f"{options.gpus} GPUs do not divide evenly among {options.nodes} nodes: change one of them."
+        )
     for word in options.sbatch_options:
         if not word.startswith("-"):
             raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")
@@ -120,7 +122,7 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
         blocked = blocked or has_fault(found)
         yield found
     if options.job and blocked:
-        yield [Finding("job", FAULT, "not started, it could not work", "fix the faults above first")]
+        yield [Finding("job", FAULT, "not started, since it could not work", "fix the faults above first")]
     elif options.job:
         yield _check_job(options, site, rows)
 
@@ -175,7 +177,7 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     for rank in silent:
         message = f"rank {rank} never reported: its Python did not start"
         if rank in steps:
-            message = f"rank {rank} ended without a word in its check of {steps[rank]}: killed, or crashed"
+            message = f"rank {rank} was killed, or crashed, in its check of {steps[rank]}"
         found.append(Finding("ranks", FAULT, message, f"see {log}; more memory: sbatch --mem=32G"))
     return found
 

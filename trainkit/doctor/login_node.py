@@ -43,7 +43,7 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     file = REPOSITORY / "slurm" / "site.sh"
     others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
-    what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults hold"
+    what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults apply"
     return site, others or [Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")]
 
 
@@ -52,7 +52,7 @@ def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         message = f"{path} belongs to user {status.st_uid}, who can change {what}"
-        return [Finding(check, FAULT, message, "replace it by your own copy")]
+        return [Finding(check, FAULT, message, "replace it with your own copy")]
     if status.st_mode & stat.S_IWOTH:
         message = f"everybody can write to {path}, and so change {what}"
         return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}")]
@@ -71,7 +71,7 @@ def check_slurm() -> list[Finding]:
     ping = slurm.ask("scontrol", "ping")
     if " UP" not in ping.stdout:
         why = (ping.stdout or ping.stderr).partition("\n")[0]
-        fix = "try again later, or tell your admin; of the practice cluster: make cluster-down cluster-up"
+        fix = "try again later, or ask your admin; for the practice cluster: make cluster-down cluster-up"
         return [Finding("slurm", FAULT, f"Slurm's controller does not answer ({why})", fix)]
     return [Finding("slurm", OK, f"{slurm.ask('scontrol', '--version').stdout.strip()} answers")]
 
@@ -94,8 +94,8 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     words = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
     done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *words, seconds=IMPORT_SECONDS)
     if "srun's container" in done.stdout:
-        message = "Python and data are seen from inside srun's container only"
-        return [Finding("environment", WARNING, message, "see with `doctor.py --job`")]
+        message = "Python and data can be seen only from inside srun's container"
+        return [Finding("environment", WARNING, message, "check them with `doctor.py --job`")]
     found = findings_in(read_messages(done.stdout))
     if not found:
         # The command's output, and its error.

@@ -44,16 +44,16 @@ class Evidence:
 
     def reasons(self) -> list[str]:
         """Return why the job failed, the first reason first; nothing if it is unknown."""
-        reasons = (self._told_by_a_rank(), *self._deaths(), self._gave_up())
+        reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(filter(None, reasons)))
         if self._nodes and not found:
             killed = f"killed (by hand, or for want of memory{': --mem' if self._launcher else ''})?"
-            return [f"{self._names(self._nodes)} ended without a word: {killed}"]
+            return [f"{self._names(self._nodes)} ended silently: {killed}"]
         if self._launcher and not found and job_folder.notes(self._folder, "lost"):
-            return ["the ranks lost each other: the network, or a rank that hung for longer than --timeout"]
+            return ["the ranks lost contact: the network failed, or a rank hung for longer than --timeout"]
         return found
 
-    def _told_by_a_rank(self) -> str | None:
+    def _noted_by_a_rank(self) -> str | None:
         """Return the note of the rank that failed first; on a full disk there is none."""
         notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
         lines = (line for note in notes if note for line in job_folder.read(note).splitlines())
@@ -79,7 +79,7 @@ class Evidence:
             return self._gave_up()
         words = _in_words(how)
         if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
-            words = words.replace(" without a word,", "")
+            words = words.replace(" silently,", "")
         if words == "aborted":
             aborted = (found.groups() for found in map(ABORTED.search, self._lines) if found)
             words += next((f" ({cause})" for of, cause in aborted if int(of) == rank), "")
@@ -114,7 +114,7 @@ def _in_words(how: str) -> str:
             return f"died of signal {signal.Signals(-int(how)).name}"
         return f"died of signal {how[1:]}"
     if how.startswith("Exited") or how.isdigit():
-        return f"ended without a word, with exit code {how.split()[-1]}"
+        return f"ended silently, with exit code {how.split()[-1]}"
     return f"died: {how}"
 
 

@@ -62,21 +62,21 @@ class _Notes:
 
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
-        self._told, self._untold = set(job_folder.read(path).splitlines()), ""
+        self._noted, self._unwritten = set(job_folder.read(path).splitlines()), ""
 
     def tell(self, sentence: str) -> None:
         line = f"{self._node}: {sentence}"
-        if line not in self._told:
-            self._told.add(line)
-            self._untold += f"{line}\n"
+        if line not in self._noted:
+            self._noted.add(line)
+            self._unwritten += f"{line}\n"
 
     def write(self) -> None:
         """Write the new sentences, and those of earlier tries, as the disk may have space again."""
-        text = self._untold.encode()
+        text = self._unwritten.encode()
         if text:
             with suppress(OSError), self._path.open("ab", buffering=0) as file:
                 before = file.tell()
                 if file.write(text) == len(text):
-                    self._untold = ""
+                    self._unwritten = ""
                 else:  # there was space for only a part
                     file.truncate(before)

@@ -30,7 +30,7 @@ class Gpus:
         self._handles: dict[int, Any] = {}  # by the number in the rows
         self._given = bool({"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"} & os.environ.keys())
         self._used: set[int] = set()
-        why = "it shows none"
+        why = "it lists none"
         try:
             import pynvml
 
@@ -47,7 +47,7 @@ class Gpus:
             expected = os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"
         # Slurm's GPUs may also be virtual, without a driver.
         if not self._handles and expected and shutil.which("nvidia-smi"):
-            tell(f"no GPU of this job can be seen through NVML ({why}): see what nvidia-smi says there")
+            tell(f"NVML shows no GPU of this job ({why}): see what nvidia-smi prints there")
 
     def sample(self, ranks: dict[int, int]) -> list[dict[str, object]]:
         """Return a row for each GPU. `ranks`: process -> its rank."""
@@ -66,11 +66,11 @@ class Gpus:
             except nvml.NVMLError as error:
                 missing.setdefault(str(error), []).append(word)
         for error, words in missing.items():
-            self._tell(f"GPU {number}: NVML does not tell {', '.join(words)} ({error})")
+            self._tell(f"GPU {number}: NVML does not report {', '.join(words)} ({error})")
         if "ranks" in row:
             here = sorted({ranks[pid] for pid in row["ranks"] if pid in ranks})
-            nobody = "-" if not row["ranks"] and _shares_process_numbers() else "?"
-            row["ranks"] = "+".join(map(str, here)) or nobody
+            without = "-" if not row["ranks"] and _shares_process_numbers() else "?"
+            row["ranks"] = "+".join(map(str, here)) or without
         return row
 
 
@@ -137,15 +137,15 @@ def _shares_process_numbers() -> bool:
 
 # The reading's name in a note -> how to read its cells.
 READINGS: dict[str, Callable[[ModuleType, Any], dict[str, object]]] = {
-    "its name": lambda nvml, gpu: {"name": nvml.nvmlDeviceGetName(gpu)},
+    "the name": lambda nvml, gpu: {"name": nvml.nvmlDeviceGetName(gpu)},
     "memory": _memory,
     "processes": lambda nvml, gpu: {"ranks": [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]},
     "utilisation": lambda nvml, gpu: {"utilisation": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},
     "power": lambda nvml, gpu: {"power_w": nvml.nvmlDeviceGetPowerUsage(gpu) / 1000},
-    "its limit": lambda nvml, gpu: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000},
+    "the power limit": lambda nvml, gpu: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000},
     "energy": lambda nvml, gpu: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000},
     "clock": lambda nvml, gpu: {"clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, SM)},
-    "its highest": lambda nvml, gpu: {"clock_limit_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu, SM)},
+    "the highest clock": lambda nvml, gpu: {"clock_limit_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu, SM)},
     "throttling": _throttling,
     "temperature": lambda nvml, gpu: {"temperature_c": nvml.nvmlDeviceGetTemperature(gpu, CHIP)},
 }

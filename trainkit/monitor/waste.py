@@ -54,17 +54,17 @@ WAITING = {"waiting_for_loader", "stalled_rank", "network_bound", "shared_cores"
 WASTE, DANGER, FASTER = "waste", "danger", "could be faster"
 # By the state of its process: the sentence about a rank that does nothing.
 PAUSED = {
-    "T": "SIGSTOP held {where} for {seconds:.0f} s: find out who sent it; kill -CONT lets go on.",
+    "T": "SIGSTOP held {where} for {seconds:.0f} s: find out who sent it, and resume with kill -CONT.",
     "D": "a file system held {where} for {seconds:.0f} s: stage the data to the node's own disk.",
-    "": "nothing was done by {where} for {seconds:.0f} s: --debug tells where each rank waits.",
+    "": "{where} did nothing for {seconds:.0f} s: --debug shows where each rank waits.",
 }
 # Why a GPU's clock is low: the least share of the time, and the sentence.
 SLOWED = {
-    "heat": (HOT, "heat ({heat:.0f} C) {how}: tell your admin, and take another node."),
+    "heat": (HOT, "heat ({heat:.0f} C) {how}: report it to your admin, and take another node."),
     "power": (CAPPED, "a cap (power limit {power:.0f} W) {how}: ask your admin why."),
     "other": (
         CAPPED,
-        "neither heat nor a power cap, but something like application clocks {how}: ask your admin "
+        "something other than heat or a power cap, such as application clocks, {how}: ask your admin "
         "(nvidia-smi -q -d CLOCK,PERFORMANCE).",
     ),
 }
@@ -120,7 +120,7 @@ class Verdict:
         """Return a line for each finding; the last one says what was watched of the job called `name`."""
         lines = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
         if self.notes:
-            more = f" ({len(self.notes) - 1} more such)" if len(self.notes) > 1 else ""
+            more = f" ({len(self.notes) - 1} more)" if len(self.notes) > 1 else ""
             lines.append(f"not seen: {self.notes[0]}{more}")
         lines += filter(None, [self.enough])
         watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
@@ -272,7 +272,7 @@ def _find_slow_rank(job: SampledJob, _: Found) -> Iterator[Issue]:
         where = _name_places("rank", [place])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "
-            f"wait {_percent(lost)} of the time: see which cores and clock it has, and what it does more."
+            f"wait for {_percent(lost)} of the time: compare its cores, its clock and its work with theirs."
         )
         yield Issue("stalled_rank", where, times, sentence, lost)
 
@@ -281,11 +281,11 @@ def _find_slow_exchange(job: SampledJob, _: Found) -> Iterator[Issue]:
     share = 1 - _timed_work(job).max()
     if not share >= EXCHANGE or not job.steady.train_seconds.mean() >= LONG_EPOCH:
         return
-    remedy = "a larger batch per device, or several micro-batches for each (03_multigpu_ddp/beyond)"
+    remedy = "take a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
     nodes = job.places_at_the_end(NODE)
     network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
-        remedy += f"; {network:.0f} MB/s per node: is that its network's best (slurm/doctor.py --job)?"
+        remedy += f"; each node sends {network:.0f} MB/s: can its network do more (slurm/doctor.py --job)?"
     sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
     yield Issue("network_bound", _name_places("node", nodes), 100 * share, sentence, share)
 
@@ -307,14 +307,14 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
     if job.mean(NODE, [(worst[0], 0)], "cores") < CORES_FULL * len(cores):
-        remedy = f"other programs work on its {room}, too: ask for cores of your own (--exclusive)"
+        remedy = f"other programs also use its {room}: ask for cores of your own (--exclusive)"
     else:
         remedy = (
-            f"{crowd} share {room}: more --cpus-per-task, with srun --cpu-bind=cores, or fewer threads "
-            "(OMP_NUM_THREADS) and workers"
+            f"{crowd} share {room}: ask for more --cpus-per-task, with srun --cpu-bind=cores, or take fewer "
+            "threads (OMP_NUM_THREADS) and workers"
         )
     where = _name_places("rank", crowded)
-    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}: {remedy}."
+    sentence = f"waiting for a core takes {_percent(waiting[worst])} of the time of {where}, as {remedy}."
     yield Issue("shared_cores", where, 100 * waiting[worst], sentence, waiting[worst])
 
 
@@ -328,7 +328,7 @@ def _find_throttled_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
         if gpus := [gpu for gpu, part in parts.items() if part >= least]:
             where, worst = _name_places(GPU, gpus), max(gpus, key=parts.get)
             mean = slowed[worst].mean(numeric_only=True)
-            how, lost = f"slows down {where} in {_percent(parts[worst])} of the time", 0.0
+            how, lost = f"slows down {where} for {_percent(parts[worst])} of the time", 0.0
             if mean.clock_mhz <= mean.clock_limit_mhz:
                 how += f", to {mean.clock_mhz:,.0f} of {mean.clock_limit_mhz:,.0f} MHz"
                 lost = parts[worst] * (1 - mean.clock_mhz / mean.clock_limit_mhz)
@@ -419,7 +419,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         if job.mean(NODE, [node], "cores") >= CORES_FULL * room:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:
-            remedy = "these wait, too: for files (stage them on the node) or for cores"
+            remedy = "the workers also wait, for files (stage them on the node) or for cores"
     resident = set(job.steady.loader) == {"resident"}
     remedy += (
         ", or prepare less for each batch" if resident else ", or keep the data in memory (--loader resident)"

@@ -21,7 +21,7 @@ from trainkit.runtime.errors import tell
 from trainkit.runtime.files import explained, replacing
 
 # The variables that decide who a rank is, and how it connects.
-TOLD = re.compile(
+SHOWN = re.compile(
     r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
     r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
 )
@@ -58,7 +58,7 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         record.unlink(missing_ok=True)  # of an earlier run
         file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
-        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if TOLD.match(name))
+        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if SHOWN.match(name))
         file.write(f"Where this rank is, every {every:g} s:\n")
         file.flush()
     faulthandler.enable(file)  # also if NCCL aborts it

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 _done: list[tuple[str, float]] = []  # what has been done, and when
-_told: list[bool] = []
+_printed: list[bool] = []
 
 
 def process_start() -> float:
@@ -25,9 +25,9 @@ def summary(last: str) -> str:
 
     Later calls return "": further trainings in the process did not start it.
     """
-    if _told:
+    if _printed:
         return ""
-    _told.append(True)
+    _printed.append(True)
     mark(last)
     began = before = process_start()
     seconds: dict[str, float] = {}

@@ -49,7 +49,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
                     try:
                         well, results[pipe] = pipe.recv()
                     except EOFError:
-                        raise Wrong(f"rank {pipes.index(pipe)} died without a word.") from None
+                        raise Wrong(f"rank {pipes.index(pipe)} died silently.") from None
                     failures += [] if well else [str(results[pipe])]
                 if failures:  # report the rank that failed rather than one that waited for it
                     raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
@@ -81,14 +81,14 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: 
     except Wrong as wrong:
         answer.send((False, str(wrong)))
     except Exception as error:
-        answer.send((False, _told(rank, error)))
+        answer.send((False, _in_words(rank, error)))
     # Sleep until killed: others may still be about to meet this one.
     while os.getppid() == parent:
         time.sleep(0.1)
     os._exit(0)
 
 
-def _told(rank: int, error: Exception) -> str:
+def _in_words(rank: int, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
     where = f"in line {(own or frames)[-1].lineno}" + (f" of {Path(own[-1].filename).name}" if own else "")
