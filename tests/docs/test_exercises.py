@@ -294,7 +294,7 @@ def test_a_thread_that_never_ends_holds_nothing_up(clock: Learner) -> None:
 def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> None:
     clock.solve()
     (clock.mine / "clock.py").unlink()
-    assert "mine/clock.py cannot be read (there is no such file): `reset` lays" in clock.check()[1]
+    assert "mine/clock.py cannot be read (there is no such file): `reset` restores" in clock.check()[1]
     hints = '{"done": [], "hints": {"clock": %s}}'
     for damaged in ("{", '{"done": null}', hints % "[]", hints % "Infinity", "[" * 10**5):
         (clock.exercises / "progress.json").write_text(damaged)

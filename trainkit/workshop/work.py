@@ -41,7 +41,7 @@ class Workspace:
         try:
             return read_text(self.folder / name)
         except ValueError as error:
-            raise Wrong(f"mine/{name} cannot be read ({error}): `reset` lays it out again.") from None
+            raise Wrong(f"mine/{name} cannot be read ({error}): `reset` restores it.") from None
 
     def answers(self) -> "Answers":
         """Read the lines `name = value` of answers.txt, all of them given.
@@ -90,8 +90,8 @@ class Workspace:
                 return table[chosen]
         what = " of " + " and ".join(f"{name} {value}" for name, value in equal.items()) if equal else ""
         raise Wrong(
-            f"mine/runs has no run{what} with two epochs or more. Give the commands of the README, or "
-            "`recorded` to take runs of ours." + "".join(f"\n- {sentence} Remove it." for sentence in skipped)
+            f"mine/runs has no run{what} with two epochs or more. Run the commands of the README, or take "
+            "our runs with `recorded`." + "".join(f"\n- {sentence} Remove it." for sentence in skipped)
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":
@@ -105,7 +105,7 @@ class Workspace:
             what = " and ".join(f"{name} {value}" for name, value in equal.items())
             raise Wrong(
                 f"mine/runs has runs of {what} that differ in other things, too, such as the device or the "
-                "number of images. Remove mine/runs, and give the commands of the README as they are."
+                "number of images. Remove mine/runs, and run the commands of the README as they are."
             )
         return table.iloc[0]
 
@@ -215,11 +215,11 @@ def ask_slurm(script: Path, stage: Path) -> str:
     if asked.returncode:
         refusal = slurm.sbatch_message(asked.stderr)
         raise Wrong(f"Slurm would not take the job ({refusal}): {slurm.advice(refusal)}.")
-    return "Slurm was asked, and would take the job."
+    return "Slurm would take the job."
 
 
 class _Program(ModuleType):
     def __getattr__(self, name: str) -> NoReturn:
         raise Wrong(
-            f"mine/{self.__name__} has no `{name}` any more, which the check asks for: `reset` shows it."
+            f"mine/{self.__name__} has no `{name}` any more, which the check needs: `reset` restores it."
         )
