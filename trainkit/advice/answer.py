@@ -30,7 +30,7 @@ INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
 LEGEND = (
     "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
     "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
-    "from: images per epoch from which a run, its start included, finishes before one on one device; 0: at "
+    "from: images per epoch from which a run, with its start, finishes before a run on one device; 0: at "
     "any size."
 )
 

@@ -22,7 +22,7 @@ ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
-TELLS = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
+CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST = 9  # reasons that are printed
 
 
@@ -37,7 +37,7 @@ class Evidence:
 
     def __init__(self, folder: Path, printed: Iterable[str], launcher: str = "") -> None:
         self._folder, self._launcher = folder, launcher
-        self._lines = list(filter(TELLS.search, printed))  # a log may have millions of others
+        self._lines = list(filter(CLUES.search, printed))  # a log may have millions of others
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})

@@ -117,7 +117,7 @@ def _find_samples(job: str) -> Path:
 
 
 def _run(command: list[str]) -> int:
-    """Run the command as a job of its own, and sample it; return its exit code.
+    """Run the command as a separate job, and sample it; return its exit code.
 
     Raises:
         UserError: if there is no such command, or the samples cannot be written.

@@ -83,8 +83,8 @@ def check(mine: Workspace) -> str:
         "Two measurements always agree with a law of two numbers, so yours was never tested. And Amdahl's s "
         "is constant, while an exchange has more rounds with every device. The kit fits several laws, trusts "
         "those that predict runs which were left out of the fit, and gives an interval for what remains "
-        f"unknown. With a batch of 512, {most[512]} devices keep 70 %, not {most[128]}: nobody can say how "
-        "many are best without the batch. Only a run on four is certain. What such a run costs is in the "
+        f"unknown. With a batch of 512, {most[512]} devices keep 70 %, not {most[128]}: how many are best "
+        "depends on the batch. Only a run on four is certain. What such a run costs is in the "
         "exercise `next_run`."
     )
 
