@@ -256,8 +256,8 @@ def git_commit() -> str:
     for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
         with suppress(OSError):  # there is no git
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            if told := done.stdout.strip():
-                return told
+            if commit := done.stdout.strip():
+                return commit
     return ""
 
 
