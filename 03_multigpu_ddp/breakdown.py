@@ -6,6 +6,7 @@ Try: torchrun --standalone --nproc-per-node=2 breakdown.py --batch-size 256
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def main() -> None:
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     if opts.by_hand:
-        buckets = Buckets(model, at_once=opts.by_hand == "at-once")
+        buckets = ByHand(model, at_once=opts.by_hand == "at-once")
         no_sync, exchanged = buckets.no_sync, buckets.finish
     else:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -93,6 +94,22 @@ def main() -> None:
             write_trace(phases, file.with_suffix(""), here.rank)
         process_group.on_rank_0(lambda: draw(folder))
     process_group.leave()
+
+
+class ByHand(Buckets):
+    """The exchange of by_hand_overlap.py, which steps can leave out, as that of DistributedDataParallel."""
+
+    alone = False
+
+    def ready(self, weights: torch.Tensor) -> None:
+        if not self.alone:
+            super().ready(weights)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.alone = True
+        yield
+        self.alone = False
 
 
 def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:

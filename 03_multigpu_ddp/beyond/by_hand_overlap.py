@@ -3,9 +3,6 @@
 Try: torchrun --standalone --nproc-per-node=2 by_hand_overlap.py --epochs 2
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from trainkit import batches, data, errors, options, process_group
 from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
 
@@ -20,14 +17,11 @@ class Buckets:
 
     def __init__(self, model: nn.Module, at_once: bool, size: int = 2**18) -> None:
         self.at_once, self.size, self.bucket, self.sent = at_once, size, [], []
-        self.alone = False
         for weights in model.parameters():
             weights.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weights: torch.Tensor) -> None:
         """Take a gradient that the backward pass has just computed; those of the last layers come first."""
-        if self.alone:
-            return
         self.bucket.append(weights.grad)
         if sum(gradient.numel() for gradient in self.bucket) >= self.size:
             self.send()
@@ -51,13 +45,6 @@ class Buckets:
             for gradient, mean in zip(bucket, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
         self.sent = []
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Exchange nothing for a while, as DistributedDataParallel.no_sync does."""
-        self.alone = True
-        yield
-        self.alone = False
 
 
 def main() -> None:
