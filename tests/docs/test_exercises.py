@@ -420,4 +420,4 @@ def test_first_steps(tmp_path: Path) -> None:
     assert "MNIST   missing or damaged" in told
     assert told[-4] == "  make data" and told[-2] == f"  cd {second}"
     assert not (project / "data").exists()
-    assert learn(project, names)[-1].startswith("All done.")
+    assert learn(project, names)[-1].startswith("The core path is done.")

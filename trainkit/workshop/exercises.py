@@ -228,12 +228,13 @@ class Workbook:
         count, done = len(self.exercises), len(self.exercises) - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
-        ways = [relative(stage / "README.md") for stage in stages[stages.index(self.folder.parent) + 1 :][:1]]
+        pages = [*(stage / "README.md" for stage in stages), self.folder.parents[1] / "YOUR_TRAINING.md"]
+        ways = [relative(pages[stages.index(self.folder.parent) + 1])]
         if following := self.next:
             readme = relative(following.folder / "README.md")
             way = f"{following.name} ({following.kind}), {following.minutes} minutes: read {readme}"
             ways = [way] if following.kind == "core" else [*ways, way]
-        return f"{bar} Next: {' or '.join(ways)}" if ways else bar
+        return f"{bar} Next: {' or '.join(ways)}"
 
 
 def main(folder: Path, description: str) -> int:
@@ -352,8 +353,5 @@ def wrapped(text: str) -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path relative to the current folder if it is below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    """Return the path from the current folder, or from the root where that is shorter."""
+    return min(os.path.relpath(path), str(path), key=len)

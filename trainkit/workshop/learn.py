@@ -37,9 +37,9 @@ def main() -> None:
     workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
     for workbook in workbooks:
         tell(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
-    unfinished = [workbook for workbook in workbooks if workbook.open]
+    unfinished = [workbook for workbook in workbooks if workbook.next and workbook.next.kind == "core"]
     if not unfinished:
-        tell("\nAll done. Next: a training of your own, YOUR_TRAINING.md")
+        tell("\nThe core path is done. Next: a training of your own, YOUR_TRAINING.md, or an extra exercise.")
         return
     workbook = min(unfinished, key=lambda workbook: workbook.next.step)
     stage = workbook.folder.parent

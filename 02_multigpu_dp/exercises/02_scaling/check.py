@@ -132,13 +132,19 @@ def check(mine: Workspace) -> str:
             f"shrinks_more: an epoch's training is {two.speedup:.2f} times as fast, the whole run "
             f"{shorter:.2f} times. The run also has its start and the tests."
         )
+    busy = ""
+    if not with_gpus and two.speedup < 1:
+        busy = (
+            " Two devices slower than one: if other programs used the cores meanwhile, run it again, or take "
+            "`recorded` runs."
+        )
     return (
         f"Strong scaling with batch 128: {two.speedup:.2f} times, efficiency {two.efficiency:.0%}; you "
         f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
         "split, such as the start, or the tests of by_hand.py, takes as long as before. Weak scaling gives "
         f"{2 * weak.weak_efficiency:.2f} times the images/s, efficiency {weak.weak_efficiency:.0%}. It is "
         "fair if the batch may grow, but it is not the same training in less time: look at the accuracy "
-        "column, too."
+        f"column, too.{busy}"
     )
 
 

@@ -236,8 +236,8 @@ def wrong_device(program: ModuleType) -> None:
         raise Wrong(f"Rank 3 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
     if not taken:
         raise Wrong(
-            "Also call `torch.cuda.set_device`: otherwise NCCL, and code that asks for `cuda` without an "
-            "index, use the first GPU."
+            "Also call `torch.cuda.set_device` in `choose_device`: otherwise NCCL, and code that asks for "
+            "`cuda` without an index, use the first GPU."
         )
 
 
