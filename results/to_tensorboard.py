@@ -26,7 +26,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if "failed to map segment" in str(error):  # it is there, and the memory is not
+            raise
         raise UserError(
             f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
         ) from None

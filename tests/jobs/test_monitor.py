@@ -217,7 +217,7 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
     assert (on_cluster.folder / "job.png").is_file()
     used = on_cluster.python("slurm/jobs.py", "--used").stdout
-    assert re.search(rf"\n{job} +16G +0\.\dG +1G +2 +\d\.\d +[12]\n", used), used
+    assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
 
 def test_submitit_and_who_failed(on_cluster: Checkout) -> None:

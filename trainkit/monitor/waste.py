@@ -285,7 +285,8 @@ def _find_slow_exchange(job: SampledJob, _: Found) -> Iterator[Issue]:
     nodes = job.places_at_the_end(NODE)
     network = job.mean(NODE, job.judged[NODE], "network_mb_s")
     if len(nodes) > 1 and network >= 0:
-        remedy += f"; each node sends {network:.0f} MB/s: can its network do more (slurm/doctor.py --job)?"
+        remedy += f"; each node sends and receives {network:.0f} MB/s: can its network do more "
+        remedy += "(slurm/doctor.py --job)?"
     sentence = f"the exchange of gradients takes {_percent(share)} of the training time: {remedy}"
     yield Issue("network_bound", _name_places("node", nodes), 100 * share, sentence, share)
 

@@ -354,6 +354,8 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
         elif isinstance(part, torch.optim.Optimizer):
             for before, group in zip(own["param_groups"], part.param_groups, strict=True):
                 _check_numbers(before, group)
+            if not type(part).__module__.startswith("torch.optim"):
+                continue  # others may keep theirs in another shape
             for parameter, kept in part.state.items():
                 for key in OF_ITS_SHAPE & kept.keys():
                     if getattr(kept[key], "shape", parameter.shape) != parameter.shape:

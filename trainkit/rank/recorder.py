@@ -157,7 +157,7 @@ class Recorder:
         Raises:
             UserError: if it cannot be read, or is of another training.
         """
-        if not os.path.lexists(path):
+        if not process_group.broadcast(os.path.lexists(path)):  # not every node may see it yet
             return
         try:
             load_parts(parts | {"record": self}, load_verified(Path(path)))

@@ -58,7 +58,8 @@ class Best:
         )
         if kept and kept != own and not self._sharded:
             raise ValueError("its best weights are of another network")
-        if not all(one.isfinite().all() for one in weights.values()):
+        trained = dict(self._model.named_parameters())  # a buffer may hold inf on purpose, as a mask
+        if not all(one.isfinite().all() for name, one in weights.items() if name in trained):
             raise ValueError("its best weights are no longer numbers")
         if not self._path and bool(kept) != math.isfinite(loss):
             raise ValueError("its best weights and their loss do not fit together")
