@@ -367,7 +367,7 @@ def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
     for key in own.keys() & saved.keys():
         if type(own[key]) in (int, float) and not isinstance(saved[key], int | float | torch.Tensor):
             raise ValueError(f"its {key} is not a number")
-    if not 0 <= float(saved.get("lr", 0)) < math.inf:
+    if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
         raise ValueError(f"its learning rate is {saved['lr']}")
 
 
