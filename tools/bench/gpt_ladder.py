@@ -152,7 +152,7 @@ def main() -> None:
     ladder, rows = ON_A_CPU if chosen.cpu else ON_A_GPU, []
     sections = [one for one in ladder.sections if not chosen.sections or one.name in chosen.sections]
     if not sections:
-        parser.error(f"{chosen.sections} {'need a GPU' if chosen.cpu else 'need --cpu'}: name others.")
+        parser.error(f"there is no {chosen.sections[0]} {'with' if chosen.cpu else 'without'} --cpu")
     with tempfile.TemporaryDirectory() as folder:
         for section in sections:
             rows.append(measure(section, ladder, Path(folder)))
