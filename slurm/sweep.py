@@ -4,13 +4,12 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 """
 
 import argparse
-import math
 import sys
 from datetime import datetime
 from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
-from trainkit.jobs import local, submission, sweep, until_known
+from trainkit.jobs import local, submission, sweep
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
@@ -38,8 +37,7 @@ nodes, keeps them apart; on the practice cluster, where all nodes are one machin
 Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
 in for them, one thread each.
 
-A sweep ends with how many GPUs to ask for (results/how_many_gpus.py). --until-known runs only what this
-answer needs, the cheapest first, one at a time."""
+A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
 # The options that a sweep of plain scripts accepts.
@@ -53,7 +51,6 @@ def main() -> int:
     own, arguments = _parse()
     site = read_site()
     loaders = _loaders(own)
-    _check_until_known(own, len(loaders))
     stages = tuple(STAGES[name] for name in own.stages)
     if script := own.script or own.plain:
         stages = (STAGES["ddp"].with_script(script, plain=bool(own.plain)),)
@@ -87,8 +84,6 @@ def main() -> int:
             own.gpus_per_node,
         )
     )
-    if own.until_known:
-        runs = until_known.of_use(runs)
     for reason, count in left_out.items():
         tell(f"left out ({count}): {reason}")
     if own.dry_run:
@@ -108,25 +103,7 @@ def main() -> int:
         gpus_per_node=own.gpus_per_node or max(own.gpus),
     )
     with asked.claim(stages[0].script if script else None):
-        if own.until_known:
-            return until_known.run(asked, runs, constraints, own.spend or math.inf)
         return sweep.run(asked, runs, own.max_jobs, constraints=None if own.plain else constraints)
-
-
-def _check_until_known(own: argparse.Namespace, loaders: int) -> None:
-    """Raise a UserError for lists that --until-known cannot choose from."""
-    if own.spend and not own.until_known:
-        raise UserError("--spend is the limit of --until-known: add that, or leave it out.")
-    if own.until_known and (own.scaling != "strong" or loaders > 1 or len(own.train_size) > 1):
-        raise UserError(
-            "--until-known chooses a number of GPUs and a batch size: give one --train-size and one loader, "
-            "and leave out --scaling."
-        )
-    if own.until_known and not (own.target or own.script):
-        raise UserError(
-            "--until-known needs a goal that stays the same from run to run: add --target, the test accuracy "
-            "(%) to reach."
-        )
 
 
 def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:
@@ -200,17 +177,6 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="of each, with another seed (default: 1)",
     )
     answer = parser.add_argument_group("how many GPUs to ask for")
-    answer.add_argument(
-        "--until-known",
-        action="store_true",
-        help="stop when that is known: run only the informative part of the lists, the cheapest first",
-    )
-    answer.add_argument(
-        "--spend",
-        type=above_0(),
-        metavar="HOURS",
-        help="GPU-hours that the runs of --until-known may take in all (default: no limit)",
-    )
     wishes = "of the training that you plan: "
     answer.add_argument(
         "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy it is to reach"

@@ -16,7 +16,6 @@ _WHERE = {
     "choose_precision": "rank.precision",
     "data": "rank.data",
     "evaluate": "rank.epoch",
-    "launch": "runtime.launching",
     "optimizer_and_schedule": "rank.recipes",
     "options": "rank.options",
     "process_group": "runtime.process_group",

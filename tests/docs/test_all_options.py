@@ -68,7 +68,7 @@ OTHERS = {
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
         --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats --scaling
-        --script --spend --stages --target --time --train-size --until-known""",
+        --script --stages --target --time --train-size""",
     "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--cpu --out",
@@ -77,7 +77,6 @@ OTHERS = {
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/published.py": "--out",
     "tools/bench/sampler.py": "--data-dir --out",
-    "tools/bench/until_known.py": "--out",
     "tools/pack_runs.py": "",
     "trainkit/rank/data.py": "--data-dir",
     "trainkit/doctor/checkup.py": "--data-dir --num-workers --results-dir",
@@ -89,7 +88,6 @@ WITHOUT = {
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
     "trainkit/jobs/why.py",  # asked by slurm/job_env.sh
-    "trainkit/runtime/launching.py",
     "trainkit/runtime/plain.py",  # started by the job scripts
     "trainkit/runtime/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",

@@ -26,7 +26,7 @@ from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, first_line, tell
+from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import check_writable, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
@@ -243,11 +243,6 @@ class Sweep:
         last = ((csv, rows[-1]) for csv, rows in self.csvs(name))
         return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
 
-    def device_hours(self) -> float:
-        """Return the sum over all runs, including those that failed after an epoch."""
-        last = (rows[-1] for _, rows in self.csvs("*"))
-        return sum(row["devices"] * row["elapsed_s"] for row in last) / 3600
-
     def precision(self) -> str:
         """Return the precision of all runs: the one requested, or "auto" until a run has chosen."""
         if self.plain:
@@ -277,8 +272,9 @@ def run(
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
-    begin(sweep, planned, run_seconds)
-    return compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), constraints)
+    print_plan(sweep, planned, run_seconds)
+    tell(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
+    return _compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), constraints)
 
 
 def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
@@ -363,12 +359,6 @@ def command_to_go_on(folder: Path) -> str:
     return shlex.join([sys.executable, str(Path(sys.argv[0]).absolute()), *out, *sys.argv[1:]])
 
 
-def begin(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
-    """Print what is planned, and how to continue it later."""
-    print_plan(sweep, planned, run_seconds)
-    tell(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
-
-
 def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print how many runs are planned, and how long they take."""
     todo = [run for run in planned if not sweep.finished(run.name)]
@@ -386,42 +376,22 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
     tell(plan)
 
 
-def compare(sweep: Sweep, failed: list[str], constraints: Constraints | None = None) -> int:
+def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -> int:
     """Compare the finished runs, and with `constraints` print how many GPUs to ask for.
 
     Return the exit code.
     """
-    code = 0
+    code, csvs, all_reduce = 0, sweep.finished(), sweep.site.results_dir / "all_reduce"
+    if sweep.plain:
+        csvs = [csv for csv, _ in sweep.csvs("*")]
     try:
-        if paths := _measured(sweep):
+        if csvs:
             from trainkit.advice.report import compare_and_answer  # loads pandas, which is needed here only
 
             tell("")
-            code = compare_and_answer(paths, sweep.folder, constraints)
+            measured = [all_reduce] if all_reduce.is_dir() else []  # by the doctor
+            code = compare_and_answer([*csvs, *measured], sweep.folder, constraints)
     finally:  # even if the comparison fails
         if failed:
             tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
     return 1 if failed else code
-
-
-def answer(sweep: Sweep, constraints: Constraints) -> dict:
-    """Return `AnswerText.as_json` of the finished runs.
-
-    If they support none, there are no `options` and `probes`, and the `sentence` says why.
-    """
-    from trainkit.advice.answer import answer_for  # loads pandas
-
-    try:
-        if not (paths := _measured(sweep)):
-            raise UserError("nothing has run")
-        return answer_for(paths, constraints)[0].as_json()
-    except Exception as error:  # of any kind: the remaining runs may show more
-        return {"best": None, "sure": 0.0, "options": [], "probes": [], "sentence": first_line(error)}
-
-
-def _measured(sweep: Sweep) -> list[Path]:
-    """Return the CSVs of the finished runs, if any, and the folder with the doctor's measurements."""
-    csvs, all_reduce = sweep.finished(), sweep.site.results_dir / "all_reduce"
-    if sweep.plain:
-        csvs = [csv for csv, _ in sweep.csvs("*")]
-    return [*csvs, all_reduce] if csvs and all_reduce.is_dir() else csvs

@@ -95,7 +95,7 @@ def check(mine: Workspace) -> str:
         f"{prices['F']:.2g}, and decides for two workers: {true:.0f} %, measured. Four are now predicted, "
         "with a wide interval, and the kit goes on to the run that tests it. So ask in this order: what is "
         "unknown, which runs would show it, and which of these is the cheapest. A, at twice the price, would "
-        "have left two workers predicted. `sweep.py --until-known` goes on in this way by itself."
+        "have left two workers predicted."
     )
 
 

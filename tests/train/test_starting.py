@@ -1,0 +1,62 @@
+"""Several ranks of stage 03 without Slurm, as STARTING.md shows it."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, STAGES, ran, rows_of, succeeded
+from forking import free_port
+
+PAGE = STAGES["ddp"].with_name("STARTING.md")
+SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
+
+
+def commands(beginning: str) -> str:
+    """The block of the page that begins so."""
+    (block,) = re.findall(rf"^```\n({beginning}.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return block
+
+
+def start(text: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run the lines of a shell, with fewer images and a port that is free."""
+    text = text.replace("--epochs 2", f"{SMALL} --results-dir '{folder}'").replace("29500", free_port())
+    path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
+    return ran("bash", "-c", text, cwd=PAGE.parent, env=ENVIRONMENT | {"PATH": path})
+
+
+def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
+    """Both machines are this one; what comes out is the same to the last digit."""
+    succeeded(start(commands("place="), tmp_path / "hand"))
+    first, second = commands("torchrun ").replace("=first ", "=localhost ").splitlines()
+    succeeded(start(f"export OMP_NUM_THREADS=1\n{second} &\n{first}", tmp_path / "torchrun"))
+    (hand,), (torchrun,) = rows_of(tmp_path / "hand"), rows_of(tmp_path / "torchrun")
+    assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1)
+    assert (torchrun["launcher"], torchrun["world_size"], torchrun["nodes"]) == ("torchrun", 2, 2)
+    assert (hand["train_loss"], hand["test_loss"]) == (torchrun["train_loss"], torchrun["test_loss"])
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGTERM, "at once"), (signal.SIGUSR2, "epoch 1/")],
+    ids=["SIGTERM at once", "USR2 in training"],
+)
+def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
+    """Sent to it alone, as where Slurm signals only what srun has started."""
+    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
+    folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
+    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # as a job starts it
+    process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, **pipes)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if moment != "at once":
+        next(line for line in process.stdout if line.startswith(moment))
+    process.send_signal(number)
+    output, complaint = process.communicate(timeout=300)
+    assert process.returncode == 0, complaint
+    assert re.search(r"^stopped after .* by a signal", output, re.MULTILINE), output
+    assert "Traceback" not in complaint
+    assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))
