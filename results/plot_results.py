@@ -1,11 +1,10 @@
-"""Compare runs: a table on the terminal, report.html, comparison.md, comparison.csv and the figures.
+"""Compare runs: a table on the terminal, comparison.md, comparison.csv and the figures.
 
 Try: python results/plot_results.py results/runs
 """
 
 from pathlib import Path
 
-from trainkit.advice import report as advice
 from trainkit.compare.report import report, report_each
 from trainkit.runtime.command_line import Parser, above_0
 from trainkit.runtime.errors import run, tell
@@ -32,7 +31,7 @@ def main() -> None:
     if args.each:
         tell(report_each(args.paths, args.out, args.target))
     else:
-        tell(report(args.paths, args.out, args.target, advice.blocks))
+        tell(report(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, Script, succeeded
 
-from trainkit.compare import breakdown_figure
+from trainkit.compare import breakdown_table
 from trainkit.rank import step_phases
 from trainkit.runtime.errors import UserError
 
@@ -90,13 +90,12 @@ def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
         assert any(name.startswith("Optimizer.step") for name in names)
 
 
-def test_the_figure_has_all_of_the_folder(script: Script, tmp_path: Path) -> None:
+def test_the_table_has_all_of_the_folder(script: Script, tmp_path: Path) -> None:
     """One worker exchanges nothing and waits for no other."""
     folder = tmp_path / "breakdown"
     folder.mkdir()
     made_up(folder / "made-up.tsv")
     succeeded(script(SCRIPT, *SMALL, "--results-dir", tmp_path))
-    assert (folder / "breakdown.png").read_bytes().startswith(b"\x89PNG")
     lines = (folder / "breakdown.md").read_text().splitlines()
     header, _, *rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
     assert header == ["workers", "nodes", "batch", *PHASES, "step", "settings"]
@@ -110,7 +109,7 @@ def test_an_exchange_by_hand_is_measured_apart_from_that_of_ddp(script: Script, 
     succeeded(script(SCRIPT, *SMALL, "--by-hand", "at-once", "--results-dir", tmp_path, ranks=2))
     assert set(rows_of(tmp_path).settings) == {"by_hand=at-once"}
     made_up(tmp_path / "breakdown" / "made-up.tsv")
-    breakdown_figure.draw((tmp_path / "breakdown").glob("*.tsv"), tmp_path)
+    breakdown_table.write((tmp_path / "breakdown").glob("*.tsv"), tmp_path / "breakdown.md")
     *_, ddp, by_hand = sorted(
         (tmp_path / "breakdown.md").read_text().splitlines(), key=lambda row: "by_hand" in row
     )
@@ -123,7 +122,7 @@ def test_the_exposed_exchanges_of_the_page_were_measured() -> None:
     samples = REPOSITORY / "results" / "sample" / "cpu-epyc-avx2-2-cores"
     for name, of_page in zip(("full_speed", "200_mbit"), zip(*shown, strict=True), strict=True):
         rows = pd.read_csv(samples / f"exchange_{name}.tsv", sep="\t", keep_default_na=False)
-        measured = breakdown_figure.milliseconds(rows).set_index("settings").exchange
+        measured = breakdown_table.milliseconds(rows).set_index("settings").exchange
         measured = measured[["", "by_hand=late", "by_hand=at-once"]]
         assert list(map(int, of_page)) == list(measured.round())
 
@@ -137,7 +136,7 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
         {"nothing": b"", "another table": b"phase\tseconds\ndata\t1\n", "no text": b"\xff\0"}.get(damage, cut)
     )
     with pytest.raises(UserError) as refused:
-        breakdown_figure.draw([file], tmp_path)
+        breakdown_table.write([file], tmp_path / "breakdown.md")
     assert str(refused.value).startswith(f"{file}: not read, ")
 
 

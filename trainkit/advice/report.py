@@ -1,4 +1,4 @@
-"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.html, .md and .csv, a figure, a proposal.
+"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md and .csv, a figure, a proposal.
 
 The figure has the cost of each choice against its time. The proposal is the page that computing centres
 ask for: how much time, why so many devices, and the evidence.
@@ -14,8 +14,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit.advice.advice import Option, advise, all_reduces, interval, sets
-from trainkit.advice.answer import LEGEND, AnswerText, answer_for, checked, number, text
+from trainkit.advice.advice import Option, interval
+from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number, text
 from trainkit.advice.constraints import Constraints
 from trainkit.compare import comparison, page, style
 from trainkit.compare.page import plain, wrapped, write_csv
@@ -23,7 +23,6 @@ from trainkit.compare.report import report as comparison_report
 from trainkit.runtime.errors import UserError, tell
 
 MOST_NODES = 10  # that the proposal names
-MOST_SETS = 4  # that a page has an answer for
 TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
 
 
@@ -60,7 +59,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
     """
     code = 0
     try:
-        tell(comparison_report(paths, out, constraints and constraints.target, blocks))
+        tell(comparison_report(paths, out, constraints and constraints.target))
     except UserError as error:
         code = 1
         tell(f"error: {error}", sys.stderr)
@@ -74,32 +73,15 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
     return code
 
 
-def blocks(rows: pd.DataFrame, paths: list[Path], target: float | None) -> list[page.Block]:
-    """Return the answers for the page of a comparison, one for each set of its runs."""
-    found = sets(rows)
-    made: list[page.Block] = [page.Heading("How many devices to ask for?")]
-    if len(found) > MOST_SETS:
-        return [*made, page.Text(f"The runs are of {len(found)} sets: results/how_many_gpus.py --set N.")]
-    for what, of_set in found:
-        made += [page.Text(f"Of the runs with {what}:")] if what else []
-        try:
-            measured, _ = all_reduces(paths, of_set)
-            words = AnswerText(checked(advise(of_set, Constraints(target), measured)), of_set)
-            made += _blocks_of(words, words.best_options())
-        except UserError as error:
-            made.append(page.Text(str(error)))
-    return [*made, page.Text("With a deadline or a budget: results/how_many_gpus.py --deadline or --budget.")]
-
-
-def _blocks_of(words: AnswerText, options: list[Option], notes: list[str] | None = None) -> list[page.Block]:
-    table, marks = words.table(options)
-    made = [page.Text(words.answered()), page.Table(table)]
-    made.append(page.Notes([LEGEND, *marks, *words.unknown(), *(notes or [])]))
-    made += [page.Heading(TRUST), page.Text(" ".join(words.trust()))]
+def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
+    table, marks = words.table(words.options())
+    made = [page.escaped(words.answered()), page.markdown(table)]
+    made.append(page.listed([LEGEND, *marks, *words.unknown(), *notes]))
+    made += [page.heading(TRUST), page.escaped(" ".join(words.trust()))]
     if runs := words.next_runs():
-        made.append(page.Heading(NEXT_RUNS))
+        made.append(page.heading(NEXT_RUNS))
     for use, command in runs:
-        made += [page.Text(f"{use}:"), page.Command(command)]
+        made += [page.escaped(f"{use}:"), page.command(command)]
     return made
 
 
@@ -109,11 +91,10 @@ def _write(
     """Write the files, and return their names."""
     write_csv(words.numbers(), out / "how_many_gpus.csv")
     names = style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
-    drawn = [page.Figure(out / name) for name in names]
-    answer = [*_blocks_of(words, words.options(), notes), *drawn]
-    for name in ("how_many_gpus.html", "how_many_gpus.md"):
-        page.write(out / name, f"How many {words.units}?", answer)
-    written = ["how_many_gpus.html", "how_many_gpus.md", "how_many_gpus.csv", *names]
+    drawn = page.figures(names)
+    answer = [*_blocks(words, notes), *drawn]
+    page.write(out / "how_many_gpus.md", f"How many {words.units}?", answer)
+    written = ["how_many_gpus.md", "how_many_gpus.csv", *names]
     if trainings and words.answer.best:
         page.write(out / "proposal.md", "Request for computing time", _proposal(words, trainings, drawn))
         written.append("proposal.md")
@@ -182,7 +163,7 @@ def _pareto(options: list[Option]) -> np.ndarray:
     return points[np.r_[True, points[1:, 1] < least[:-1]]].T
 
 
-def _proposal(words: AnswerText, trainings: int, figures: list[page.Figure]) -> list[page.Block]:
+def _proposal(words: AnswerText, trainings: int, figures: list[str]) -> list[str]:
     """Return the page for `trainings` trainings with the recommended choice, which has to exist."""
     rows, best = words.rows, words.answer.best
     low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
@@ -191,26 +172,26 @@ def _proposal(words: AnswerText, trainings: int, figures: list[page.Figure]) -> 
     if rows.dataset.iloc[0] == "synthetic":
         limits.append("Measured with generated digits, not with MNIST: their accuracies say nothing of it.")
     return [
-        page.Heading("What is asked for"),
-        page.Text(
+        page.heading("What is asked for"),
+        page.escaped(
             f"{words.choice(best)}, for {trainings:,} training{'s' * (trainings > 1)}: {middle} "
             f"{words.hours} ({low} to {high})."
         ),
-        page.Text(f"A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."),
-        page.Heading("Why so many"),
-        page.Text(f"It is {words.why}."),
-        page.Table(table),
-        page.Text(LEGEND),
+        page.escaped(f"A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."),
+        page.heading("Why so many"),
+        page.escaped(f"It is {words.why}."),
+        page.markdown(table),
+        page.escaped(LEGEND),
         *figures,
-        page.Heading("Machine and software"),
-        page.Notes(_machine(rows)),
-        page.Heading("How it was measured"),
-        page.Text(
+        page.heading("Machine and software"),
+        page.listed(_machine(rows)),
+        page.heading("How it was measured"),
+        page.escaped(
             f"{rows.run_id.nunique()} runs, {(~rows.warmup).sum()} epochs after the warm-up of each process, "
             f"timed on the slowest rank with its device synchronised. {how_known}"
         ),
-        page.Heading("Limits"),
-        page.Notes([words.how_sure(), *marks, *words.unknown(), *limits]),
+        page.heading("Limits"),
+        page.listed([words.how_sure(), *marks, *words.unknown(), *limits]),
     ]
 
 

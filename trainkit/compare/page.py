@@ -1,88 +1,34 @@
-"""Write blocks as a page of HTML to share, which needs no server and no network, or as Markdown.
+"""Tables and sentences as text: for a terminal, for a page of Markdown, for a spreadsheet.
 
-Also tables and sentences as text: for a terminal, for Markdown, for a spreadsheet.
+page.write(out / "comparison.md", "Comparison", [page.escaped(verdict), page.markdown(shown)])
 
-blocks = [page.Text(verdict), page.Table(shown)]
-page.write(out / "report.html", "Comparison", blocks)
+All texts on a page are escaped: no name can bring markup into it.
 """
 
-import base64
 import html
 import re
 import textwrap
-from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-import jinja2
 import pandas as pd
 
 from trainkit.runtime.files import explained, replacing
 from trainkit.schema.records import no_formula
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one
 
 
-Heading = namedtuple("Heading", "text")  # the title of a section
-Text = namedtuple("Text", "text")  # a paragraph
-Notes = namedtuple("Notes", "lines")  # a list of sentences
-Command = namedtuple("Command", "text")  # what the reader may paste into a shell
-
-
-class Figure(NamedTuple):
-    """A PNG, which is embedded in the page."""
-
-    png: Path
-
-    @property
-    def address(self) -> str:
-        return f"data:image/png;base64,{base64.b64encode(self.png.read_bytes()).decode()}"
-
-
-class Table(NamedTuple):
-    """A table of texts, sorted by a click on a header.
-
-    With `runs`, also texts, a row opens to its runs: those with its index.
-    """
-
-    cells: pd.DataFrame
-    runs: pd.DataFrame | None = None
-
-    def rows(self) -> Iterator[tuple[list[str], list[list[str]]]]:
-        """Yield the texts of each row, and those of its runs."""
-        for i, *texts in self.cells.itertuples(name=None):
-            behind = [] if self.runs is None else self.runs[self.runs.index == i].to_numpy().tolist()
-            yield texts, behind
-
-    def numeric(self) -> list[bool]:
-        """Return for each column whether it holds numbers, which are right-aligned."""
-        return [bool(column.str.match(r"$|-$|-?\d").all()) for _, column in self.cells.items()]
-
-
-Block = Heading | Text | Notes | Command | Figure | Table
-
-
-def write(path: Path, title: str, blocks: Iterable[Block]) -> None:
-    """Write the blocks, one below the other: as HTML, or as Markdown to a `path` that ends in .md.
-
-    All their texts are escaped: no name can bring markup or a script into the page.
+def write(path: Path, title: str, blocks: Iterable[str]) -> None:
+    """Write the blocks of Markdown, one below the other.
 
     Raises:
-        OSError: if `path` cannot be written, or a figure cannot be read.
+        OSError: if `path` cannot be written.
     """
-    if path.suffix == ".md":
-        text = "\n\n".join([f"# {title}", *map(_as_markdown, blocks)])
-    else:
-        # Blocks and loops leave no blank lines in the page.
-        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-        text = template.render(title=title, blocks=[(type(block).__name__, block) for block in blocks])
     with replacing(path) as file:
-        file.write(text + "\n")
+        file.write("\n\n".join([f"# {title}", *blocks]) + "\n")
 
 
 @contextmanager
@@ -97,20 +43,24 @@ def writing_to(out: Path, fix: str = "give another --out") -> Iterator[None]:
         yield
 
 
-def _as_markdown(block: Block) -> str:
-    match block:
-        case Heading(text):
-            return f"## {escaped(text)}"
-        case Text(text):
-            return escaped(text)
-        case Notes(lines):
-            return "\n".join(f"- {escaped(line)}" for line in lines)
-        case Command(text):
-            return f"```\n{text}\n```"
-        case Figure(png):
-            return f"![{png.name}]({png.name})"
-        case Table(cells, _):
-            return markdown(cells)
+def heading(text: str) -> str:
+    """Return the title of a section."""
+    return f"## {escaped(text)}"
+
+
+def listed(sentences: Iterable[str]) -> str:
+    """Return a list of sentences."""
+    return "\n".join(f"- {escaped(sentence)}" for sentence in sentences)
+
+
+def command(text: str) -> str:
+    """Return a block that the reader may paste into a shell."""
+    return f"```\n{text}\n```"
+
+
+def figures(names: Iterable[str]) -> list[str]:
+    """Return the pictures, which are files next to the page."""
+    return [f"![{name}]({name})" for name in names]
 
 
 def wrapped(note: str) -> str:

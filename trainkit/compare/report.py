@@ -1,7 +1,6 @@
-"""The comparison of runs for people: tables on the terminal, comparison.md and .csv, figures, and a page."""
+"""The comparison of runs for people: tables on the terminal, comparison.md and .csv, and figures."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +38,6 @@ SHOWN = {
 # The columns that a narrow terminal omits, in this order.
 LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "J/1000 img", "MFU %")
 LEAST_NEEDED += ("wall s", "min..max", "eff. %")
-# What the page shows of a row's runs: header, and the column of `comparison.load`.
-OF_A_RUN = {"run": "run_id", "file": "file", "epochs": "epoch", "seed": "seed", "host": "node_list"}
-OF_A_RUN |= {"PyTorch": "torch_version", "job": "job_id"}
 TERMINAL = 120  # characters of a line
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
@@ -63,11 +59,10 @@ TARGET_LEGEND = (
 )
 
 
-def report(paths: list[Path], out: Path, target: float | None = None, advice: Callable | None = None) -> str:
+def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
 
-    With a `target` the tables show how long it took to reach that accuracy (%). `advice(rows, paths, target)`
-    returns the blocks before the tables on the page: from advice/report.py, which builds on this room.
+    With a `target` the tables show how long it took to reach that accuracy (%).
 
     Raises:
         UserError: if a path is not there, no file can be read, or `out` cannot be written to.
@@ -82,16 +77,12 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
         narrow = shown.drop(columns=needless[:count])
         if max(map(len, page.plain(narrow).splitlines())) <= TERMINAL:
             break
-    # A row for every run, with the index of its row in the table.
-    number = table[comparison.CONFIGURATION].assign(number=table.index)
-    last = rows.groupby("run_id", sort=False).tail(1).merge(number, on=comparison.CONFIGURATION)
-    runs = last.set_index("number")[list(OF_A_RUN.values())].astype(str).set_axis(list(OF_A_RUN), axis=1)
-    blocks: list[page.Block] = []
+    blocks = [page.escaped(conclusion)]
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings, from_size_on = comparison.common(section), sentences_on_sizes(section)
-        blocks += [page.Heading(title), page.Text(settings), page.Table(shown.loc[section.index], runs)]
-        blocks += map(page.Text, from_size_on)
+        blocks += [page.heading(title), page.escaped(settings), page.markdown(shown.loc[section.index])]
+        blocks += map(page.escaped, from_size_on)
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
         for sentence in from_size_on:
@@ -101,11 +92,8 @@ def report(paths: list[Path], out: Path, target: float | None = None, advice: Ca
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
-        blocks += [page.Notes(notes), *(page.Figure(out / name) for name in names)]
-        page.write(out / "comparison.md", "Comparison", [page.Text(conclusion), *blocks])
-        advised = advice(rows, paths, target) if advice else []
-        page.write(out / "report.html", "Comparison", [page.Text(conclusion), *advised, *blocks])
-    tell(f"Written to {out}: {', '.join(['report.html', 'comparison.md', 'comparison.csv', *names])}\n")
+        page.write(out / "comparison.md", "Comparison", [*blocks, page.listed(notes), *page.figures(names)])
+    tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
 
@@ -138,9 +126,8 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     tell(f"{page.plain(shown)}\n\n" + "\n".join(map(page.wrapped, notes)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")
-        for name in ("each.html", "each.md"):
-            page.write(out / name, "Each folder by itself", [page.Table(shown), page.Notes(notes)])
-    return f"Written to {out}: each.html, each.md, each.csv"
+        page.write(out / "each.md", "Each folder by itself", [page.markdown(shown), page.listed(notes)])
+    return f"Written to {out}: each.md, each.csv"
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:

@@ -26,15 +26,6 @@ MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 # Colour and hatch of the bars of each stage, and of a user's own training.
 STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
-# Colour and hatch of each phase of a step, in their order.
-PHASES = {
-    "data": ("#FFFFFF", "..."),
-    "forward": ("#D9D9D9", ""),
-    "backward": ("#9EC9E6", "//"),
-    "exchange": (VERMILION, "xx"),
-    "waiting": ("#F7D9A0", "\\\\"),
-    "optimizer": ("#7F7F7F", ""),
-}
 # Of a timeline, by what is drawn.
 TIMELINE: dict[str, Look] = {
     name: {"facecolor": colour, "linewidth": 0}
