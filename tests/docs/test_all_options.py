@@ -52,7 +52,6 @@ OTHERS = {
     "03_multigpu_ddp/exercises/check.py": "--yes",
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
-    f"{BEYOND}/predict.py": "--data-dir --invert --no-cuda --out --precision --test-size",
     f"{BEYOND}/recorded.py": PLAIN,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
@@ -62,7 +61,7 @@ OTHERS = {
     "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
-    "slurm/jobs.py": "--remove --unfinished --used",
+    "slurm/jobs.py": "",
     "slurm/monitor.py": "--attach --json --out --plot --sample --verdict",
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """

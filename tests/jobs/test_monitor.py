@@ -103,8 +103,6 @@ def test_a_command(checkout: Checkout) -> None:
     assert [f"watch   {line}" for line in again.stdout.splitlines()][:-1] == verdict[:-1]
     facts = json.loads(checkout.python(MONITOR, "--verdict", folder / "monitor", "--json").stdout)
     assert facts == json.loads((folder / "monitor" / "verdict.json").read_text())
-    assert f"{folder.name} " in checkout.python("slurm/jobs.py", "--remove").stdout
-    assert not folder.exists()
 
 
 def test_signals_go_to_the_command(checkout: Checkout) -> None:
@@ -142,7 +140,7 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
         ("--plot", 7, "train.py"): "unrecognized arguments: train.py",
         ("--", "no-such-command"): "no-such-command cannot be run (No such file or directory): correct",
         ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
-        ("--verdict", 5): f"there is no job 5 in {jobs}: `python slurm/jobs.py` lists them.",
+        ("--verdict", 5): f"there is no job 5 in {jobs}, where each has a folder.",
         ("--plot", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
         ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
@@ -216,7 +214,7 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     done = on_cluster.python(MONITOR, "--plot", job, "--out", on_cluster.folder / "job.png")
     assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
     assert (on_cluster.folder / "job.png").is_file()
-    used = on_cluster.python("slurm/jobs.py", "--used").stdout
+    used = on_cluster.python("slurm/jobs.py").stdout
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
 

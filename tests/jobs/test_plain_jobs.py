@@ -9,7 +9,6 @@ from checkout import Checkout
 from conftest import REPOSITORY, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
-from trainkit.jobs import housekeeping
 from trainkit.monitor import waste
 from trainkit.schema import records
 
@@ -208,11 +207,3 @@ def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
     assert "take more, or keep the data in memory." in line
-
-
-def test_its_checkpoints_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "7" / "checkpoints").mkdir(parents=True)
-    for name in ("plain", "rank-0.started", "checkpoints/last.pt"):
-        (tmp_path / "7" / name).touch()
-    (job,) = housekeeping.look(tmp_path)
-    assert job.newest.name == "last.pt"

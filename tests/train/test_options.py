@@ -1,11 +1,12 @@
 """The options that a growing batch asks for: how they train, what is recorded, and when a run ends early."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    BEYOND,
+    REPOSITORY,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -146,11 +147,16 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
     succeeded(script(*WITHOUT_DROPOUT, copy, *training, *places(whole), "--epochs", 2, ranks=2))
     assert furthest(weights_of(kept), weights_of(whole)) == 0
     (weights,) = (kept / "models").glob("*.pt")
-    predicted = succeeded(
-        script(BEYOND / "predict.py", weights, "--test-size", 100, "--out", tmp_path / "table.csv")
-    ).stdout
+    # As the page reads them; the run was tested on fewer images.
+    page = (REPOSITORY / "YOUR_TRAINING.md").read_text()
+    *_, code = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    for of_page, here in {"results/models/RUN_ID.pt": str(weights), "width=32": "width=4"}.items():
+        assert of_page in code
+        code = code.replace(of_page, here)
+    code = re.sub(r"test_set\.(inputs|targets)", r"test_set.\1[:100]", code)
+    (tmp_path / "own.py").write_text(code)
     of_best = f"{rows_of(kept)[1]['test_accuracy']:.2f} %"
-    assert f"accuracy {of_best}" in predicted and f"at the end of the run, in fp32: {of_best}" in predicted
+    assert f"accuracy {of_best}; the first image shows a " in succeeded(script(tmp_path / "own.py")).stdout
     rows, _ = comparison.load([kept])
     table = comparison.summarize(rows)
     assert table.test_accuracy.item() == pytest.approx(rows_of(whole)[1]["test_accuracy"])

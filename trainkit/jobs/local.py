@@ -166,7 +166,7 @@ def outside_of_jobs() -> dict[str, str]:
 
 
 def new_name(word: str) -> str:
-    """Make a folder name that no other job has had, as numbers are reused; housekeeping.py recognises it."""
+    """Make a folder name that no other job has had, as numbers are reused."""
     return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 

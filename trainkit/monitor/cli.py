@@ -100,8 +100,7 @@ def _find_samples(job: str) -> Path:
         found = [path for path in [jobs_dir / job] if path.is_dir()] or sorted(here, key=os.path.getmtime)
         if not found:
             raise UserError(
-                f"there is no job {job} in {jobs_dir}: `python slurm/jobs.py` lists them. A queued job "
-                "has no folder yet."
+                f"there is no job {job} in {jobs_dir}, where each has a folder. A queued job has none yet."
             )
         folder = found[-1]
     if not folder.is_dir():

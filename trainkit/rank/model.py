@@ -103,7 +103,7 @@ def operations_per_image(model: nn.Module, train_set: Split) -> float:
     operations; the rest is small and not counted. Every rank runs a copy of the network, as a network may
     communicate with the other ranks. Nothing of the copy remains, and the random numbers do not change.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, which predict.py need not wait for
+    from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, which those who only load weights save
 
     network = unwrapped(model)
     device = next(network.parameters()).device
