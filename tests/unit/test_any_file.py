@@ -20,6 +20,7 @@ from trainkit.jobs.why import Evidence
 from trainkit.rank import options
 from trainkit.rank.checkpoint import Checkpoints
 from trainkit.rank.epoch import PartialEpoch
+from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.rank.recorder import Recorder
 from trainkit.runtime import errors, job_folder
 from trainkit.runtime.errors import STOP_SIGNALS, UserError
@@ -108,13 +109,19 @@ class Log:
 
 
 def resume(folder: Path, state: dict | None = None) -> Checkpoints:
-    """Go on with a small training from this state, if any; each in its own folder, which it then holds."""
+    """Go on with a small training from this state, if any, by a step; each in a folder that it then holds."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     if state:
         torch.save(state, folder / "epoch-2-step-3.pt")
-    opts = options.parse("", ["--checkpoint-dir", str(folder), "--resume", "auto", "--precision", "fp32"])
+    places = ["--checkpoint-dir", str(folder), "--resume", "auto"]
+    opts = options.parse("", [*places, "--precision", "fp32", "--lr-warmup-images", "512"])
     model = torch.nn.Linear(2, 2)
-    return Checkpoints(opts, "mnist", model, {"optimizer": torch.optim.Adam(model.parameters())}, Log())
+    optimizer, schedule = optimizer_and_schedule(opts, model, steps_per_epoch=5)
+    checkpoints = Checkpoints(opts, "mnist", model, {"optimizer": optimizer, "schedule": schedule}, Log())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    return checkpoints
 
 
 @pytest.fixture
@@ -172,6 +179,13 @@ def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, val
         resume(tmp_path, forged)
 
 
+@pytest.mark.parametrize("forged", [{"step": 5}, {"optimizer": None}, {"_last_lr": 0.1}, {"base_lrs": ["a"]}])
+def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
+    state["schedule"]["_schedulers"][1] |= forged
+    with pytest.raises(UserError, match=next(iter(forged))):
+        resume(tmp_path, state)
+
+
 def test_a_learning_rate_that_no_training_has(state: dict, tmp_path: Path) -> None:
     state["optimizer"]["param_groups"][0]["lr"] = -1.0
     with pytest.raises(UserError, match=r"its learning rate is -1.0"):
@@ -215,7 +229,7 @@ def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, 
         (lambda state: state["record"]["rows"][0].update(epoch=2.7), "those of epoch 1"),
         (lambda state: state["record"]["rows"][0].update(train_loss=math.nan), "column train_loss"),
         (lambda state: state["record"]["rows"][0].update(devices=10**7), "column devices"),
-        (lambda state: state["optimizer"]["param_groups"][0].update(eps="small"), "eps is not a number"),
+        (lambda state: state["optimizer"]["param_groups"][0].update(eps="small"), "eps is not a number that"),
         (lambda state: state["record"].update(elapsed_s=10**400), "not a number of 0 to"),
         (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"shape \(3,\)"),
         (lambda state: state.pop("model"), "model"),

@@ -23,7 +23,7 @@ ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
-MOST = 9  # reasons that are printed
+MOST, LONGEST = 9, 2000  # reasons that are printed, and characters of one
 
 
 class Evidence:
@@ -53,11 +53,11 @@ class Evidence:
             return ["the ranks lost contact: the network failed, or a rank hung for longer than --timeout"]
         return found
 
-    def _noted_by_a_rank(self) -> str | None:
-        """Return the note of the rank that failed first; on a full disk there is none."""
+    def _noted_by_a_rank(self) -> str:
+        """Return the note of the rank that failed first; "" on a full disk, where there is none."""
         notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
         lines = (line for note in notes if note for line in job_folder.read(note).splitlines())
-        return next(filter(None, lines), None)
+        return next(filter(None, lines), "")[:LONGEST]
 
     def _deaths(self) -> Iterator[str | None]:
         """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""

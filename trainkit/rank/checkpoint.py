@@ -34,6 +34,7 @@ from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import job_folder, process_group
+from trainkit.runtime.command_line import LARGEST
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, replacing
@@ -207,9 +208,7 @@ class Checkpoints:
             if self._sharded:
                 self._sharded.load(path.with_suffix(".shards"))
             for group, here in zip(self._optimizer.param_groups, own, strict=True):
-                # The checkpoint may come from another stage.
-                group.update({name: here[name] for name in KERNELS if name in here})
-                _check_numbers(here, group)
+                _check_group(here, group)
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -309,9 +308,12 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
         try:
             state = _read(path)
         except Exception as error:  # PyTorch raises many kinds for a damaged file
-            tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
+            if not unreadable:
+                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
             unreadable.append(path)
             continue
+        if unreadable[1:]:
+            tell(f"warning: nor can {len(unreadable) - 1} more checkpoints in {folder}", sys.stderr)
         for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
         return path, state
@@ -348,25 +350,69 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     """
     for name, part in parts.items():
         own = part.state_dict()
-        part.load_state_dict(state[name])
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            _check_numbers(own, vars(part))
-        elif isinstance(part, torch.optim.Optimizer):
+            _check_schedule(part, state[name])
+        part.load_state_dict(state[name])
+        if isinstance(part, torch.optim.Optimizer):
             for before, group in zip(own["param_groups"], part.param_groups, strict=True):
-                _check_numbers(before, group)
-            if not type(part).__module__.startswith("torch.optim"):
-                continue  # others may keep theirs in another shape
-            for parameter, kept in part.state.items():
-                for key in OF_ITS_SHAPE & kept.keys():
-                    if getattr(kept[key], "shape", parameter.shape) != parameter.shape:
-                        raise ValueError(f"its {key} has the shape {tuple(kept[key].shape)}")
+                _check_group(before, group)
+                if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
+                    _check_kept(group, part.state)
+
+
+def _check_group(before: dict[str, object], group: dict[str, object]) -> None:
+    """Raise a ValueError if a loaded group of parameters has other numbers and switches than one may have."""
+    # The checkpoint may come from another stage.
+    group.update({name: before[name] for name in KERNELS if name in before})
+    _check_numbers(before, group)
+    for key, value in before.items():
+        if isinstance(value, bool) and group[key] is not value:
+            raise ValueError(f"its {key} is {group[key]}")
+
+
+def _check_kept(group: dict[str, object], state: dict) -> None:
+    """Raise a ValueError if an optimizer of PyTorch could not use what it kept of a group's parameters."""
+    names: dict[int, set[str]] = {}  # Adafactor keeps others of a vector than of a matrix
+    for parameter in group["params"]:
+        kept = state.get(parameter, {})
+        if not kept.keys():
+            continue
+        if names.setdefault(parameter.ndim, {*kept.keys()}) != kept.keys():
+            raise ValueError(f"it kept {', '.join(kept)} of a parameter, and of others not")
+        for key, value in kept.items():
+            if key in OF_ITS_SHAPE and (value is not None or key != "momentum_buffer"):
+                shape = tuple(getattr(value, "shape", [None]))
+                if shape != parameter.shape:
+                    raise ValueError(f"its {key} has the shape {shape}")
+            if key == "step" and not isinstance(value, int | float | torch.Tensor):
+                raise ValueError("its step is not a number")
+
+
+def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, object]) -> None:
+    """Raise a ValueError for what it would fail with in a later step: it takes all of `saved` unchecked."""
+    _check_numbers(schedule.state_dict(), saved)
+    for key in saved:
+        if key == "optimizer" or callable(getattr(type(schedule), key, None)):
+            raise ValueError(f"its schedule has a {key}")
+    parts = getattr(schedule, "_schedulers", [])
+    for part, of_part in zip(parts, saved["_schedulers"] if parts else [], strict=True):
+        _check_schedule(part, of_part)
 
 
 def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
     """Raise a ValueError if a number is replaced by something else, or no learning rate is left."""
     for key in own.keys() & saved.keys():
-        if type(own[key]) in (int, float) and not isinstance(saved[key], int | float | torch.Tensor):
-            raise ValueError(f"its {key} is not a number")
+        numbers, given = own[key], saved[key]
+        if isinstance(numbers, list | tuple):
+            if not isinstance(given, list | tuple) or len(given) != len(numbers):
+                raise ValueError(f"its {key} does not have {len(numbers)} values")
+        else:
+            numbers, given = [numbers], [given]
+        for number, one in zip(numbers, given, strict=True):
+            if type(number) not in (int, float) or isinstance(one, torch.Tensor):
+                continue
+            if not isinstance(one, int | float) or LARGEST < abs(one) < math.inf:
+                raise ValueError(f"its {key} is not a number that a training has")
     if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
         raise ValueError(f"its learning rate is {saved['lr']}")
 

@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, On
 
 from trainkit.rank.options import DEFAULT_LR, Options, in_words
 
-KERNELS = {"foreach", "fused"}  # how an optimizer computes; they change no result
+KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
 
 
 def optimizer_and_schedule(
