@@ -53,8 +53,8 @@ class PlannedRun:
     repeat: int
 
     @property
-    def configuration(self) -> str:
-        """Return the run's name without the number of its repeat; no two configurations share one."""
+    def name(self) -> str:
+        """Return a name that no other run of the sweep has."""
         parts = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
             parts.append(f"{self.shape.nodes}nodes")
@@ -64,11 +64,7 @@ class PlannedRun:
             parts.append(f"workers{self.num_workers}")
         if self.train_size is not None:
             parts.append(f"train{self.train_size}")
-        return "-".join(parts)
-
-    @property
-    def name(self) -> str:
-        return f"{self.configuration}-r{self.repeat}"
+        return "-".join([*parts, f"r{self.repeat}"])
 
     def arguments(self) -> list[str]:
         """Return the options for the stage."""
