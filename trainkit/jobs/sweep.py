@@ -125,11 +125,6 @@ class Sweep:
                 "--batch-size-per-gpu is set here by --scaling weak and --batch-size: give those two."
             )
 
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether CPU cores stand in for GPUs."""
-        return self.opts.no_cuda or (self.here and not self.gpus_here)
-
     def planned(self, grid: Grid) -> tuple[list[PlannedRun], Counter[str]]:
         """Return the runs that make sense, and the reasons against the others, with how many each concerns.
 
@@ -162,7 +157,8 @@ class Sweep:
         gpus, most = run.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
         if self.here and gpus > most:
             raise UserError(f"{gpus} workers are more than the {most} found here")
-        if run.stage.name == DP and gpus > 1 and self.on_cpu:
+        on_cpu = self.opts.no_cuda or (self.here and not self.gpus_here)
+        if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
         sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
         if not self.plain:
