@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,7 +252,7 @@ class AnswerText:
 
 
 def answer_for(
-    paths: Iterable[Path], constraints: Constraints, set_number: int | None = None
+    paths: list[Path], constraints: Constraints, set_number: int | None = None
 ) -> tuple[AnswerText, list[str]]:
     """Answer for the runs in these files and folders, with a sentence for each thing left out.
 
@@ -260,7 +260,6 @@ def answer_for(
         UserError: if there are none, if they belong to several sets and `set_number` chooses none, or if they
             support no answer.
     """
-    paths = list(paths)
     rows, skipped = comparison.load_some(paths)
     rows = _chosen_set(rows, set_number)
     measured, not_read = all_reduces(paths, rows)
