@@ -1,6 +1,7 @@
 """Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and its figure."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_the_exposed_exchanges_of_the_page_were_measured() -> None:
         assert list(map(int, of_page)) == list(measured.round())
 
 
-@pytest.mark.parametrize("damage", ["nothing", "another table", "cut", "no text"])
+@pytest.mark.parametrize("damage", ["nothing", "another table", "cut", "no text", "a pipe"])
 def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     file = tmp_path / "measured.tsv"
     made_up(file)
@@ -135,6 +136,9 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     file.write_bytes(
         {"nothing": b"", "another table": b"phase\tseconds\ndata\t1\n", "no text": b"\xff\0"}.get(damage, cut)
     )
+    if damage == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
     with pytest.raises(UserError) as refused:
         breakdown_table.write([file], tmp_path / "breakdown.md")
     assert str(refused.value).startswith(f"{file}: not read, ")

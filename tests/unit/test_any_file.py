@@ -179,7 +179,17 @@ def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, val
         resume(tmp_path, forged)
 
 
-@pytest.mark.parametrize("forged", [{"step": 5}, {"optimizer": None}, {"_last_lr": 0.1}, {"base_lrs": ["a"]}])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"step": 5},
+        {"optimizer": None},
+        {"_last_lr": 0.1},
+        {"base_lrs": ["a"]},
+        {"_step_count": torch.ones(2)},
+        {"last_epoch": 10**400},
+    ],
+)
 def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
     state["schedule"]["_schedulers"][1] |= forged
     with pytest.raises(UserError, match=next(iter(forged))):

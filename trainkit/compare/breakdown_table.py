@@ -1,5 +1,6 @@
 """The time of a step by phase and number of workers: a table from stage 03's breakdown.py."""
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pandas as pd
 from trainkit.compare import comparison
 from trainkit.compare.page import markdown
 from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import explained, replacing
+from trainkit.runtime.files import explained, read_text, replacing
 
+LARGEST = 2**24  # bytes of a file
 PHASES = ["data", "forward", "backward", "exchange", "waiting", "optimizer"]
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
 SETTINGS += ["threads_per_worker", "debug", "settings"]
@@ -45,7 +47,8 @@ def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _read(file: Path) -> pd.DataFrame:
     try:
-        rows = pd.read_csv(file, sep="\t", dtype=dict.fromkeys(SETTINGS, str))
+        content = read_text(file, LARGEST, errors="strict")
+        rows = pd.read_csv(io.StringIO(content), sep="\t", dtype=dict.fromkeys(SETTINGS, str))
         rows = rows.assign(settings=rows.get("settings", "")).fillna({"settings": ""})[COLUMNS]
         numbers = ["rank", "seconds", *SHAPE]
         rows[numbers] = rows[numbers].apply(pd.to_numeric)

@@ -401,7 +401,7 @@ def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler, saved: dict[
 
 def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
     """Raise a ValueError if a number is replaced by something else, or no learning rate is left."""
-    for key in own.keys() & saved.keys():
+    for key in own.keys() & saved.keys() - {"params"}:
         numbers, given = own[key], saved[key]
         if isinstance(numbers, list | tuple):
             if not isinstance(given, list | tuple) or len(given) != len(numbers):
@@ -409,8 +409,8 @@ def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
         else:
             numbers, given = [numbers], [given]
         for number, one in zip(numbers, given, strict=True):
-            if type(number) not in (int, float) or isinstance(one, torch.Tensor):
-                continue
+            if type(number) not in (int, float) or getattr(one, "shape", None) == ():
+                continue  # no number, or a tensor that is one
             if not isinstance(one, int | float) or LARGEST < abs(one) < math.inf:
                 raise ValueError(f"its {key} is not a number that a training has")
     if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
