@@ -1,4 +1,4 @@
-"""Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and its figure."""
+"""Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and its table."""
 
 import json
 import os

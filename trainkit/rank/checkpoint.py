@@ -366,7 +366,7 @@ def _check_group(before: dict[str, object], group: dict[str, object]) -> None:
     group.update({name: before[name] for name in KERNELS if name in before})
     _check_numbers(before, group)
     for key, value in before.items():
-        if isinstance(value, bool) and group[key] is not value:
+        if isinstance(value, bool) and group.get(key, value) is not value:
             raise ValueError(f"its {key} is {group[key]}")
 
 
@@ -390,8 +390,9 @@ def _check_kept(group: dict[str, object], state: dict) -> None:
 
 def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, object]) -> None:
     """Raise a ValueError for what it would fail with in a later step: it takes all of `saved` unchecked."""
-    _check_numbers(schedule.state_dict(), saved)
-    for key in saved:
+    own = schedule.state_dict()
+    _check_numbers(own, saved)
+    for key in saved.keys() - own.keys():
         if key == "optimizer" or callable(getattr(type(schedule), key, None)):
             raise ValueError(f"its schedule has a {key}")
     parts = getattr(schedule, "_schedulers", [])
