@@ -32,13 +32,13 @@ def write(path: Path, title: str, blocks: Iterable[str]) -> None:
 
 
 @contextmanager
-def writing_to(out: Path, fix: str = "give another --out") -> Iterator[None]:
+def writing_to(out: Path) -> Iterator[None]:
     """Make the folder `out`; turn an error in making it, or in the block, into one sentence.
 
     Raises:
         UserError: if something cannot be written.
     """
-    with explained(f"{out} cannot be written to", f"{fix}."):
+    with explained(f"{out} cannot be written to", "give another --out."):
         out.mkdir(parents=True, exist_ok=True)
         yield
 
