@@ -77,7 +77,7 @@ LONG_FILES = {
     f"test_{name}"
     for name in (
         *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts", "worked"),
-        *("breakdown", "fast_devices", "faults", "launch"),
+        *("breakdown", "fast_devices", "faults", "starting"),
     )
 }
 CLUSTERS = 2
