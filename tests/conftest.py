@@ -72,11 +72,11 @@ for name in list(ENVIRONMENT):
 
 
 # What uses these fixtures is not for every change, nor what is beyond the stages, or around their edges.
-LONG = {"cluster", "browser"}
+LONG = {"cluster"}
 LONG_FILES = {
     f"test_{name}"
     for name in (
-        *("beyond", "gpt", "lightning", "predict", "sharded", "tabular", "vae_counts", "worked"),
+        *("beyond", "gpt", "lightning", "sharded", "tabular", "vae_counts", "worked"),
         *("breakdown", "fast_devices", "faults", "starting"),
     )
 }
