@@ -18,10 +18,11 @@ def main() -> None:
     Parser(description=__doc__).parse_args()
     jobs_dir = read_site().jobs_dir
     sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
-    found = [_used(job) for job in sorted(sampled, key=lambda job: samples.natural(job.name))]
-    rows = [("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough"), *found]
-    widths = [max(map(len, column)) for column in zip(*filter(None, rows), strict=True)]
-    for row in filter(None, rows):
+    jobs = sorted(sampled, key=lambda job: samples.natural(job.name))
+    rows = [("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")]
+    rows += filter(None, map(_used, jobs))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         tell("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more.")
     tell("Jobs without samples, or without Slurm, are left out.")

@@ -10,8 +10,8 @@ from trainkit.compare import comparison
 from trainkit.compare.page import markdown
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.files import explained, read_text, replacing
+from trainkit.schema import records
 
-LARGEST = 2**24  # bytes of a file
 PHASES = ["data", "forward", "backward", "exchange", "waiting", "optimizer"]
 SETTINGS = ["device_name", "dataset", "model", "width", "precision", "recipe", "loader", "workers_per_loader"]
 SETTINGS += ["threads_per_worker", "debug", "settings"]
@@ -47,7 +47,7 @@ def milliseconds(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _read(file: Path) -> pd.DataFrame:
     try:
-        content = read_text(file, LARGEST, errors="strict")
+        content = read_text(file, records.LARGEST_FILE, errors="strict")
         rows = pd.read_csv(io.StringIO(content), sep="\t", dtype=dict.fromkeys(SETTINGS, str))
         rows = rows.assign(settings=rows.get("settings", "")).fillna({"settings": ""})[COLUMNS]
         numbers = ["rank", "seconds", *SHAPE]

@@ -201,14 +201,14 @@ class Checkpoints:
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            own = [dict(group) for group in self._optimizer.param_groups]
             if ("shards" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
             load_parts(self._parts, state)
             if self._sharded:
+                before = self._optimizer.state_dict()["param_groups"]
                 self._sharded.load(path.with_suffix(".shards"))
-            for group, here in zip(self._optimizer.param_groups, own, strict=True):
-                _check_group(here, group)
+                for own, group in zip(before, self._optimizer.param_groups, strict=True):
+                    _check_group(own, group)
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -349,23 +349,24 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
             things that do not fit, PyTorch also raises other errors.
     """
     for name, part in parts.items():
-        own = part.state_dict()
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
             _check_schedule(part, state[name])
+        is_optimizer = isinstance(part, torch.optim.Optimizer)
+        before = part.state_dict()["param_groups"] if is_optimizer else []
         part.load_state_dict(state[name])
-        if isinstance(part, torch.optim.Optimizer):
-            for before, group in zip(own["param_groups"], part.param_groups, strict=True):
-                _check_group(before, group)
+        if is_optimizer:
+            for own, group in zip(before, part.param_groups, strict=True):
+                _check_group(own, group)
                 if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
                     _check_kept(group, part.state)
 
 
-def _check_group(before: dict[str, object], group: dict[str, object]) -> None:
+def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
     """Raise a ValueError if a loaded group of parameters has other numbers and switches than one may have."""
     # The checkpoint may come from another stage.
-    group.update({name: before[name] for name in KERNELS if name in before})
-    _check_numbers(before, group)
-    for key, value in before.items():
+    group.update({name: own[name] for name in KERNELS if name in own})
+    _check_numbers(own, group)
+    for key, value in own.items():
         if isinstance(value, bool) and group.get(key, value) is not value:
             raise ValueError(f"its {key} is {group[key]}")
 
