@@ -410,46 +410,8 @@ def test_a_slow_network_is_a_warning() -> None:
     assert checkup_torch._network_finding(rows(), nodes=2).level == OK
     slow = checkup_torch._network_finding(rows(2.0), nodes=2)
     assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")
-    host = checkup_torch._network_finding(rows(2.0), nodes=1)
-    assert (host.level, "slower than any direct way" in host.message) == (WARNING, True)
-
-
-def test_which_link_a_bandwidth_is_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SYS", tmp_path)
-    told = told_by(lambda: [checkup_torch._network_finding(rows(4e-3), nodes) for nodes in (2, 1)])
-    assert told.splitlines() == [
-        "ok: correct; bus bandwidth 25.17 GB/s at 64 MB, nearest to InfiniBand HDR (25 GB/s) -> ",
-        "ok: correct; bus bandwidth 25.17 GB/s at 64 MB, nearest to PCIe 4.0 x16 (31.5 GB/s) -> ",
-    ]
-    port = tmp_path / "class/infiniband/mlx5_0/ports/1/rate"
-    port.parent.mkdir(parents=True)
-    port.write_text("400 Gb/sec (4X NDR)\n")
-    slow = checkup_torch._network_finding(rows(), nodes=2)
-    assert slow.level == WARNING
-    assert slow.message.endswith("and this node has InfiniBand (50 GB/s): is NCCL on Ethernet?")
     on_cpus = [row | {"backend": "gloo"} for row in rows()]
     assert "this says nothing about GPUs" in checkup_torch._network_finding(on_cpus, nodes=2).message
-
-
-def test_the_cores_near_a_gpu(node: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, each near another CPU; the rank may run on cores 0 to 7."""
-    node(gpus=2)
-    monkeypatch.setattr(processes, "SYS", tmp_path)
-    for bus, mask in ((27, "00000000,000000ff"), (156, "0000ff00,00000000")):
-        folder = tmp_path / f"bus/pci/devices/0000:{bus:02x}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "local_cpus").write_text(f"{mask}\n")
-    cards = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (27, 156)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: cards[gpu.index])
-    bind = "--cpu-bind=mask_cpu:0xff,0xff0000000000"
-    first, second = device.gpus()
-    told = told_by(checkup_torch._cores_of_gpus, first)
-    assert told == f"ok: those near each GPU, as masks: srun {bind} -> "
-    far = told_by(checkup_torch._cores_of_gpus, second)
-    assert far.startswith("warning: its cores are near another GPU than its own, cuda:1 -> sbatch --gres-fl")
-    assert f"SITE_SRUN_ARGS+=({bind})" in far
-    (folder / "local_cpus").unlink()
-    assert told_by(checkup_torch._cores_of_gpus, second) == ""
 
 
 def test_what_ranks_cannot_tell_of_themselves() -> None:

@@ -39,13 +39,6 @@ FIXES = {
     "group": "fix the faults of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
     "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
-# GB/s in one direction, as the bus bandwidth counts. By IEEE 802.3; IBTA, four lanes; PCI-SIG, 16 lanes of
-# 128b/130b; and half of what NVIDIA's datasheets of the GPU count, both directions.
-NETWORKS = {f"{speed} Gbit/s Ethernet": speed / 8 for speed in (1, 10, 25, 100)}
-NETWORKS |= {"InfiniBand HDR": 25, "InfiniBand NDR": 50}
-WITHIN_A_NODE = {"PCIe 3.0 x16": 15.8, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63}
-WITHIN_A_NODE |= {"NVLink of an A100": 300, "NVLink of an H100": 450}
-LINKS = NETWORKS | WITHIN_A_NODE
 NOTES_SECONDS = 15  # until other nodes see a new file; NFS caches listings for a while
 SHM_GB = 1.0
 GB = 1e9

@@ -3,21 +3,18 @@
 A step of the checkup imports it, as that may take minutes, or fail.
 """
 
-import math
 import os
 import re
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.doctor import checkup
 from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, send
 from trainkit.monitor import processes
 from trainkit.rank import data, run  # noqa: F401  as a rank imports it
@@ -33,7 +30,6 @@ SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB
 REPEATS = 5  # the median of them
 SLOW_SECONDS = 1.0  # after such a sum no larger size is tried: it would take four times as long
 SLOW_NETWORK_GB_S = 0.1  # the rate of gigabit Ethernet
-FAR_BELOW = 0.25  # of the slowest link that it should be
 
 
 def software() -> Iterator[Finding]:
@@ -56,8 +52,6 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
         message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
         fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
         yield Finding("gpus", WARNING, message, fix)
-    if device.is_gpu(own):
-        yield from _cores_of_gpus(own)
     if not tasks:
         return
     given, seen = device.gpus_given() or 0, len(device.gpus())
@@ -174,51 +168,5 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
         fix = "check that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
         return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
     if rows[-1]["backend"] != "nccl":
-        return Finding("all-reduce", OK, f"{message}, between CPUs: this says nothing about GPUs")
-    links = checkup.NETWORKS if nodes > 1 else checkup.WITHIN_A_NODE
-    nearest = min(links, key=lambda name: abs(math.log(links[name] / rate)))
-    message += f", nearest to {nearest} ({links[nearest]:g} GB/s)"
-    expected = _infiniband_gb_s() if nodes > 1 else min(links.values())
-    if rate >= FAR_BELOW * expected:
-        return Finding("all-reduce", OK, message)
-    if nodes > 1:
-        message += f", and this node has InfiniBand ({expected:g} GB/s): is NCCL on Ethernet?"
-        fix = "NCCL_DEBUG=INFO names its network; NCCL_SOCKET_IFNAME (SITE_NETWORK_INTERFACE) chooses it"
-    else:
-        message += ": slower than any direct way from GPU to GPU"
-        fix = "see the path in `nvidia-smi topo -m`, and in NCCL_DEBUG=INFO whether NCCL uses the host (SHM)"
-    return Finding("all-reduce", WARNING, message, fix)
-
-
-def _infiniband_gb_s() -> float:
-    """Return what the fastest port of this node carries; 0 without any."""
-    rates = [0.0]
-    for path in processes.SYS.glob("class/infiniband/*/ports/*/rate"):
-        with suppress(OSError, ValueError):  # a port that cannot be read
-            number, unit, *_ = path.read_text().split()
-            rates.append(float(number) / 8 if unit == "Gb/sec" else 0.0)
-    return max(rates)
-
-
-def _near_cores(gpu: torch.device) -> str:
-    """Return the cores near a GPU as the kernel's mask in hexadecimal; "" if unknown."""
-    card = torch.cuda.get_device_properties(gpu)
-    with suppress(OSError, ValueError, AttributeError):  # without /sys, or an older PyTorch
-        name = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-        mask = (processes.SYS / "bus/pci/devices" / name / "local_cpus").read_text()
-        return hex(int(mask.replace(",", ""), 16)).removeprefix("0x0")
-    return ""
-
-
-def _cores_of_gpus(own: torch.device) -> Iterator[Finding]:
-    """Check that this rank runs on cores near its GPU, where a node has several CPUs."""
-    masks = [_near_cores(gpu) for gpu in device.gpus()]
-    if not all(masks) or len({*masks}) == 1:
-        return
-    bind = f"--cpu-bind=mask_cpu:{','.join(masks)}"
-    mine = sum(1 << core for core in os.sched_getaffinity(0))
-    if not mine & int(masks[own.index], 16):
-        message = f"its cores are near another GPU than its own, {own}"
-        fix = f"sbatch --gres-flags=enforce-binding; on whole nodes SITE_SRUN_ARGS+=({bind})"
-        yield Finding("cores", WARNING, message, fix)
-    yield Finding("cores", OK, f"those near each GPU, as masks: srun {bind}")
+        message += ", between CPUs: this says nothing about GPUs"
+    return Finding("all-reduce", OK, message)

@@ -70,8 +70,7 @@ def main() -> int:
             milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
             tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
         if rows:
-            links = ", ".join(f"{name} {rate:g}" for name, rate in checkup.LINKS.items())
-            tell(f"{'for GPUs':>10} the bus GB/s that a link carries at most: {links}")
+            tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 

@@ -292,17 +292,8 @@ def main(stage_name: str, description: str) -> int:
         tell(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
     else:
         tell(f"job {handle.job_id} submitted: {request.resources}")
-        if request.resources.gpus and not (REPOSITORY / "slurm" / "site.sh").exists():
-            _propose_share(request.partition or site.sbatch.get("SBATCH_PARTITION"))
     tell(handle.how_to_follow())
     return follow(handle) if own.wait else 0
-
-
-def _propose_share(partition: str | None) -> None:
-    cores, gigabytes = slurm.share_of_gpu(partition)
-    if cores and gigabytes:
-        memory = f"SBATCH_MEM_PER_NODE={gigabytes}G times the GPUs of a node"
-        tell(f"share    of each GPU in its node's cores and memory: --cpus-per-gpu {cores} and {memory}")
 
 
 def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]:
