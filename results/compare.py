@@ -1,8 +1,8 @@
 """Run single GPU, DataParallel and DDP, and compare them: as jobs if there is a Slurm, else one
 after the other on this machine.
 
-On GPUs the batch per GPU and the length of an epoch are measured first, unless given. Without GPUs, CPU
-cores stand in as workers, one thread each. All other options go to every stage:
+On GPUs the length of an epoch is measured first, unless given. Without GPUs, CPU cores stand in as workers,
+one thread each. All other options go to every stage:
 make compare ARGS="--epochs 10 --batch-size 512"
 """
 
@@ -22,7 +22,6 @@ from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import records
 
-PROBES = Path(__file__).with_name("probes.py")
 BATCH_SIZE = 256
 CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; all of MNIST would take long
 MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common node; --workers asks for more
@@ -48,20 +47,20 @@ def main() -> int:
         raise UserError("--dry-run measures nothing that could be compared: leave it out.")
     devices = _find_devices(own, opts, site)
     if devices.are_gpus:
-        batches = plan.batch_sizes(devices.workers, own.batch_size, own.train_size)
+        batch = plan.batch_size(devices.workers, own.batch_size, own.train_size)
     else:
-        batches = [_shared_by(devices.workers, own.batch_size or BATCH_SIZE)]
+        batch = _shared_by(devices.workers, own.batch_size or BATCH_SIZE)
         own.train_size = own.train_size or CPU_TRAIN_SIZE
-        sizes = replace(opts, batch_size=batches[0], train_size=own.train_size)
+        sizes = replace(opts, batch_size=batch, train_size=own.train_size)
         options.check_sizes(sizes, staging.TRAIN_IMAGES)
     compared = _make_sweep(own, opts, passed_on, site, devices)
     with compared.claim():
         if devices.are_gpus:
-            return _compare_on_gpus(compared, devices.workers, batches, own)
+            return _compare_on_gpus(compared, devices.workers, batch, own)
         grid = sweep.Grid(
             tuple(STAGES.values()),
             tuple({1, devices.workers}),
-            tuple(batches),
+            (batch,),
             train_sizes=(own.train_size,),
             repeats=own.repeats or 1,
         )
@@ -99,15 +98,17 @@ def _make_sweep(
     )
 
 
-def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: argparse.Namespace) -> int:
-    """Choose the sizes that are not given, by runs on one GPU, and compare."""
-    probes, batch_size, train_size, run_seconds = [], batches[0], own.train_size, None
-    if not (own.batch_size and own.train_size):
-        probes = _probe(compared, batches, own.train_size)
-        chosen = plan.choose_batch(probes)
-        batch_size, train_size = chosen.batch_size, own.train_size or plan.choose_train_size(chosen, gpus)
-        run_seconds = chosen.run_seconds(compared.opts.epochs, train_size)
-    tell(plan.summary(probes, batch_size, train_size))
+def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse.Namespace) -> int:
+    """Choose the length of an epoch, if it is not given, by a run on one GPU, and compare."""
+    train_size, run_seconds = own.train_size, None
+    if not train_size:
+        probe = _probe(compared, batch)
+        train_size = plan.choose_train_size(probe, batch, gpus)
+        run_seconds = probe.run_seconds(compared.opts.epochs, train_size)
+        tell(f"measured on one GPU: {probe.images_per_s:,.0f} images/s")
+    passes = train_size / staging.TRAIN_IMAGES
+    length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""
+    tell(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
     repeats = own.repeats or plan.REPEATS
     if gpus == 1:
         tell(
@@ -116,44 +117,31 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batches: list[int], own: 
     else:
         fewer = "--repeats 1 or " if repeats > 1 else ""
         tell(f"{fewer}--workers {gpus // 2} takes less time")
-    matrix = plan.matrix(gpus, batch_size, train_size, repeats)
+    matrix = plan.matrix(gpus, batch, train_size, repeats)
     runs = {run: None for grid in matrix for run in compared.planned(grid)[0]}
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
     return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
 
 
-def _probe(compared: sweep.Sweep, batches: list[int], train_size: int | None) -> list[plan.Probe]:
-    """Run stage 01 with each batch size, all in one process; reuse the probes of an earlier call.
+def _probe(compared: sweep.Sweep, batch: int) -> plan.Probe:
+    """Run stage 01 on one GPU, over MNIST as it is; reuse the record of an earlier call.
 
     Raises:
-        UserError: if even the smallest fails.
+        UserError: if that fails.
     """
-    *smaller, largest = batches
-    # A separate folder: each chooses its own precision, and none enters the comparison.
-    alone = replace(
-        compared,
-        folder=compared.folder / "probes",
-        arguments=(*compared.arguments, "--smaller", *map(str, smaller)),
-    )
-    stage = STAGES["single"].with_script(str(PROBES))
-    grid = sweep.Grid((stage,), (1,), (largest,), train_sizes=(train_size,))
-    (run,) = alone.planned(grid)[0]
-    measured, failed = f"{run.name}/**", []
-    # Once something is compared the sizes are chosen, also where a larger batch has failed.
-    if not (alone.finished(run.name) or (alone.finished(measured) and compared.finished())):
-        tried = ", ".join(map(str, batches))
-        tell(f"first a process on one GPU trains with batch {tried}, to choose the sizes by")
-        failed = sweep.finish(alone, [run], 1, compared.folder)
-    probes = plan.probes_of(records.read(csv) for csv in alone.finished(measured))
-    if not probes:
+    # A separate folder: it chooses its own precision, and does not enter the comparison.
+    alone = replace(compared, folder=compared.folder / "probe")
+    (run,) = alone.planned(sweep.Grid((STAGES["single"],), (1,), (batch,)))[0]
+    if not alone.finished():
+        tell("first a run on one GPU, to choose the length of an epoch by")
+        sweep.finish(alone, [run], 1, compared.folder)
+    if not (csvs := alone.finished()):
         raise UserError(
-            f"the run on one GPU with batch {batches[0]} failed, as reported above: fix that, then give the "
-            f"same command again, with --out {compared.folder}."
+            f"the run on one GPU with batch {batch} failed, as reported above: fix that, or give a smaller "
+            f"--batch-size, then the same command again, with --out {compared.folder}."
         )
-    if failed:
-        tell("a larger batch failed, as reported above: the sizes are chosen from the smaller ones")
-    return probes
+    return plan.probe_of(records.read(csvs[0]))
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -166,7 +154,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         f"cores, up to {MOST_WORKERS})",
     )
     sizes = (
-        ("--batch-size", options.MOST_IMAGES, f"global batch size; on GPUs that of one (CPU: {BATCH_SIZE})"),
+        (
+            "--batch-size",
+            options.MOST_IMAGES,
+            f"global batch size; on GPUs that of one ({plan.BATCH_SIZE}, CPU: {BATCH_SIZE})",
+        ),
         ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU: {CPU_TRAIN_SIZE})"),
         ("--epochs", 2**31 - 1, f"of a run, the first to warm up (GPUs: {plan.EPOCHS}, CPU: {sweep.EPOCHS})"),
         ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}, CPU: 1)"),

@@ -1,6 +1,6 @@
 """Pack a folder's runs into one CSV next to it, FOLDER.csv, which is accepted wherever a folder is.
 
-Try: python tools/pack_runs.py results/comparisons/NAME/probes/runs
+Try: python tools/pack_runs.py results/comparisons/NAME/ddp-1gpu-batch256-train20000-r1/runs
 """
 
 from pathlib import Path

@@ -58,7 +58,6 @@ OTHERS = {
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
         --price --proposal --set --target""",
     "results/plot_results.py": "--each --out --target",
-    "results/probes.py": "--batch-size --checkpoint-dir --results-dir --smaller",
     "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "",

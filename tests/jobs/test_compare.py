@@ -7,13 +7,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from checkout import Checkout, make_project
-from conftest import ENVIRONMENT, REPOSITORY, STARTUP, Script, one_error, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
 from trainkit.jobs import plan, sweep
 from trainkit.jobs.site import Site
 from trainkit.rank import options
-from trainkit.schema import records
+from trainkit.runtime.errors import UserError
 
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
@@ -88,24 +88,6 @@ def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
 # --- on GPUs ----------------------------------------------------------------------------------------
 
 
-def probe(batch_size: int, images_per_s: float) -> plan.Probe:
-    return plan.Probe(batch_size, images_per_s, eval_seconds=1)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "batch"),
-    [
-        ({256: 70, 1024: 300, 4096: 310}, 1024),
-        ({256: 70, 1024: 250, 4096: 310}, 4096),
-        ({256: 290, 1024: 300, 4096: 310}, 256),
-        ({256: 310, 1024: 300, 4096: 290}, 256),
-        ({256: 100, 1024: 800}, 1024),  # 4096 did not go well
-    ],
-)
-def test_the_smallest_batch_that_is_nearly_as_fast_as_the_fastest(speeds: dict, batch: int) -> None:
-    assert plan.choose_batch([probe(*pair) for pair in speeds.items()]).batch_size == batch
-
-
 @pytest.mark.parametrize(
     ("batch", "speed", "gpus", "size"),
     [
@@ -118,16 +100,17 @@ def test_the_smallest_batch_that_is_nearly_as_fast_as_the_fastest(speeds: dict, 
     ],
 )
 def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
-    assert plan.choose_train_size(probe(batch, speed), gpus) == size
+    assert plan.choose_train_size(plan.Probe(speed, eval_seconds=1), batch, gpus) == size
 
 
-def test_numbers_of_gpus_and_the_batches_that_they_can_share() -> None:
+def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:
     counts = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 4), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8)}
     assert {gpus: plan.device_counts(gpus) for gpus in counts} == counts
-    assert plan.batch_sizes(8, None, None) == [256, 1024, 4096]
-    assert plan.batch_sizes(6, None, None) == [264, 1032, 4104]
-    assert plan.batch_sizes(2, 99, None) == [100]
-    assert plan.batch_sizes(2, None, 2047) == [256]
+    assert plan.batch_size(8, None, None) == 4096
+    assert plan.batch_size(6, None, None) == 4104
+    assert plan.batch_size(2, 99, None) == 100
+    with pytest.raises(UserError, match="--train-size 8191 is not one step with batch 4096 on each of 2"):
+        plan.batch_size(2, None, 8191)
 
 
 def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> None:
@@ -150,31 +133,9 @@ def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> No
 
 
 def test_the_time_of_a_run_is_that_of_its_probe() -> None:
-    """Of a batch that ran again, the last."""
-    row = {"global_batch": 256, "warmup": False, "images_per_s": 29_000.0, "eval_seconds": 1.0}
+    row = {"warmup": False, "images_per_s": 29_000.0, "eval_seconds": 1.0}
     steady = [row, row | {"images_per_s": 30_000.0, "eval_seconds": 0.5}]
     rows = [row | {"warmup": True, "images_per_s": 10_000.0}, *steady]
-    larger = [row | {"global_batch": 1024}]
-    least, most = plan.probes_of([larger, rows[:1], rows])
-    assert (least, most.batch_size) == (plan.Probe(256, 30_000, eval_seconds=0.5), 1024)
-    assert least.run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
-    (short,) = plan.probes_of([rows[:1]])
-    assert short.images_per_s == 10_000  # of --epochs 1
-
-
-@pytest.mark.full
-def test_a_probe_trains_as_a_run_of_its_own(script: Script, tmp_path: Path) -> None:
-    """Whatever its process has done before; the records stay when a larger batch fails."""
-    options = [*QUICK.split(), "--checkpoint-dir"]
-    probing = (REPOSITORY / "results" / "probes.py", "--smaller", 32, 64, *options, tmp_path / "1")
-    assert one_error(script(*probing, "--batch-size", 600, "--results-dir", tmp_path)) == (
-        "error: --batch-size 600 is more than the 512 training images: lower it."
-    )
-    assert not list(tmp_path.glob("runs/*.csv"))
-    succeeded(script("single", *options, tmp_path / "2", "--results-dir", tmp_path))
-    before, probe, own = (
-        records.read(next(tmp_path.glob(f"{folder}runs/*.csv"))) for folder in ("batch32/", "batch64/", "")
-    )
-    for shown in ("global_batch", "train_loss", "test_loss", "test_accuracy"):
-        assert [row[shown] for row in probe] == [row[shown] for row in own]
-    assert before[-1]["global_batch"] == 32
+    assert plan.probe_of(rows) == plan.Probe(30_000, eval_seconds=0.5)
+    assert plan.probe_of(rows).run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
+    assert plan.probe_of(rows[:1]).images_per_s == 10_000  # of --epochs 1
