@@ -10,7 +10,6 @@ import errno
 import io
 import math
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -134,11 +133,6 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
             f"there are no samples in {folder}: give a job that was sampled (SITE_MONITOR is not off)."
         )
     return sorted(rows, key=lambda row: row["time"])
-
-
-def natural(name: str) -> list[object]:
-    """Return a sort key by which n2 comes before n10."""
-    return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def runs(folder: Path) -> list[Path]:
