@@ -180,7 +180,6 @@ def _rows(
             "clock_limit_mhz": CLOCK_MHZ,
             "throttled": gpu.slowed[0] if slow else "-",
             "temperature_c": gpu.celsius if training and used else 38,
-            "link_mb_s": round(chance.gauss(900, 20)) if training and used else 1,
         }
     for number, gpu in enumerate(written.gpus[:ranks]):
         yield {

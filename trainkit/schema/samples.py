@@ -45,7 +45,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "clock_limit_mhz": (GPU,),
     "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
     "temperature_c": (GPU,),
-    "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: in older samples, empty in new ones
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
