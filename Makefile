@@ -56,10 +56,9 @@ data: $(VENV)/ready
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)
 
-# What the lessons are made of: diffs and tables that the READMEs quote, pictures, the notebook's outputs.
+# What the lessons are made of: diffs and tables that the READMEs quote, the notebook's outputs.
 lessons: $(VENV)/ready
 	@$(RUN) tests/lessons.py
-	@grep '^python .*/pictures/' slurm/MONITORING.md | PATH="$(abspath $(VENV))/bin:$$PATH" sh -ex
 	@$(RUN) tests/notebook.py
 
 # Needs no packages of Python: it works before the environment is set up.

@@ -102,14 +102,23 @@ choose_training() {
 }
 
 # --- what watches it --------------------------------------------------------------------------------
-# A step next to the ranks, until `finish` closes its input. Its outcome never matters to the job, and srun's
-# words about it stay out of the job's log, where it would count as a rank.
+# A step next to the ranks, until `finish` closes its input. It shares memory, cores and GPUs with them, and sees all
+# GPUs of a node, even if each rank has its own. Its outcome never matters to the job, and srun's words about it stay
+# out of the job's log, where it would count as a rank.
+sample() {
+    [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || set -- "--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}"
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
+    exec srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
+        --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@" "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+        python "$REPOSITORY/slurm/monitor.py" --sample "$watching"
+}
+
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     tasks=${SLURM_TASKS_PER_NODE:-1}
     echo "${SLURM_CPUS_PER_TASK:-0} ${tasks%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked" || true
     exec {own_output}>&1 # in place of which a coprocess has a pipe
-    coproc SAMPLER { sample "$SLURM_JOB_NUM_NODES" "$watching" 1>&"$own_output" 2>"$watching/log"; }
+    coproc SAMPLER { sample 1>&"$own_output" 2>"$watching/log"; }
     exec {own_output}>&-
     sampler=${SAMPLER_PID:-} sampler_input=${SAMPLER[1]:-} # bash forgets both when it ends
 fi

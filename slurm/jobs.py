@@ -18,7 +18,7 @@ def main() -> None:
     Parser(description=__doc__).parse_args()
     jobs_dir = read_site().jobs_dir
     sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
-    jobs = sorted(sampled, key=lambda job: samples.natural(job.name))
+    jobs = sorted(sampled, key=lambda job: (len(job.name), job.name))  # 9 before 10
     rows = [("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")]
     rows += filter(None, map(_used, jobs))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -80,14 +80,3 @@ activate() {
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }
-
-# Become the step of a job that samples its $1 nodes into the folder $2, until its input ends. What follows is for srun.
-# It shares memory, cores and GPUs with the ranks, and sees all GPUs of a node, even if each rank has its own.
-sample() {
-    local nodes=$1 folder=$2
-    shift 2
-    [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || set -- "--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}" "$@"
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
-    exec srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "$@" \
-        "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$folder"
-}

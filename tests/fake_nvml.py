@@ -59,7 +59,6 @@ class Nvml(ModuleType):
         self.nvmlDeviceGetCount = lambda: len(self._cards)
         self.nvmlDeviceGetHandleByIndex = lambda index: self._find(index, self._cards)
         self.nvmlDeviceGetHandleByUUID = lambda uuid: self._find(uuid, [gpu["uuid"] for gpu in self._gpus])
-        self.nvmlDeviceGetUUID = lambda place: self._gpus[place]["uuid"]
         self.nvmlDeviceGetIndex = self._cards.index
         for function, (name, units) in NUMBERS.items():
             setattr(self, function, self._number(name, units))

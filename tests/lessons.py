@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.compare import comparison, report
-from trainkit.monitor import cli, waste
+from trainkit.monitor import waste
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -137,7 +137,8 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
 
 def _verdict(folder: Path, name: str) -> str:
     """Return the verdict as a job's log has it."""
-    return "\n".join(["```", *cli.in_log(waste.judge(folder / name), "job 12", 12), "```"])
+    lines = waste.judge(folder / name).lines("job 12")
+    return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
 
 
 def _bench(folder: Path, tool: str, name: str) -> str:

@@ -95,7 +95,7 @@ WRITTEN = {
         [Gpu(power=105, utilisation=100, own=0.33)] * 2 + [Gpu(power=120, utilisation=38, cores=1.6)]
     ),
 }
-COMMITTED = ("gpu_no_rank", "gpu_memory_full", "gpu_slow_rank")
+COMMITTED = ("gpu_no_rank", "gpu_slow_rank")
 PLACE = tempfile.TemporaryDirectory(prefix="traces-")  # of the others; it goes when the process ends
 
 
@@ -180,7 +180,6 @@ def _rows(
             "clock_limit_mhz": CLOCK_MHZ,
             "throttled": gpu.slowed[0] if slow else "-",
             "temperature_c": gpu.celsius if training and used else 38,
-            "link_mb_s": round(chance.gauss(900, 20)) if training and used else 1,
         }
     for number, gpu in enumerate(written.gpus[:ranks]):
         yield {

@@ -4,29 +4,20 @@ Its commands for Slurm are run by test_slurm_documents.py, the others by test_pr
 held to what one printed, or else to tests/layouts.txt, and run where there is one.
 """
 
-import itertools
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus, ran, succeeded
-from forking import Forking
 
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
 RECORDED = REPOSITORY / "results" / "sample" / "h100" / "nvidia_smi.txt"
 LAYOUTS = REPOSITORY / "tests" / "layouts.txt"
 EXPERIMENT = REPOSITORY / "slurm" / "experiments" / "looks_busy.py"
-# A picture, by the arguments of python that draw it from the top folder.
-TIMELINES = {
-    name: shlex.split(command)
-    for command, name in re.findall(r"^python (\S+ --plot \S+ --out (\S+/pictures/\S+))$", PAGE, re.MULTILINE)
-}
 
 
 def plain(text: str) -> str:
@@ -182,37 +173,6 @@ def test_a_shell_in_a_running_job(cluster: RunningCluster) -> None:
     finally:
         cluster.run(["scancel", job])
     assert f"in job {job}" in done.stdout, done.stdout + done.stderr
-
-
-def difference(*paths: Path) -> float:
-    """Of two pictures in grey, in squares of some 20 pixels: 0 alike, 1 black and white."""
-    greys = (plt.imread(path)[..., :3].mean(axis=2) for path in paths)
-    coarse = [
-        np.array(
-            [[part.mean() for part in np.array_split(row, 60, axis=1)] for row in np.array_split(grey, 60)]
-        )
-        for grey in greys
-    ]
-    return float(np.abs(coarse[0] - coarse[1]).mean())
-
-
-def test_every_timeline_is_on_the_page_and_they_differ() -> None:
-    """So that the test below sees it when one is another."""
-    shown = re.findall(r"!\[[^]]+\]\((\S+)\)", PAGE)
-    assert [f"slurm/{name}" for name in shown] == list(TIMELINES)
-    drawn = [REPOSITORY / name for name in TIMELINES]
-    assert min(difference(*two) for two in itertools.combinations(drawn, 2)) > 0.02
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", TIMELINES)
-def test_a_timeline_is_up_to_date(name: str, tmp_path: Path, forking: Forking) -> None:
-    """But for the letters, which a newer matplotlib may set in another way."""
-    script, plot, trace, *_ = TIMELINES[name]
-    drawn = tmp_path / "drawn.png"
-    done = forking.run(REPOSITORY / script, plot, REPOSITORY / trace, "--out", drawn, env=ENVIRONMENT)
-    succeeded(done)
-    assert difference(REPOSITORY / name, drawn) < 0.01, "run `make lessons`"
 
 
 needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]

@@ -94,10 +94,10 @@ PROGRAM = re.compile(
 
 
 def _commands() -> list[tuple[Path, str]]:
-    """One by one; those that need a Slurm are test_slurm_documents.py's, pictures test_monitoring.py's."""
+    """One by one; those that need a Slurm are test_slurm_documents.py's."""
     blocks = lessons.commands(on_a_cluster=False)
     lines = [(readme, line) for readme, block in blocks for line in block.splitlines()]
-    return [(readme, line) for readme, line in lines if line and line[0] != "#" and "/pictures/" not in line]
+    return [(readme, line) for readme, line in lines if line and line[0] != "#"]
 
 
 @pytest.mark.full

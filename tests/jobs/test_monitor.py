@@ -6,7 +6,6 @@ What the samples hold is the matter of test_sampler.py, and the verdict that of 
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -97,10 +96,8 @@ def test_a_command(checkout: Checkout) -> None:
     folder = Path(first.removeprefix("in "))
     assert folder.parent == checkout.folder / "results" / "jobs"
     assert verdict == told(done.stdout)
-    *_, picture = verdict[-1].partition("; its picture: ")
-    assert shlex.split(picture) == ["python", MONITOR, "--plot", str(folder)]
     again = checkout.python(MONITOR, "--verdict", folder)
-    assert [f"watch   {line}" for line in again.stdout.splitlines()][:-1] == verdict[:-1]
+    assert [f"watch   {line}" for line in again.stdout.splitlines()] == verdict
     facts = json.loads(checkout.python(MONITOR, "--verdict", folder / "monitor", "--json").stdout)
     assert facts == json.loads((folder / "monitor" / "verdict.json").read_text())
 
@@ -133,21 +130,20 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
     (jobs / "8" / "monitor").mkdir(parents=True)
     (jobs / "9" / "monitor").mkdir(parents=True)
     (jobs / "9" / "monitor" / "n1.csv").write_text("a photograph\n")
-    nobodys = "one of the arguments --verdict --plot --attach --sample is required. See --help."
+    nobodys = "one of the arguments --verdict --sample is required. See --help."
     sentences = {
         (): nobodys,
         ("--",): nobodys,
-        ("--plot", 7, "train.py"): "unrecognized arguments: train.py",
+        ("--verdict", 7, "train.py"): "unrecognized arguments: train.py",
         ("--", "no-such-command"): "no-such-command cannot be run (No such file or directory): correct",
         ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
         ("--verdict", 5): f"there is no job 5 in {jobs}, where each has a folder.",
-        ("--plot", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
-        ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `python",
+        ("--verdict", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
+        ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `srun",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
         ("--verdict", jobs / "9"): f"{jobs / '9' / 'monitor' / 'n1.csv'}: no samples of slurm/monitor.py (",
-        ("--verdict", 7, "--plot", 7): "argument --plot: not allowed with argument --verdict. See --help.",
-        ("--attach", "mine"): "argument --attach: 'mine' is not a whole number. See --help.",
-        ("--attach", 7): "no Slurm here (sbatch is not on PATH): --attach is for its jobs, on a login node.",
+        ("--verdict", 7, "--sample", 7): "argument --sample: not allowed with argument --verdict.",
+        ("--sample", 7): "--sample is for jobs of Slurm: on this machine, give a command after --.",
     }
     for arguments, sentence in sentences.items():
         done = checkout.python(MONITOR, *arguments)
@@ -211,9 +207,6 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     facts = json.loads((folder / "verdict.json").read_text())
     assert json.loads(csv.with_suffix(".monitor.json").read_text()) == facts
     assert f"meet at n1:{10_000 + job}" in log
-    done = on_cluster.python(MONITOR, "--plot", job, "--out", on_cluster.folder / "job.png")
-    assert done.stdout == f"{on_cluster.folder / 'job.png'}\n", done.stderr
-    assert (on_cluster.folder / "job.png").is_file()
     used = on_cluster.python("slurm/jobs.py").stdout
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
@@ -302,41 +295,3 @@ def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:
     assert on_cluster.cluster.wait(job)["JobState"] == "CANCELLED"
     log = on_cluster.log(job)
     assert re.search(rf"\n\n(watch   .*\n)*watch   job {job} .*\nended from outside: .*\nended  ", log), log
-
-
-def test_attach(on_cluster: Checkout) -> None:
-    """From the login node, to a job that does not sample itself; Ctrl-C ends that and not the job."""
-    on_cluster.site("")  # so that "off" of the tests' own environment counts
-    end = on_cluster.folder / "end"
-    waiting = f"while not Path({str(end)!r}).exists(): time.sleep(0.1)"
-    job = on_cluster.submit("single", plant(on_cluster, waiting))
-    held = on_cluster.submit("single", "own.py", sbatch=("--hold",))
-    on_cluster.wait_for("\nmeet at", job)
-    assert not monitor_of(on_cluster, job).exists()
-    attach = shlex.join([sys.executable, str(on_cluster.folder / MONITOR), "--attach", str(job)])
-    file = shlex.quote(str(monitor_of(on_cluster, job) / "n1.csv"))
-    grows = f"until [ $(cat {file} 2>/dev/null | wc -c) -gt {{}} ]; do sleep 0.1; done"
-    ctrl_c = f"set -m; {attach} & {grows.format(0)}; sleep 1; kill -INT $!; wait $!"
-    done = on_cluster.run("bash", "-c", ctrl_c)
-    assert done.stdout.startswith(f"sampling job {job} on 1 node(s) into "), done.stdout + done.stderr
-    assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
-    assert on_cluster.cluster.job(job)["JobState"] == "RUNNING"
-    # The first sampler may take a moment to end.
-    gone = f"while squeue --steps --jobs={job} --noheader --format=%j | grep -q monitor; do sleep 0.1; done"
-    assert on_cluster.run("bash", "-c", gone).returncode == 0
-    before = (monitor_of(on_cluster, job) / "n1.csv").stat().st_size
-    ends = f"touch {shlex.quote(str(end))}; wait"
-    done = on_cluster.run("bash", "-c", f"{attach} & {grows.format(before)}; {attach}; {ends}")
-    already = f"error: job {job} is being sampled already: python slurm/monitor.py --verdict {job}\n"
-    assert done.stderr == already
-    assert told(done.stdout)[-1].startswith(f"watch   job {job} "), done.stdout + done.stderr
-    assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED"
-    assert not told(on_cluster.log(job))
-    later = "attach while it does; see `squeue --me`."
-    for number, sentence in {
-        held: f"job {held} does not run (PENDING, JobHeldUser): {later}",
-        job: f"job {job} does not run (COMPLETED, None): {later}",
-        99999: f"job 99999 does not run (GONE): {later}",
-    }.items():
-        assert on_cluster.python(MONITOR, "--attach", number).stderr == f"error: {sentence}\n"
-    assert f"error: there is no job {held} in" in on_cluster.python(MONITOR, "--verdict", held).stderr

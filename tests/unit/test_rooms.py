@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "doctor": ("runtime", "schema", "jobs", "rank.data", "rank.run", "monitor.processes"),
     "compare": ("runtime", "schema"),
     "advice": ("runtime", "schema", "compare"),
-    "monitor": ("runtime", "schema", "jobs", "compare.style"),
+    "monitor": ("runtime", "schema", "jobs"),
     "workshop": ("runtime", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
 }
 # What the doctor and the login node need before an environment exists.

@@ -165,7 +165,7 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
         printed = run(
             until, "slurm/monitor.py", "--", sys.executable, script, *options, "--results-dir", results
         )
-        if found := re.search(r"--verdict (\S+)", printed) or re.search(r"--plot (\S+)", printed):
+        if found := re.search(r"^watch   (\S+) was watched", printed, re.MULTILINE):
             for samples in Path(found[1]).glob("monitor/*.csv"):
                 shutil.copy(samples, folder / name)
         rows = [row for path in results.glob("runs/*.csv") for row in records.read(path)]

@@ -26,13 +26,6 @@ MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 # Colour and hatch of the bars of each stage, and of a user's own training.
 STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
 OWN_BAR = ("#C5E8DA", "..")
-# Of a timeline, by what is drawn.
-TIMELINE: dict[str, Look] = {
-    name: {"facecolor": colour, "linewidth": 0}
-    for name, colour in {"training": SKY, "power_w": BLUE, "memory_mb": ORANGE, "cores": GREEN}.items()
-}
-TIMELINE["loader_cores"] = {"facecolor": "white", "edgecolor": "#005C43", "hatch": "/////", "linewidth": 0}
-UNUSED: Look = {"facecolor": "#ECECEC", "linewidth": 0, "zorder": 0}
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib's limit is twice that

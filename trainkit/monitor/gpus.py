@@ -87,23 +87,12 @@ def _visible_gpus(nvml: ModuleType) -> dict[int, Any]:
             if word.isdecimal():
                 found[int(word)] = nvml.nvmlDeviceGetHandleByIndex(int(word))
             else:
-                is_slice = word.startswith("MIG-")
-                gpu = nvml.nvmlDeviceGetHandleByUUID(word if is_slice else _whole_name(nvml, word))
-                found[place if is_slice else nvml.nvmlDeviceGetIndex(gpu)] = gpu
+                gpu = nvml.nvmlDeviceGetHandleByUUID(word)
+                found[place if word.startswith("MIG-") else nvml.nvmlDeviceGetIndex(gpu)] = gpu
         except nvml.NVMLError:
             if chosen is not None and not word.startswith("MIG-"):
                 break  # else a card that is lost, or that this user may not see
     return found
-
-
-def _whole_name(nvml: ModuleType, word: str) -> str:
-    """Return the UUID that begins with `word`; CUDA accepts the beginning, NVML does not."""
-    for number in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):  # a card that is lost
-            uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(number))
-            if word and uuid.startswith(word):
-                return uuid
-    return word
 
 
 def _memory(nvml: ModuleType, gpu: Any) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A sampled job, for its verdict and its picture: the time to judge, GPUs, ranks, energy."""
+"""A sampled job, for its verdict: the time to judge, GPUs, ranks, energy."""
 
 import math
 from collections.abc import Iterable
@@ -118,13 +118,9 @@ class SampledJob:
             for rank, rows in table.groupby(["node", "rank"])
         }
 
-    def judged_or_all(self, what: str, place: Place) -> pd.DataFrame:
-        """Return the samples of a place to judge, or all if there are none."""
-        return self.judged[what].get(place, self.rows[what][place])
-
     def is_unused(self, gpu: Place) -> bool:
         """Return whether no rank uses the GPU."""
-        return (self.judged_or_all(GPU, gpu).ranks == "-").mean() >= UNSEEN
+        return (self.judged[GPU][gpu].ranks == "-").mean() >= UNSEEN
 
     def mean(self, what: str, places: Iterable[Place], column: str) -> float:
         """Return the mean of a column over all samples to judge of these places; NaN if unknown."""

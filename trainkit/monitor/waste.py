@@ -146,11 +146,7 @@ def judge(folder: Path) -> Verdict:
     Raises:
         UserError: if there are none.
     """
-    return judge_job(SampledJob(folder))
-
-
-def judge_job(job: SampledJob) -> Verdict:
-    """Judge a job whose samples are already read."""
+    job = SampledJob(folder)
     found: dict[str, Issue] = {}
     for rule in RULES:  # if two find the same kind, the first says more
         for issue in rule(job, found.keys()):

@@ -10,7 +10,6 @@ import errno
 import io
 import math
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "clock_limit_mhz": (GPU,),
     "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
     "temperature_c": (GPU,),
-    "link_mb_s": (GPU,),  # over PCIe and NVLink, both ways: in older samples, empty in new ones
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
@@ -134,11 +132,6 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
             f"there are no samples in {folder}: give a job that was sampled (SITE_MONITOR is not off)."
         )
     return sorted(rows, key=lambda row: row["time"])
-
-
-def natural(name: str) -> list[object]:
-    """Return a sort key by which n2 comes before n10."""
-    return [int(part[:99]) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def runs(folder: Path) -> list[Path]:
