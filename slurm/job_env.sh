@@ -35,6 +35,11 @@ if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
 fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
+# Newer Slurm (seen: 24.11) starts a preempted job once more after it has come back by itself, and ended.
+if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
+    echo "this job has ended well before, and does nothing more: to train again, submit it again"
+    exit
+fi
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
 [[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
@@ -193,6 +198,7 @@ finish() {
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
         echo "stopped; back to the queue, to go on from the checkpoint"
+        [[ $(scontrol show job "$SLURM_JOB_ID") != *PreemptTime=[0-9]* ]] || touch "$TRAINKIT_JOB_DIR/preempted"
         scontrol requeue "$SLURM_JOB_ID" || {
             tell_what_was_seen
             fail "this job may not be requeued: $again"
@@ -205,6 +211,8 @@ finish() {
         [[ -z $why ]] || echo "$why"
         # The code of the rank that failed first; srun may report that of a rank that it ended itself.
         [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([0-9]+) ]] || code=${BASH_REMATCH[1]}
+    elif [[ -e $TRAINKIT_JOB_DIR/preempted ]]; then
+        mv "$TRAINKIT_JOB_DIR"/{preempted,ended-after-preemption}
     fi
     [[ -z $saved ]] || tell_what_was_seen
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"

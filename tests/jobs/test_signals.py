@@ -131,9 +131,15 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) ->
     )
     state = on_cluster.cluster.wait(job, timeout=300)
     log = on_cluster.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+    assert (state["JobState"], state["Restarts"] in "12") == ("COMPLETED", True), log
     assert "stopped after step" in log
-    assert "resumed from" in log
+    assert log.count("resumed from") == 1
+    if state["Restarts"] == "1":  # newer Slurm starts it once more by itself (seen: 24.11)
+        on_cluster.cluster.run(["scontrol", "requeue", job])
+        assert on_cluster.cluster.wait(job, timeout=300)["Restarts"] == "2"
+        log = on_cluster.log(job)
+    assert "restart 2" not in log
+    assert log.endswith("does nothing more: to train again, submit it again\n")
     assert on_cluster.cluster.wait(urgent)["JobState"] == "COMPLETED"
     assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]
 
