@@ -95,7 +95,7 @@ WRITTEN = {
         [Gpu(power=105, utilisation=100, own=0.33)] * 2 + [Gpu(power=120, utilisation=38, cores=1.6)]
     ),
 }
-COMMITTED = ("gpu_no_rank", "gpu_slow_rank")
+COMMITTED = ("gpu_slow_rank",)
 PLACE = tempfile.TemporaryDirectory(prefix="traces-")  # of the others; it goes when the process ends
 
 
