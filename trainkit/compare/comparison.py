@@ -133,16 +133,13 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `baseline` names the stage that X(1) comes from: `single` if it has an equal run, else the
     row's own stage on one device. If nothing can be compared, the numbers are NaN and `why` gives
     the reason; otherwise it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch
-    per device instead of an equal global batch. `epoch_saved_s` and `run_saved_s` are the seconds saved
-    over the baseline in the training of an epoch, and in a run of as many epochs. `doubt` comes from
-    `trust.doubt`.
+    per device instead of an equal global batch. `doubt` comes from `trust.doubt`.
     """
     compared = []
     ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     for row in table.itertuples():
         one, why = _baseline(row, ones, "global_batch")
         weak, _ = _baseline(row, ones, "batch_per_device")
-        as_long = one and one.epochs == row.epochs
         compared.append(
             {
                 "speedup": row.images_per_s / one.images_per_s if one else math.nan,
@@ -150,8 +147,6 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "why": why,
                 "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
                 "weak_baseline": weak.stage if weak else "",
-                "epoch_saved_s": one.epoch_seconds - row.epoch_seconds if one else math.nan,
-                "run_saved_s": one.elapsed_s - row.elapsed_s if as_long else math.nan,
                 "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
             }
         )

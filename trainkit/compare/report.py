@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from trainkit.compare import comparison, figures, page, trust
-from trainkit.compare.summary import sentences_on_sizes, verdict
+from trainkit.compare.summary import verdict
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import SINGLE
 
@@ -80,13 +80,10 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     blocks = [page.escaped(conclusion)]
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
-        settings, from_size_on = comparison.common(section), sentences_on_sizes(section)
+        settings = comparison.common(section)
         blocks += [page.heading(title), page.escaped(settings), page.markdown(shown.loc[section.index])]
-        blocks += map(page.escaped, from_size_on)
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
-        for sentence in from_size_on:
-            tell(f"{page.wrapped(sentence)}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
     tell("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
