@@ -28,7 +28,7 @@ CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
 LARGEST_VERDICT = 2**20  # bytes
-WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
+WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
