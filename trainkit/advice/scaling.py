@@ -20,7 +20,6 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from trainkit.schema import records
 
@@ -165,19 +164,6 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
 
 
-def leave_one_out(measured: Measured) -> pd.DataFrame:
-    """Predict every shape from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
-    rows = []
-    for shape, runs in measured.items():
-        others = {other: runs for other, runs in measured.items() if other != shape}
-        predicted = fit(others).step_seconds(shape)
-        low, middle, high = np.percentile(predicted, (5, 50, 95))
-        rows.append(
-            {**shape._asdict(), "seconds": _median(runs), "predicted": middle, "low": low, "high": high}
-        )
-    return pd.DataFrame(rows)
-
-
 class _Model(NamedTuple):
     parameters: int
     fit: Callable[[np.ndarray, Seconds], Predictor]  # shapes, and draws of their seconds
@@ -292,11 +278,12 @@ def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray
     scale = np.abs(columns).max(axis=0)
     used = np.flatnonzero(scale)
     weighted = columns[:, used] / scale[used] * weights[:, None]
-    best, least = np.zeros((len(seconds), columns.shape[1])), (seconds * weights) ** 2 @ np.ones(len(weights))
+    wanted = seconds * weights
+    best, least = np.zeros((len(seconds), columns.shape[1])), (wanted**2) @ np.ones(len(weights))
     for count in range(1, len(used) + 1):
         for subset in map(list, combinations(range(len(used)), count)):
-            costs = (seconds * weights) @ np.linalg.pinv(weighted[:, subset]).T
-            errors = ((costs @ weighted[:, subset].T - seconds * weights) ** 2).sum(axis=1)
+            costs = wanted @ np.linalg.pinv(weighted[:, subset]).T
+            errors = ((costs @ weighted[:, subset].T - wanted) ** 2).sum(axis=1)
             better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9))
             best[better] = 0
             best[np.ix_(better, used[subset])] = costs[better] / scale[used[subset]]
