@@ -15,7 +15,6 @@ from trainkit.compare import comparison, trust
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
-MOST_SETS = 20  # that are listed
 MOST_APART = 1.5  # times, between the medians of equal runs: beyond, something changed between them
 MOST_ERROR = 0.3  # of the best model on held-out runs: beyond, it explains nothing
 LEGEND = (
@@ -147,8 +146,8 @@ class AnswerText:
         return table if (table.nodes != "1").any() else table.drop(columns="nodes"), list(marks.values())
 
     def trust(self) -> list[str]:
-        """Say how far to trust the answer: the model and its error, what was observed, what is left out."""
-        model, best = _model(self.answer), self.answer.best
+        """Say how far to trust the answer: the model and its error, the intervals, doubtful measurements."""
+        model = _model(self.answer)
         error = model.errors[model.model]
         tested = (
             "there are too few runs to leave some out of its fit and test it on them"
@@ -157,16 +156,10 @@ class AnswerText:
         )
         lines = [
             f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
-            f"assumes); {tested}."
-        ]
-        if best and best.runs:
-            lines.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
-        elif best:
-            lines.append(f"The recommended choice is {best.basis}.")
-        lines.append(
+            f"assumes); {tested}.",
             "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
-            "not cover another network, busy neighbours or another version of the program."
-        )
+            "not cover another network, busy neighbours or another version of the program.",
+        ]
         doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
         return [*lines, doubt] if doubt else lines
 
@@ -255,7 +248,7 @@ def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
     if len(found) == 1 or number and number <= len(found):
         return found[(number or 1) - 1][1]
     listed = "; ".join(
-        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
+        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found, 1)
     )
     raise UserError(
         f"these runs are of {len(found)} sets that cannot be fitted together: {listed}. Choose one with "

@@ -1,7 +1,4 @@
-"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md, and a figure.
-
-The figure has the cost of each choice against its time.
-"""
+"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md, and a figure of cost against time."""
 
 import sys
 import textwrap
@@ -17,7 +14,6 @@ from trainkit.advice.advice import Option, interval
 from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number
 from trainkit.advice.constraints import Constraints
 from trainkit.compare import comparison, page, style
-from trainkit.compare.page import plain, wrapped
 from trainkit.compare.report import report as comparison_report
 from trainkit.runtime.errors import UserError, tell
 
@@ -32,14 +28,12 @@ def report(words: AnswerText, constraints: Constraints, out: Path, notes: list[s
     """
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    if constraints.gpus:
-        notes = [f"Chosen from {', '.join(map(str, constraints.gpus))} {words.units} (--gpus).", *notes]
     few, marks = words.table(words.best_options())
-    tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
-    tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
-    tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
+    tell(f"{page.wrapped(words.answered())}\n\n{page.plain(_on_two_lines(few))}\n")
+    tell("\n".join(map(page.wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
+    tell(page.wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
     if runs := words.next_runs():
-        runs = [f"{wrapped(use)}:\n    {command}" for use, command in runs]
+        runs = [f"{page.wrapped(use)}:\n    {command}" for use, command in runs]
         tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
         tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
     with page.writing_to(out):

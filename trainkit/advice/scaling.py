@@ -14,7 +14,7 @@ Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 
 Patarasuk and Yuan, 2009 (ring all-reduce).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -124,7 +124,7 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
     `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
     """
     shapes = np.array(list(measured), float)
-    centre = np.array([_median(runs) for runs in measured.values()])
+    centre = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
     ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes) if gradient_bytes else None)
     errors = {name: _held_out_error(model, shapes, centre) for name, model in ladder.items()}
     weights = _weights(errors, len(centre))
@@ -346,7 +346,3 @@ def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
         ]
         columns.append(np.median(drawn, axis=0))
     return np.stack(columns, axis=1)
-
-
-def _median(runs: Iterable[Sequence[float]]) -> float:
-    return float(np.median([seconds for run in runs for seconds in run]))

@@ -28,7 +28,7 @@ SHOWN = {
     "acc. %": ("test_accuracy", ".2f"),
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
-    "mem. MB": ("memory", ""),
+    "mem. MB": ("peak_memory_mb", ".0f"),
     "J/1000 img": ("joules_per_1000_images", ".1f"),
     "TFLOP/s": ("tflops", ".1f"),
     "MFU %": ("mfu_percent", ".1f"),
@@ -52,7 +52,6 @@ LEGENDS = {
     "TFLOP/s": "the operations that the network needs, of all devices together.",
     "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
 }
-MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -135,8 +134,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
     known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
-    least = table.least_memory_mb.map("{:.0f}..".format)
-    uneven = (table.devices > 1) & (table.least_memory_mb < 0.95 * table.peak_memory_mb)
     table = table.assign(
         spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
         efficiency_percent=100 * table.efficiency,
@@ -144,7 +141,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],
-        memory=least.where(uneven, "") + table.peak_memory_mb.map("{:.0f}".format),
     )
     columns = dict(SHOWN)
     if target is not None:
@@ -163,8 +159,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]
-    if shown["mem. MB"].str.contains("..", regex=False).any():
-        legends.append(MEMORY_LEGEND)
     if target is not None:
         legends.append(TARGET_LEGEND.format(target))
     return shown.drop(columns=silent), legends
