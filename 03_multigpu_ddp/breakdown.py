@@ -92,7 +92,6 @@ def main() -> None:
         process_group.on_rank_0(lambda: step_phases.write(file, facts, hosts, seconds | {"step": step}))
         if opts.trace:
             write_trace(phases, file.with_suffix(""), here.rank)
-        process_group.on_rank_0(lambda: tabulate(folder))
     process_group.leave()
 
 
@@ -124,14 +123,6 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
             "your browser), or in Chrome at chrome://tracing."
         )
     )
-
-
-def tabulate(folder: Path) -> None:
-    """Write a table of all measurements of the folder."""
-    from trainkit.compare import breakdown_table  # takes seconds, and only rank 0 needs it
-
-    breakdown_table.write(sorted(folder.glob("*.tsv")), folder / "breakdown.md")
-    errors.tell(f"all measurements in this folder: {folder / 'breakdown.md'}")
 
 
 if __name__ == "__main__":

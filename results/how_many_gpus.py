@@ -27,7 +27,7 @@ def main() -> int:
     else:
         from trainkit.advice.report import report  # loads matplotlib, which takes a second
 
-        report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped], own.trainings)
+        report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped])
     return 0 if words.answer.best else 1
 
 
@@ -69,10 +69,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print the answer for a program, and write nothing"
     )
-    parser.add_argument(
-        "--proposal", nargs="?", type=at_least(1), const=1, metavar="N", dest="trainings",
-        help="write proposal.md too, the page that computing centres ask for, for N trainings (default: 1)",
-    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
     return parser.parse_args()
 

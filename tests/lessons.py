@@ -3,9 +3,9 @@
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
 `lines FILE.py "FIRST" "LAST"` (from the line that contains FIRST to the next that contains LAST), `table
 FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column of that
-comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, or
-`bench TOOL FILE.csv`, the table that a tool in tools/bench makes of what it has written. Paths are relative
-to the README. Run this file (`make lessons`) to bring all up to date.
+comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
+a job's samples `verdict FOLDER`, or `bench TOOL FILE.csv`, the table that a tool in tools/bench makes of what
+it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
 """
 
 import csv
@@ -71,6 +71,7 @@ def up_to_date(readme: Path) -> str:
             "table": _table,
             "comparison": _comparison,
             "pivot": _pivot,
+            "phases": _phases,
             "verdict": _verdict,
             "bench": _bench,
         }
@@ -133,6 +134,16 @@ def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condit
         [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _phases(folder: Path, name: str) -> str:
+    """The milliseconds of each phase by number of workers: the mean of the ranks' medians."""
+    rows = pd.read_csv(folder / name, sep="\t")
+    of_ranks = rows.groupby(["world_size", "phase", "rank"]).seconds.median()
+    table = 1000 * of_ranks.groupby(["world_size", "phase"]).mean().unstack()[rows.phase.unique()]
+    lines = [["workers", *table], ["---"] * (1 + len(table.columns))]
+    lines += [[str(workers), *map("{:.2f}".format, cells)] for workers, *cells in table.itertuples()]
+    return _markdown(lines, "")
 
 
 def _verdict(folder: Path, name: str) -> str:

@@ -56,7 +56,7 @@ OTHERS = {
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
-        --price --proposal --set --target""",
+        --price --set --target""",
     "results/plot_results.py": "--each --out --target",
     "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",

@@ -43,7 +43,7 @@ def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, scrip
 
 @pytest.mark.parametrize(
     "command",
-    ["slurm/monitor.py --verdict", "tools/pack_runs.py", "03_multigpu_ddp/submit.py --dry-run --script"],
+    ["slurm/monitor.py --verdict", "03_multigpu_ddp/submit.py --dry-run --script"],
 )
 def test_a_name_that_is_too_long(command: str, forking: Forking) -> None:
     program, *options = command.split()

@@ -27,7 +27,7 @@ from trainkit.advice.advice import (  # fmt: skip
     interval,
     sets,
 )
-from trainkit.advice.scaling import Shape, fit, leave_one_out
+from trainkit.advice.scaling import Measured, Shape, fit
 from trainkit.compare import comparison
 from trainkit.compare.page import markdown
 from trainkit.runtime import errors
@@ -211,6 +211,17 @@ def of_runs(folder: Path) -> pd.DataFrame:
             table = leave_one_out(run_set.measured(stage))
             tables.append(table.assign(set=what, stage=stage, error=table.predicted / table.seconds - 1))
     return pd.concat(tables)
+
+
+def leave_one_out(measured: Measured) -> pd.DataFrame:
+    """Predict every shape from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
+    rows = []
+    for shape, runs in measured.items():
+        others = {other: runs for other, runs in measured.items() if other != shape}
+        low, middle, high = np.percentile(fit(others).step_seconds(shape), INTERVAL)
+        seconds = np.median(np.concatenate(runs))
+        rows.append({**shape._asdict(), "seconds": seconds, "predicted": middle, "low": low, "high": high})
+    return pd.DataFrame(rows)
 
 
 def in_short(table: pd.DataFrame) -> pd.DataFrame:

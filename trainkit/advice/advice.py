@@ -146,9 +146,6 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     gradient_bytes = 4 * int(rows.parameters.max())
     models = {stage: scaling.fit(runs.measured(stage), all_reduces, gradient_bytes) for stage in runs.stages}
     options, unknown, missing = runs.options(models)
-    if all_reduces and not gradient_bytes:
-        why = "these runs do not record how many weights the network has"
-        unknown.append(f"from the doctor's all-reduce: {why}")
     if not options:
         what = "; ".join(unknown) or "no batch divides evenly among the devices"
         raise UserError(f"none of the choices can be predicted ({what}): give others.")
@@ -371,7 +368,7 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
     deadline_s, budget_hours = constraints.deadline_s, constraints.budget_hours
     limits = {}
     if deadline_s:
-        limits[f"the deadline of {_minutes(deadline_s)} min"] = seconds <= deadline_s
+        limits[f"the deadline of {deadline_s / 60:,.4g} min"] = seconds <= deadline_s
     if budget_hours:
         limits[f"the budget of {budget_hours:g} GPU-hours"] = hours <= budget_hours
     within = reduce(np.logical_and, limits.values(), np.isfinite(seconds))
@@ -393,25 +390,8 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
             return Choice(options, options[best], why, kept, good)
     rules = {"the target": np.isfinite(seconds)} | rules
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
-    why = f"nothing keeps {' and '.join(never or rules)}{_what_would_be_possible(options)}"
+    why = f"nothing keeps {' and '.join(never or rules)}"
     return Choice(options, None, why, kept, good)
-
-
-def _what_would_be_possible(options: list[Option]) -> str:
-    """Name the fastest and the cheapest option that reach the target; "" if none does."""
-    reached = [option for option in options if np.isfinite(np.median(option.seconds))]
-    if not reached:
-        return ""
-    possible = []
-    for what, of in (("fastest", lambda option: option.seconds), ("cheapest", lambda option: option.hours)):
-        option = min(reached, key=lambda option, of=of: np.median(of(option)))
-        time = f"{_minutes(np.median(option.seconds))} min, {np.median(option.hours):.2g} GPU-hours"
-        name = comparison.stage_name(option.stage)
-        known = "" if option.runs else ", predicted"
-        possible.append(
-            f"the {what} takes {time} ({name} x{option.shape.devices}, batch {option.global_batch}{known})"
-        )
-    return f": {', '.join(possible)}"
 
 
 def _is_any_efficiency_known(options: list[Option]) -> bool:
@@ -445,11 +425,6 @@ def interval(values: np.ndarray) -> tuple[float, float, float]:
     """Return the lower end, the middle and the upper end of the draws."""
     # Nearest, as infinite values cannot be interpolated.
     return tuple(np.percentile(values, INTERVAL, method="nearest").tolist())
-
-
-def _minutes(seconds: float) -> str:
-    """Return minutes with a useful number of digits."""
-    return f"{seconds / 60:,.0f}" if seconds >= 600 else f"{seconds / 60:.2g}"
 
 
 def _accuracy_curves(rows: pd.DataFrame, target: float, epochs: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +15,8 @@ from trainkit.compare import comparison, trust
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
 
-MOST_SETS = 20  # that are listed
 MOST_APART = 1.5  # times, between the medians of equal runs: beyond, something changed between them
 MOST_ERROR = 0.3  # of the best model on held-out runs: beyond, it explains nothing
-# The numbers of an option, for a program: equally likely values of each.
-INTERVALS: dict[str, Callable[[Option], np.ndarray]] = {
-    "images_per_s": lambda option: option.images_per_s,
-    "minutes": lambda option: option.seconds / 60,
-    "gpu_hours": lambda option: option.hours,
-    "efficiency": lambda option: option.efficiency,
-    "break_even_images": lambda option: option.break_even,
-}
 LEGEND = (
     "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
     "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
@@ -94,7 +84,7 @@ class AnswerText:
 
     def answered(self) -> str:
         """Return the recommendation, and how sure it is."""
-        return f"{self.sentence()} {self.how_sure()}".strip()
+        return f"{self.sentence()} {self._how_sure()}" if self.answer.best else self.sentence()
 
     def sentence(self) -> str:
         """Return the recommendation, or that there is none, and the reason."""
@@ -110,10 +100,7 @@ class AnswerText:
     def _cost(self, option: Option) -> str:
         return f", which cost {text(self.price * option.hours)}," if self.price else ""
 
-    def how_sure(self) -> str:
-        """Return how sure the recommendation is; "" if there is none."""
-        if not self.answer.best:
-            return ""
+    def _how_sure(self) -> str:
         sure = self.answer.sure
         how = "Sure" if sure >= SURE else "Not sure"
         if not self.answer.best.runs:
@@ -158,17 +145,9 @@ class AnswerText:
         table = pd.DataFrame(rows)
         return table if (table.nodes != "1").any() else table.drop(columns="nodes"), list(marks.values())
 
-    def numbers(self) -> pd.DataFrame:
-        """Return all options as numbers, a row each; columns `_low` and `_high` bound the interval."""
-        table = pd.DataFrame(map(_as_json, self.options()))
-        for name in INTERVALS:
-            ends = pd.DataFrame(table[name].tolist(), columns=[f"{name}_low", name, f"{name}_high"])
-            table = table.drop(columns=name).join(ends)
-        return table.assign(cost=self.price * table.gpu_hours) if self.price else table
-
     def trust(self) -> list[str]:
-        """Say how far to trust the answer: the model and its error, what was observed, what is left out."""
-        model, best = _model(self.answer), self.answer.best
+        """Say how far to trust the answer: the model and its error, the intervals, doubtful measurements."""
+        model = _model(self.answer)
         error = model.errors[model.model]
         tested = (
             "there are too few runs to leave some out of its fit and test it on them"
@@ -177,16 +156,10 @@ class AnswerText:
         )
         lines = [
             f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
-            f"assumes); {tested}."
-        ]
-        if best and best.runs:
-            lines.append(f"The recommended choice was measured, in {best.runs} run{'s' * (best.runs > 1)}.")
-        elif best:
-            lines.append(f"The recommended choice is {best.basis}.")
-        lines.append(
+            f"assumes); {tested}.",
             "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
-            "not cover another network, busy neighbours or another version of the program."
-        )
+            "not cover another network, busy neighbours or another version of the program.",
+        ]
         doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
         return [*lines, doubt] if doubt else lines
 
@@ -275,7 +248,7 @@ def _chosen_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
     if len(found) == 1 or number and number <= len(found):
         return found[(number or 1) - 1][1]
     listed = "; ".join(
-        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found[:MOST_SETS], 1)
+        f"{i}: {name} ({group.run_id.nunique()} runs)" for i, (name, group) in enumerate(found, 1)
     )
     raise UserError(
         f"these runs are of {len(found)} sets that cannot be fitted together: {listed}. Choose one with "
@@ -334,8 +307,12 @@ def _place(what: Option | NextRun) -> dict[str, object]:
 
 
 def _as_json(option: Option) -> dict[str, object]:
-    intervals = {
-        name: [x if math.isfinite(x) else None for x in interval(draws(option))]
-        for name, draws in INTERVALS.items()
+    draws = {
+        "images_per_s": option.images_per_s,
+        "minutes": option.seconds / 60,
+        "gpu_hours": option.hours,
+        "efficiency": option.efficiency,
+        "break_even_images": option.break_even,
     }
+    intervals = {name: [x if math.isfinite(x) else None for x in interval(of)] for name, of in draws.items()}
     return _place(option) | intervals | {"basis": option.basis}

@@ -1,8 +1,4 @@
-"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md and .csv, a figure, a proposal.
-
-The figure has the cost of each choice against its time. The proposal is the page that computing centres
-ask for: how much time, why so many devices, and the evidence.
-"""
+"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md, and a figure of cost against time."""
 
 import sys
 import textwrap
@@ -15,41 +11,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainkit.advice.advice import Option, interval
-from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number, text
+from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number
 from trainkit.advice.constraints import Constraints
 from trainkit.compare import comparison, page, style
-from trainkit.compare.page import plain, wrapped, write_csv
 from trainkit.compare.report import report as comparison_report
 from trainkit.runtime.errors import UserError, tell
 
-MOST_NODES = 10  # that the proposal names
 TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
 
 
-def report(
-    words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None = None
-) -> None:
-    """Print the answer and write it to `out`, with a proposal for the number of `trainings`, if any.
+def report(words: AnswerText, constraints: Constraints, out: Path, notes: list[str]) -> None:
+    """Print the answer and write it to `out`.
 
     Raises:
         UserError: if `out` cannot be written to.
     """
     if words.on_cpu:
         notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    if constraints.gpus:
-        notes = [f"Chosen from {', '.join(map(str, constraints.gpus))} {words.units} (--gpus).", *notes]
     few, marks = words.table(words.best_options())
-    tell(f"{wrapped(words.answered())}\n\n{plain(_on_two_lines(few))}\n")
-    tell("\n".join(map(wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
-    tell(wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
+    tell(f"{page.wrapped(words.answered())}\n\n{page.plain(_on_two_lines(few))}\n")
+    tell("\n".join(map(page.wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
+    tell(page.wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
     if runs := words.next_runs():
-        runs = [f"{wrapped(use)}:\n    {command}" for use, command in runs]
+        runs = [f"{page.wrapped(use)}:\n    {command}" for use, command in runs]
         tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
         tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
-    if trainings and not words.answer.best:
-        tell("No proposal.md: without a recommendation there is nothing to ask for.\n")
     with page.writing_to(out):
-        tell(f"Written to {out}: {', '.join(_write(words, constraints, out, notes, trainings))}")
+        figures = style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
+        blocks = [*_blocks(words, notes), *page.figures(figures)]
+        page.write(out / "how_many_gpus.md", f"How many {words.units}?", blocks)
+    tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *figures])}")
 
 
 def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | None) -> int:
@@ -83,22 +74,6 @@ def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
     for use, command in runs:
         made += [page.escaped(f"{use}:"), page.command(command)]
     return made
-
-
-def _write(
-    words: AnswerText, constraints: Constraints, out: Path, notes: list[str], trainings: int | None
-) -> list[str]:
-    """Write the files, and return their names."""
-    write_csv(words.numbers(), out / "how_many_gpus.csv")
-    names = style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
-    drawn = page.figures(names)
-    answer = [*_blocks(words, notes), *drawn]
-    page.write(out / "how_many_gpus.md", f"How many {words.units}?", answer)
-    written = ["how_many_gpus.md", "how_many_gpus.csv", *names]
-    if trainings and words.answer.best:
-        page.write(out / "proposal.md", "Request for computing time", _proposal(words, trainings, drawn))
-        written.append("proposal.md")
-    return written
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
@@ -161,48 +136,3 @@ def _pareto(options: list[Option]) -> np.ndarray:
     points = points[np.lexsort(points.T[::-1])]
     least = np.minimum.accumulate(points[:, 1])
     return points[np.r_[True, points[1:, 1] < least[:-1]]].T
-
-
-def _proposal(words: AnswerText, trainings: int, figures: list[str]) -> list[str]:
-    """Return the page for `trainings` trainings with the recommended choice, which has to exist."""
-    rows, best = words.rows, words.answer.best
-    low, middle, high = (number(trainings * hours) for hours in interval(best.hours))
-    table, marks = words.table(words.best_options())
-    how_known, *limits = words.trust()
-    if rows.dataset.iloc[0] == "synthetic":
-        limits.append("Measured with generated digits, not with MNIST: their accuracies say nothing of it.")
-    return [
-        page.heading("What is asked for"),
-        page.escaped(
-            f"{words.choice(best)}, for {trainings:,} training{'s' * (trainings > 1)}: {middle} "
-            f"{words.hours} ({low} to {high})."
-        ),
-        page.escaped(f"A training ({words.answer.goal}) takes {text(best.seconds / 60)} minutes."),
-        page.heading("Why so many"),
-        page.escaped(f"It is {words.why}."),
-        page.markdown(table),
-        page.escaped(LEGEND),
-        *figures,
-        page.heading("Machine and software"),
-        page.listed(_machine(rows)),
-        page.heading("How it was measured"),
-        page.escaped(
-            f"{rows.run_id.nunique()} runs, {(~rows.warmup).sum()} epochs after the warm-up of each process, "
-            f"timed on the slowest rank with its device synchronised. {how_known}"
-        ),
-        page.heading("Limits"),
-        page.listed([words.how_sure(), *marks, *words.unknown(), *limits]),
-    ]
-
-
-def _machine(rows: pd.DataFrame) -> list[str]:
-    row, nodes = rows.iloc[0], sorted(set(rows.node_list) - {""})
-    versions = {"PyTorch": "torch_version", "CUDA": "cuda_version", "this program": "git_commit"}
-    found = {name: sorted(set(rows[column]) - {""}) for name, column in versions.items()}
-    where = f" ({', '.join(nodes[:MOST_NODES])})" if nodes else ""
-    settings = comparison.common(rows.assign(train_images=rows.images.max()))
-    return [
-        f"{row.device_name}, up to {rows.devices.max()} on {rows.nodes.max()} node(s){where}",
-        ", ".join(f"{name} {', '.join(values)}" for name, values in found.items() if values),
-        f"{comparison.with_model(row.dataset, row.model)}: {settings}",
-    ]

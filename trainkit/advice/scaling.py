@@ -14,13 +14,12 @@ Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 
 Patarasuk and Yuan, 2009 (ring all-reduce).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from trainkit.schema import records
 
@@ -125,7 +124,7 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
     `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
     """
     shapes = np.array(list(measured), float)
-    centre = np.array([_median(runs) for runs in measured.values()])
+    centre = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
     ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes) if gradient_bytes else None)
     errors = {name: _held_out_error(model, shapes, centre) for name, model in ladder.items()}
     weights = _weights(errors, len(centre))
@@ -163,19 +162,6 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
 
     used = tuple(all_reduces) if "doctor" in ladder else ()
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
-
-
-def leave_one_out(measured: Measured) -> pd.DataFrame:
-    """Predict every shape from all others: `seconds`, `predicted`, and the interval, `low` to `high`."""
-    rows = []
-    for shape, runs in measured.items():
-        others = {other: runs for other, runs in measured.items() if other != shape}
-        predicted = fit(others).step_seconds(shape)
-        low, middle, high = np.percentile(predicted, (5, 50, 95))
-        rows.append(
-            {**shape._asdict(), "seconds": _median(runs), "predicted": middle, "low": low, "high": high}
-        )
-    return pd.DataFrame(rows)
 
 
 class _Model(NamedTuple):
@@ -292,11 +278,12 @@ def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray
     scale = np.abs(columns).max(axis=0)
     used = np.flatnonzero(scale)
     weighted = columns[:, used] / scale[used] * weights[:, None]
-    best, least = np.zeros((len(seconds), columns.shape[1])), (seconds * weights) ** 2 @ np.ones(len(weights))
+    wanted = seconds * weights
+    best, least = np.zeros((len(seconds), columns.shape[1])), (wanted**2) @ np.ones(len(weights))
     for count in range(1, len(used) + 1):
         for subset in map(list, combinations(range(len(used)), count)):
-            costs = (seconds * weights) @ np.linalg.pinv(weighted[:, subset]).T
-            errors = ((costs @ weighted[:, subset].T - seconds * weights) ** 2).sum(axis=1)
+            costs = wanted @ np.linalg.pinv(weighted[:, subset]).T
+            errors = ((costs @ weighted[:, subset].T - wanted) ** 2).sum(axis=1)
             better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9))
             best[better] = 0
             best[np.ix_(better, used[subset])] = costs[better] / scale[used[subset]]
@@ -359,7 +346,3 @@ def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
         ]
         columns.append(np.median(drawn, axis=0))
     return np.stack(columns, axis=1)
-
-
-def _median(runs: Iterable[Sequence[float]]) -> float:
-    return float(np.median([seconds for run in runs for seconds in run]))

@@ -27,8 +27,7 @@ CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
-LARGEST_VERDICT = 2**20  # bytes
-WRITTEN = ("comparison.csv", "each.csv", "how_many_gpus.csv")  # of our own reports: no runs
+WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
@@ -42,9 +41,9 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with all columns of a record, and four about the whole run: `file`, its name; `slow_rank`, a
-        clause on the rank that holds up the others or ""; `least_memory_mb`, the peak of the device with the
-        lowest one; and `joules_per_1000_images` of all its GPUs: NaN if unknown. Then the sentences.
+        Rows with all columns of a record, and three about the whole run: `file`, its name; `slow_rank`, a
+        clause on the rank that holds up the others or ""; and `joules_per_1000_images` of all its GPUs: NaN
+        if unknown. Then the sentences.
 
     Raises:
         UserError: if a path is not there.
@@ -104,7 +103,6 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         elapsed_s=last.elapsed_s.median(),
         joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
-        least_memory_mb=groups.least_memory_mb.min(),
         flops_per_image=groups.flops_per_image.median(),
         runs=epochs.size(),
         epochs=[
@@ -133,16 +131,13 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `baseline` names the stage that X(1) comes from: `single` if it has an equal run, else the
     row's own stage on one device. If nothing can be compared, the numbers are NaN and `why` gives
     the reason; otherwise it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch
-    per device instead of an equal global batch. `epoch_saved_s` and `run_saved_s` are the seconds saved
-    over the baseline in the training of an epoch, and in a run of as many epochs. `doubt` comes from
-    `trust.doubt`.
+    per device instead of an equal global batch. `doubt` comes from `trust.doubt`.
     """
     compared = []
     ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     for row in table.itertuples():
         one, why = _baseline(row, ones, "global_batch")
         weak, _ = _baseline(row, ones, "batch_per_device")
-        as_long = one and one.epochs == row.epochs
         compared.append(
             {
                 "speedup": row.images_per_s / one.images_per_s if one else math.nan,
@@ -150,8 +145,6 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "why": why,
                 "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
                 "weak_baseline": weak.stage if weak else "",
-                "epoch_saved_s": one.epoch_seconds - row.epoch_seconds if one else math.nan,
-                "run_saved_s": one.elapsed_s - row.elapsed_s if as_long else math.nan,
                 "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
             }
         )
@@ -242,22 +235,15 @@ def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
     with _skipping(skipped):
         joules = _joules(records.verdict_file(file), runs)
     for run_id, epochs in runs.items():
-        of_the_run = _by_rank(epochs, of_ranks.get(run_id, of_ranks.get("", [])))
-        of_the_run["file"] = printable(str(file))
-        of_the_run["joules_per_1000_images"] = joules.get(run_id, math.nan)
+        # Without the warm-up, if there is more.
+        measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
+        ranks = [row for row in of_ranks.get(run_id, of_ranks.get("", [])) if row["epoch"] in measured]
+        of_the_run = {
+            "file": printable(str(file)),
+            "slow_rank": records.slow_rank(ranks),
+            "joules_per_1000_images": joules.get(run_id, math.nan),
+        }
         yield from (epoch | of_the_run for epoch in epochs)
-
-
-def _by_rank(epochs: list[dict], of_ranks: list[dict]) -> dict[str, object]:
-    """Summarise the file of the ranks of a run, without the warm-up if there is more."""
-    measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
-    of_ranks = [row for row in of_ranks if row["epoch"] in measured]
-    most: dict[tuple, float] = {}
-    for row in of_ranks:
-        device = (row["host"], row["rank"], row["device"])
-        most[device] = max(row["peak_memory_mb"], most.get(device, 0))
-    least = min(most.values(), default=math.nan)
-    return {"slow_rank": records.slow_rank(of_ranks), "least_memory_mb": least}
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:
@@ -265,11 +251,6 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
     rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
-    # Earlier versions counted no weights: take those of the other runs of such a network.
-    counts = rows.parameters.where(rows.parameters != 0)
-    alike = counts.groupby([rows[name] for name in ("dataset", "model", "width")])
-    known = alike.transform("max").where(alike.transform("nunique") == 1)
-    rows["parameters"] = counts.fillna(known).fillna(0).astype(int)
     return rows
 
 
@@ -291,7 +272,7 @@ def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
     if not run_ids or not file.exists():
         return {}
     try:
-        facts = json.loads(read_text(file, LARGEST_VERDICT))
+        facts = json.loads(read_text(file))
         verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
         found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
         known = {run_id: joules for run_id, joules in found.items() if joules is not None}

@@ -1,6 +1,5 @@
-"""The figures of a comparison: throughput, speedup, size, accuracy; panels for each section of the report."""
+"""The figures of a comparison: throughput, speedup, accuracy; panels for each section of the report."""
 
-import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +8,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from trainkit.compare import comparison, style, summary
+from trainkit.compare import comparison, style
 
 Looks = dict[str, style.Look]  # the lines of a figure by their texts
 
@@ -33,7 +31,6 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     figures = {
         "throughput.png": _figure(measured, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows)),
         "speedup.png": _figure(table, _speedup_and_efficiency, _scaling, panels=2),
-        "size.png": _figure(table, _epoch_and_run, summary.lines_of_sizes, panels=2),
         "accuracy.png": _figure(tested, _accuracy_curves),
     }
     return style.save(figures, out)
@@ -93,29 +90,6 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="plain")
     axes.set_xlabel("training images/s: median, min to max")
-
-
-def _epoch_and_run(left: Axes, right: Axes, lines: list[tuple[str, pd.DataFrame]], looks: Looks) -> None:
-    """Plot both times; a dotted line marks the size from which several devices finish before one."""
-    for axes, column, saved, what in (
-        (left, "epoch_seconds", "epoch_saved_s", "training of an epoch (s)"),
-        (right, "elapsed_s", "run_saved_s", "whole run, start included (s)"),
-    ):
-        for text, rows in lines:
-            look = _line_look(text, looks)
-            axes.plot(rows.train_images, rows[column], **look)
-            size = summary.break_even(rows, saved)
-            if 0 < size < math.inf:
-                of_the_height = axes.get_xaxis_transform()
-                axes.vlines(size, 0, 1, colors=look["color"], linestyles=":", transform=of_the_height)
-                axes.text(size, 0.02, f"{size:,.0f}", rotation=90, ha="right", transform=of_the_height)
-        axes.set(xscale="log", yscale="log", xlabel="images of an epoch", ylabel=what)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,g}")  # the default of a log scale writes powers
-            axis.set_minor_formatter(NullFormatter())
-        axes.tick_params(axis="x", rotation=45)
-        axes.grid(alpha=0.3)
 
 
 def _scaling(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from trainkit.compare import comparison, figures, page, trust
-from trainkit.compare.summary import sentences_on_sizes, verdict
+from trainkit.compare.summary import verdict
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import SINGLE
 
@@ -28,7 +28,7 @@ SHOWN = {
     "acc. %": ("test_accuracy", ".2f"),
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
-    "mem. MB": ("memory", ""),
+    "mem. MB": ("peak_memory_mb", ".0f"),
     "J/1000 img": ("joules_per_1000_images", ".1f"),
     "TFLOP/s": ("tflops", ".1f"),
     "MFU %": ("mfu_percent", ".1f"),
@@ -52,7 +52,6 @@ LEGENDS = {
     "TFLOP/s": "the operations that the network needs, of all devices together.",
     "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
 }
-MEMORY_LEGEND = "mem. MB: the peak of a device, from the least to the most of them."
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -80,13 +79,10 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     blocks = [page.escaped(conclusion)]
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
-        settings, from_size_on = comparison.common(section), sentences_on_sizes(section)
+        settings = comparison.common(section)
         blocks += [page.heading(title), page.escaped(settings), page.markdown(shown.loc[section.index])]
-        blocks += map(page.escaped, from_size_on)
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
-        for sentence in from_size_on:
-            tell(f"{page.wrapped(sentence)}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
     tell("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
@@ -138,8 +134,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
     known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
-    least = table.least_memory_mb.map("{:.0f}..".format)
-    uneven = (table.devices > 1) & (table.least_memory_mb < 0.95 * table.peak_memory_mb)
     table = table.assign(
         spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
         efficiency_percent=100 * table.efficiency,
@@ -147,7 +141,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
         mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],
-        memory=least.where(uneven, "") + table.peak_memory_mb.map("{:.0f}".format),
     )
     columns = dict(SHOWN)
     if target is not None:
@@ -166,8 +159,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]
-    if shown["mem. MB"].str.contains("..", regex=False).any():
-        legends.append(MEMORY_LEGEND)
     if target is not None:
         legends.append(TARGET_LEGEND.format(target))
     return shown.drop(columns=silent), legends

@@ -1,11 +1,9 @@
-"""What a comparison shows, in words; and from which data size on more devices pay."""
-
-import math
+"""What a comparison shows, in words."""
 
 import pandas as pd
 
 from trainkit.compare import trust
-from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, label, stage_name
+from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
 from trainkit.schema.columns import DDP, DP, SINGLE
 
 STRICT = "global batch {0.global_batch}"
@@ -70,55 +68,3 @@ def _tell_where(row: pd.Series, batch: str) -> str:
     doubt = f"doubt {row.doubt}" if row.doubt else ""
     where = ", ".join(filter(None, [batch.format(row), row.variant, nodes, doubt]))
     return f"{100 * row.efficiency:.0f} % efficiency at {where}"
-
-
-def lines_of_sizes(section: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return groups of rows that differ only in the size of their data, of two sizes or more, with a label.
-
-    `section` is a part of the table of `comparison.compare`.
-    """
-    variants = [
-        text.removesuffix(f"{images} images").rstrip(", ")
-        for text, images in zip(section.variant, section.train_images, strict=True)
-    ]
-    equal = ["stage", "devices", "nodes", "global_batch", "variant", "epochs"]
-    groups = section.assign(variant=variants).sort_values("train_images").groupby(equal, sort=False)
-    return [(label(rows.iloc[0]), rows) for _, rows in groups if rows.train_images.nunique() > 1]
-
-
-def break_even(rows: pd.DataFrame, saved: str) -> float:
-    """Return the size, interpolated, from which on the seconds `saved` are above 0.
-
-    It is 0 if they are at every size of a line of several devices, infinite if not even at the largest, NaN
-    if unknown.
-    """
-    known = rows[rows[saved].notna()]
-    if len(known) < 2 or known.devices.iloc[0] == 1:
-        return math.nan
-    points = list(zip(known.train_images, known[saved], strict=True))
-    if points[-1][1] <= 0:
-        return math.inf
-    lost = [i for i, (_, seconds) in enumerate(points) if seconds <= 0]
-    if not lost:
-        return 0
-    (below, loss), (above, gain) = points[lost[-1] : lost[-1] + 2]
-    return below + (above - below) * -loss / (gain - loss)
-
-
-def sentences_on_sizes(section: pd.DataFrame) -> list[str]:
-    """Say for each line of several devices from which size on it finishes before one device."""
-    sentences = []
-    for text, rows in lines_of_sizes(section):
-        epoch, run = (break_even(rows, saved) for saved in ("epoch_saved_s", "run_saved_s"))
-        if not math.isnan(epoch) and not math.isnan(run):
-            sentences.append(
-                f"{text} finishes before one device: with an epoch {_size_words(epoch)}; with a run of "
-                f"{rows.epochs.iloc[0]} epochs, its start included, {_size_words(run)}."
-            )
-    return sentences
-
-
-def _size_words(size: float) -> str:
-    if size == 0:
-        return "at all measured sizes"
-    return "not within the measured sizes" if math.isinf(size) else f"from about {size:,.0f} images on"
