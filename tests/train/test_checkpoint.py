@@ -1,5 +1,6 @@
 """A run that is stopped, killed or moved goes on as if nothing had happened."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -157,6 +158,20 @@ def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: 
     assert done.returncode == 1
     warning, error = done.stderr.splitlines()
     assert warning.startswith("warning: the checkpoint") and error.startswith("error: no checkpoint in")
+
+
+def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, script: Script) -> None:
+    touched = tmp_path / "touched"
+
+    class Forged:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(touched),)
+
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"version": 2, "model": Forged()}, tmp_path / "checkpoints" / "epoch-2-step-0.pt")
+    told = script("single", *options(tmp_path)).stderr
+    assert "it holds more than tensors and numbers, and that is never loaded" in told
+    assert not touched.exists()
 
 
 def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:

@@ -2,27 +2,22 @@
 
 A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E. It holds the
 network, the optimizer, the learning rate schedule, every rank's random numbers, and the rows of the run's
-CSV, so that the run continues under the same name. A network that is split over the ranks, and its
-optimizer, are in a folder next to the file, `epoch-E-step-S.shards`. The ranks write the folder first; it
-counts once the file, which has the checksums, exists.
+CSV, so that the run continues under the same name. A network that is split over the ranks is whole in it.
 """
 
 import io
 import math
 import pickle
 import re
-import shutil
 import signal
 import sys
 import time
 import zipfile
-import zlib
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
@@ -44,7 +39,6 @@ if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
 
 VERSION = 2
-SPLIT = ("model", "optimizer")  # of which each rank has a part
 # What optimizers keep for each number of a parameter.
 OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"}
 LOCK = ".lock"
@@ -76,8 +70,8 @@ class Checkpoints:
         # Without the wrappers, so every stage can load it.
         self._model, self._optimizer = unwrapped(model), parts["optimizer"]
         self._parts = {"model": self._model} | parts
-        if sharded:  # rank 0 writes the rest, for all
-            self._parts = {name: thing for name, thing in self._parts.items() if name not in SPLIT}
+        if sharded:
+            del self._parts["model"], self._parts["optimizer"]
         # What identifies this training.
         names = {"dataset": dataset, "model": class_name(model)}
         self._identity = options.shaping() | names
@@ -89,10 +83,12 @@ class Checkpoints:
         if self._folder:
             self._lock = process_group.on_rank_0(self._open_folder)
             # Only one rank reads the file, so all ranks get the same one.
-            newest = process_group.on_rank_0(lambda: _newest(self._folder))
-            path, state = process_group.broadcast(newest)
-            if state:
-                self._load(path, state)
+            path, state = process_group.on_rank_0(lambda: _newest(self._folder)) or (None, {})
+            # Of these each rank takes its part.
+            split = {name: state.pop(name, {}) for name in ("model", "optimizer") if sharded}
+            path, state = process_group.broadcast((path, state))
+            if path:
+                self._load(path, state | split)
             for number in STOP_SIGNALS:
                 signal.signal(number, self._ask_to_stop)
         # A job blocks them until the training can handle them (slurm/job_env.sh).
@@ -123,6 +119,9 @@ class Checkpoints:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
+        finite = all(own.isfinite().all() for own in self._model.parameters())
+        if not all(process_group.gather(finite)):
+            raise diverged(f"the weights are no longer numbers after {where}")
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
         state |= {"random_numbers": process_group.gather(random_states())}
         if self._each_rank:
@@ -130,14 +129,9 @@ class Checkpoints:
             torch.save({name: one.state_dict() for name, one in self._each_rank.items()}, content)
             own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
             state |= {"each_rank": process_group.gather(own)}
-        mistake = ""
         if self._sharded:
-            if not self._sharded.finite():  # asked of all ranks
-                raise diverged(f"the weights are no longer numbers after {where}")
-            # Perhaps left by a damaged checkpoint: existing files are never overwritten.
-            process_group.on_rank_0(lambda: shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True))
-            mistake = self._sharded.save(path.with_suffix(".shards"))
-        process_group.on_rank_0(lambda: self._write(path, where, state, mistake))
+            state |= {"split": True} | self._sharded.state_dict()
+        process_group.on_rank_0(lambda: self._write(path, state))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -158,7 +152,7 @@ class Checkpoints:
         if self._folder.resolve().is_relative_to(job.resolve()):
             with suppress(OSError):  # the run went well
                 for path in _checkpoints(self._folder):
-                    _remove(path)
+                    path.unlink(missing_ok=True)
                 (self._folder / LOCK).unlink(missing_ok=True)
                 self._folder.rmdir()
 
@@ -180,9 +174,6 @@ class Checkpoints:
             lock = None
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
-        for shards in self._folder.glob("epoch-*-step-*.shards"):
-            if not shards.with_suffix(".pt").exists():
-                shutil.rmtree(shards, ignore_errors=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
             raise UserError(
                 f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
@@ -201,12 +192,14 @@ class Checkpoints:
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            if ("shards" in state) != (self._sharded is not None):
-                raise ValueError(f"its network is {'split' if 'shards' in state else 'not split'} over ranks")
+            if "shards" in state:
+                raise ValueError("an earlier version has saved its network in parts")
+            if ("split" in state) != (self._sharded is not None):
+                raise ValueError(f"its network is {'split' if 'split' in state else 'not split'} over ranks")
             load_parts(self._parts, state)
             if self._sharded:
                 before = self._optimizer.state_dict()["param_groups"]
-                self._sharded.load(path.with_suffix(".shards"))
+                self._sharded.load_state_dict(state)
                 for own, group in zip(before, self._optimizer.param_groups, strict=True):
                     _check_group(own, group)
             if self._each_rank:
@@ -241,24 +234,17 @@ class Checkpoints:
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
         set_precision(self._model, was["precision"])
 
-    def _write(self, path: Path, where: str, state: dict, mistake: str) -> None:
-        if not self._sharded and not all(own.isfinite().all() for own in self._model.parameters()):
-            raise diverged(f"the weights are no longer numbers after {where}")
+    def _write(self, path: Path, state: dict) -> None:
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         try:
-            if mistake:
-                raise OSError(mistake)
-            if self._sharded:
-                state |= {"shards": _checksums(path.with_suffix(".shards"))} | dict.fromkeys(SPLIT)
             self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
             with replacing(path, "wb") as file:
                 torch.save(state, file)
             for old in _checkpoints(self._folder)[:-KEPT]:
-                _remove(old)
+                old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
-            shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)  # the disk may be full
             raise UserError(
                 f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
                 "another --checkpoint-dir. Earlier checkpoints and results are kept."
@@ -287,26 +273,14 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
 
 
-def _checksums(folder: Path) -> dict[str, int]:
-    """Return the checksums of the ranks' files, by file name."""
-    files = list(folder.iterdir())
-    for file in files:
-        check_regular(file)  # reading a pipe would wait
-    return {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in files}
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, the file first: without it the rest does not count."""
-    path.unlink(missing_ok=True)
-    shutil.rmtree(path.with_suffix(".shards"), ignore_errors=True)
-
-
-def _newest(folder: Path) -> tuple[Path | None, dict | None]:
+def _newest(folder: Path) -> tuple[Path | None, dict]:
     """Return the newest readable checkpoint and its content; name damaged ones and set them aside."""
     found, unreadable = _checkpoints(folder), []
     for path in reversed(found):
         try:
-            state = _read(path)
+            state = load_verified(path)
+            if not isinstance(state, dict) or "version" not in state:
+                raise ValueError("it has no version")
         except Exception as error:  # PyTorch raises many kinds for a damaged file
             if not unreadable:
                 tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
@@ -321,7 +295,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict | None]:
         raise UserError(
             f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start over."
         )
-    return None, None
+    return None, {}
 
 
 def load_verified(path: Path) -> object:
@@ -417,18 +391,6 @@ def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
                 raise ValueError(f"its {key} is not a number that a training has")
     if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
         raise ValueError(f"its learning rate is {saved['lr']}")
-
-
-def _read(path: Path) -> dict:
-    state = load_verified(path)
-    if not isinstance(state, dict) or "version" not in state:
-        raise ValueError("it has no version")
-    if shards := state.get("shards"):
-        folder = path.with_suffix(".shards")
-        damaged = [name for name, _ in shards.items() - _checksums(folder).items()]
-        if damaged:
-            raise ValueError(f"wrong checksum of {min(damaged)} in {folder.name}")
-    return state
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

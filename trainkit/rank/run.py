@@ -69,7 +69,7 @@ class Run:
     each_rank: dict[str, object] = field(default_factory=dict)
     unit: str = "images"  # of the printed speed
     per_sample: int = 1  # units in a sample, such as tokens in a window
-    # A network that is split over the ranks: each rank writes its own part of a checkpoint.
+    # A network that is split over the ranks, for the checkpoints and the weights at the end.
     sharded: "Sharded | None" = None
     flops: float | None = None  # of a forward and a backward pass for one sample; None: counted
     # The epoch whose steps are done, until the next one begins.

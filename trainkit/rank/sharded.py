@@ -1,31 +1,13 @@
-"""A training split over the ranks: each rank writes its own part, and any number of ranks can read them."""
-
-import io
-import pickle
-from pathlib import Path
+"""A training split over the ranks: put together on rank 0 to be saved, and dealt out again by any number."""
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from trainkit.runtime import process_group
-from trainkit.runtime.errors import UserError, first_line, reason
+from trainkit.runtime.errors import UserError
 
 NEEDED = "2.9"
-# All names in the metadata that `dcp.save` writes, except the types of tensors.
-NAMED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-}  # fmt: skip
 
 
 def check_pytorch() -> None:
@@ -54,89 +36,69 @@ class Sharded:
         trained = (weights for weights in self._model.parameters() if weights.requires_grad)
         return sum(process_group.gather(sum(local_part(weights).numel() for weights in trained)))
 
-    def finite(self) -> bool:
-        """Return whether all weights are numbers, on every rank."""
-        own = all(local_part(weights).isfinite().all() for weights in self._model.parameters())
-        return all(process_group.gather(own))
-
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gather all weights on rank 0, where they have to fit into memory, as if the network were whole.
+        """Gather all weights on rank 0, where they have to fit into memory, as if the network were whole."""
+        return _gathered(self._model.state_dict())
 
-        With NCCL each rank also needs room on its GPU for the largest part of any other rank.
-        """
-        own = {}
-        for name, value in self._model.state_dict().items():
-            if not _is_split(value):
-                own[name] = value.cpu()
-            else:
-                whole = value.full_tensor()  # on every rank, one after the other
-                if process_group.is_rank_0():
-                    own[name] = whole.cpu()
-        if not process_group.is_rank_0():
-            dist.gather_object(own, dst=0)
-            return {}
-        of_ranks = [{}] * process_group.count()
-        dist.gather_object({}, of_ranks, dst=0)  # its own need not travel
-        return own | {name: value for part in of_ranks for name, value in part.items()}
+    def state_dict(self) -> dict[str, dict]:
+        """Gather the weights and the optimizer's state on rank 0, where they have to fit into memory."""
+        return {name: _gathered(own) for name, own in self._parts().items()}
 
-    def save(self, folder: Path) -> str:
-        """Write this rank's part to `folder`, a new one; return why that failed on a rank, or ""."""
-        try:
-            dcp.save(self._state(), checkpoint_id=folder)
-        except dcp.api.CheckpointException as error:
-            return _reason(error)
-        return ""
-
-    def load(self, folder: Path) -> None:
-        """Load this rank's part from `folder`, which any number of ranks may have written.
+    def load_state_dict(self, state: dict[str, dict]) -> None:
+        """Take this rank's part of rank 0's `state`, which any number of ranks may have had.
 
         Raises:
             ValueError: if it comes from another network or optimizer.
         """
-        state = self._state()
-        try:
-            dcp.load(state, storage_reader=_Reader(folder), planner=_Planner())
-        except dcp.api.CheckpointException as error:
-            raise ValueError(_reason(error)) from None
-        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self._model, self._optimizer, **parts, options=self._by_name)
+        parts = self._parts()
+        for name, own in parts.items():
+            _take(own, state[name])
+        given = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
+        set_state_dict(self._model, self._optimizer, **given, options=self._by_name)
 
-    def _state(self) -> dict[str, dict]:
+    def _parts(self) -> dict[str, dict]:
         parts = get_state_dict(self._model, self._optimizer, options=self._by_name)
         return dict(zip(("model", "optimizer"), parts, strict=True))
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads the metadata that `dcp.save` writes, and nothing else: a forged file runs no command."""
-
-    def find_class(self, module: str, name: str) -> type:
-        if name in NAMED.get(module, ()):
-            return super().find_class(module, name)
-        raise ValueError(f"it names {module}.{name}, which no checkpoint does")
-
-
-class _Reader(dcp.FileSystemReader):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        try:
-            with (folder / ".metadata").open("rb") as file:
-                self._metadata = _Unpickler(file).load()
-            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        except Exception as error:  # pickle raises many kinds for a damaged file
-            raise ValueError(first_line(error)) from None
-
-    def read_metadata(self, *_: object, **__: object) -> Metadata:
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
+# Tensors travel one by one: a GPU may have no room for more.
+def _gathered(own: dict[str, object]) -> dict[str, object]:
+    """Return on rank 0, in the memory of the CPU, what the ranks have by name; {} on the others."""
+    owners, whole = {}, {}
+    for rank, names in enumerate(process_group.gather([*own])):
+        owners |= {name: rank for name in names if name not in owners}
+    for name, owner in owners.items():
+        value = own.get(name)
+        if _is_split(value):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor) and process_group.rank() in (0, owner):
+            value = value.cpu()
+        if owner:
+            value = process_group.broadcast(value, owner)
+        if process_group.is_rank_0():
+            whole[name] = value
+    return whole
 
 
-class _Planner(dcp.DefaultLoadPlanner):
-    def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
-        """Read what is not a tensor, such as a learning rate; PyTorch's own method would run code in it."""
-        content = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), content)
-        content.seek(0)
-        super().load_bytes(read_item, content)
+def _take(own: dict[str, object], whole: dict[str, object]) -> None:
+    """Replace what this rank has in `own` by its part of what rank 0 has in `whole`."""
+    from torch.distributed.tensor import distribute_tensor  # PyTorch has it there from 2.5 on
+
+    shapes = process_group.broadcast(process_group.on_rank_0(lambda: _shapes(whole)))
+    if shapes != {name: shape for one in process_group.gather(_shapes(own)) for name, shape in one.items()}:
+        raise ValueError("its weights have other names or shapes")
+    for name in shapes:
+        value, target = process_group.broadcast(whole.get(name)), own.get(name)
+        if _is_split(target):
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        if isinstance(target, torch.Tensor):
+            local_part(target).copy_(local_part(value))
+        elif name in own:
+            own[name] = value
+
+
+def _shapes(values: dict[str, object]) -> dict[str, torch.Size | None]:
+    return {name: getattr(value, "shape", None) for name, value in values.items()}
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +108,3 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_split(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")  # DTensor, whose module differs between releases
-
-
-def _reason(error: dcp.api.CheckpointException) -> str:
-    return reason(next(iter(error.failures.values()))[0])

@@ -183,12 +183,12 @@ def largest(value: float, device: torch.device) -> float:
     return number.item()
 
 
-def broadcast(value: object) -> object:
-    """Return rank 0's `value` on every rank; it must be picklable."""
+def broadcast(value: object, source: int = 0) -> object:
+    """Return the `value` of rank `source` on every rank; it must be picklable."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=source)
     return values[0]
 
 
