@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 
 OF_THE_STAGES = """
 --batch-size --batch-size-per-gpu --checkpoint-dir --checkpoint-minutes --data-dir --dataset --debug
---dry-run --epochs --gamma --keep-best --keep-checkpoints --loader --lr --lr-scale --lr-warmup-images
+--dry-run --epochs --gamma --keep-best --loader --lr --lr-scale --lr-warmup-images
 --no-cuda --num-workers --patience --precision --recipe --results-dir --resume --save-model --seed --stop-at
 --test-batch-size --test-size --timeout --train-size --width
 """

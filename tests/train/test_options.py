@@ -106,16 +106,17 @@ def test_all_ranks_end_together_and_patience_counts_over_a_resume(script: Script
 
 
 def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script, tmp_path: Path) -> None:
-    """In a job, whose checkpoints are removed when they are no longer needed."""
+    """The checkpoints in a job's own folder are removed when they are no longer needed."""
     folder = tmp_path / "checkpoints"
     place = ("--results-dir", tmp_path, "--checkpoint-dir", folder, "--resume", "auto", "--epochs", 3)
     ended = [("accuracy 1.0 reached", 1)]
-    for limits, recorded, kept in (
-        (("--stop-at", 1, "--keep-checkpoints"), ended, True),
-        (("--stop-at", 1, "--keep-checkpoints"), ended, True),
-        (("--stop-at", 100), [("", 1), ("", 2), ("", 3)], False),
+    own_job = {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    for limit, recorded, job, kept in (
+        (1, ended, {}, True),
+        (1, ended, {}, True),
+        (100, [("", 1), ("", 2), ("", 3)], own_job, False),
     ):
-        succeeded(script("single", *SMALL, *place, *limits, env={"TRAINKIT_JOB_DIR": str(tmp_path)}))
+        succeeded(script("single", *SMALL, *place, "--stop-at", limit, env=job))
         assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
         assert folder.exists() == kept
 

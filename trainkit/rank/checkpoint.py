@@ -145,9 +145,9 @@ class Checkpoints:
 
         `ended`: the run has ended before its last epoch.
         """
-        keep = self._options.keep_checkpoints or (self.epochs() and not ended)
         job = job_folder.here()
-        if keep or not process_group.is_rank_0() or not self._folder or not job:
+        over = ended or not self.epochs()
+        if not (over and self._folder and job and process_group.is_rank_0()):
             return
         if self._folder.resolve().is_relative_to(job.resolve()):
             with suppress(OSError):  # the run went well

@@ -175,9 +175,6 @@ class Options:
         "stop and go on", "never", ("never", "auto"), None,
         "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
     )
-    keep_checkpoints: bool = _option(
-        "stop and go on", False, None, None, "in a job: keep the checkpoints of a run that ended well"
-    )
 
     results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
     save_model: bool = _option(
