@@ -4,7 +4,6 @@ There need not be a GPU: what PyTorch, the driver and Slurm would tell is plante
 """
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from checkout import Checkout
 from conftest import ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 
-from trainkit.runtime import debugging, device, process_group
+from trainkit.runtime import device, process_group
 from trainkit.runtime.errors import UserError
 from trainkit.runtime.place import Place
 
@@ -34,26 +33,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: number > 0)
 
     return plant
-
-
-def test_debug_writes_what_filled_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    observers, recorded = [], []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: recorded.append(how))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("a snapshot"))
-    monkeypatch.setattr(debugging, "device_name", str)
-    debugging.introduce(tmp_path, 3, torch.device("cuda", 0), lambda told: [told])
-    (full,) = observers
-    assert recorded and not list(tmp_path.iterdir())
-    full(0, 2**30, 2**30, 0)
-    path = tmp_path / "memory-rank-3.pickle"
-    assert path.read_text() == "a snapshot"
-    assert f"open {path} at https://pytorch.org/memory_viz" in capsys.readouterr().out
-    shutil.rmtree(tmp_path)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(""))
-    full(0, 2**30, 2**30, 0)  # the error that follows tells more
 
 
 # --- never silently on the CPU ----------------------------------------------------------------------

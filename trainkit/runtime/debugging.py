@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.runtime.device import cores, device_name, is_gpu
+from trainkit.runtime.device import cores, device_name
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import explained, replacing
 
@@ -25,7 +25,6 @@ SHOWN = re.compile(
     r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
     r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
 )
-ALLOCATIONS = 100_000  # the last ones, each with its stack
 RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # of gloo; None in older PyTorch
 
 
@@ -80,9 +79,7 @@ def _write_collectives(path: Path, every: float) -> None:
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
-    """Print, on rank 0, where each rank runs, and how it reaches rank 0; watch the memory of a GPU."""
-    if is_gpu(device):
-        _record_memory(folder / f"memory-rank-{rank}.pickle")
+    """Print, on rank 0, where each rank runs, and how it reaches rank 0."""
     own_cores = ",".join(map(str, sorted(cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
@@ -95,18 +92,6 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
         tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
         if len(names) > 1:
             tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")
-
-
-def _record_memory(path: Path) -> None:
-    """Have PyTorch write to `path`, when the memory of the GPU is full, what had allocated it."""
-
-    def write(*_: object) -> None:
-        with suppress(OSError):  # a full disk
-            torch.cuda.memory._dump_snapshot(str(path))
-            tell(f"what filled the memory of the GPU: open {path} at https://pytorch.org/memory_viz")
-
-    torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-    torch._C._cuda_attach_out_of_memory_observer(write)
 
 
 def _interface() -> str:
