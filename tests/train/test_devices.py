@@ -164,26 +164,22 @@ def test_the_gpu_of_a_rank(
 
 
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+# join() sets them.
+RANK_1_OF_2 |= dict.fromkeys(("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"), "1")
 
 
-@pytest.fixture
-def second_rank(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """The store of a rank that sees two GPUs and meets rank 0, on a card of its own."""
+def test_two_ranks_on_one_card_are_refused_before_nccl_is(
+    gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two, which sees two GPUs."""
     store = dist.HashStore()
-    store.set("card of 0", "host 3b:00")
+    store.set("card of 0", "host 5e:00")
     for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):  # join() sets them
-        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(device, "try_gpu", lambda device: None)
     monkeypatch.setattr(process_group, "card", lambda device: "host 5e:00")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
     gpus(2)
-    return store
-
-
-def test_two_ranks_on_one_card_are_refused_before_nccl_is(second_rank: dist.Store) -> None:
-    second_rank.set("card of 0", "host 5e:00")
     with pytest.raises(
         UserError, match=r"rank 1 has the GPU of rank 0.*2 visible GPU.*without --gpu-bind=closest"
     ):

@@ -6,7 +6,8 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -620,24 +621,6 @@ def test_tables_fit_a_terminal(plot: Callable, tmp_path: Path) -> None:
     assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()
 
 
-class Board:
-    """What stands in for TensorBoard's writer: it keeps the numbers."""
-
-    written: list[tuple] = []
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.name
-
-    def __enter__(self) -> "Board":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def add_scalar(self, name: str, value: float, epoch: int) -> None:
-        self.written.append((self.folder, name, value, epoch))
-
-
 def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With metrics of one's own; a file cannot name a place outside of --out."""
     script = str(ROOT / "results" / "to_tensorboard.py")
@@ -647,16 +630,23 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
     other = write_run(tmp_path, "single-2", [300, 400])
     other.write_text(other.read_text().replace("single-2", "../2"))
     main = runpy.run_path(script)["main"]
+    written = []
+
+    @contextmanager
+    def board(folder: Path) -> Iterator[SimpleNamespace]:
+        """In place of TensorBoard's writer: it keeps the numbers."""
+        yield SimpleNamespace(add_scalar=lambda *row: written.append((folder.name, *row)))
+
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path), "--out", str(tmp_path / "board")])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"not installed here .*: pip install -e '.\[tensorboard\]'"):
         main()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=board))
     main()
-    assert {folder for folder, *_ in Board.written} == {"single-1", "___2"}
-    assert [row[1:] for row in Board.written if "1" in row[0] and "images" in row[1]] == [
+    assert {folder for folder, *_ in written} == {"single-1", "___2"}
+    assert [row[1:] for row in written if "1" in row[0] and "images" in row[1]] == [
         ("images_per_s", 100, 1),
         ("images_per_s", 200, 2),
     ]
-    assert ("single-1", "recall/cats", 0.5, 2) in Board.written
-    assert not [row for row in Board.written if row[:2] == ("single-1", "test_loss")]
+    assert ("single-1", "recall/cats", 0.5, 2) in written
+    assert not [row for row in written if row[:2] == ("single-1", "test_loss")]

@@ -330,17 +330,6 @@ def test_samples_that_measured_nothing(made: Callable[..., Path]) -> None:
     assert first_line(folder).startswith("nothing to judge: the samples have neither cores")
 
 
-def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
-    folder = made([STARVED] * 2, facts=FROM_LOADERS)
-    before = waste.judge(folder)
-    with (folder / "n1.csv").open("a") as file:
-        blank = "," * (len(samples.COLUMNS) - 2)
-        for words in ("", "cut,sh", "nan,gpu", "inf,rank", ",node", f"{traces.BEGAN},pet"):
-            file.write(f"{words}{blank}\n")
-        file.write(f"{traces.BEGAN + 30},gpu,3.5{blank[1:]}\n{traces.BEGAN + 30},rank,-1{blank[1:]}\n")
-    assert waste.judge(folder).facts() == before.facts()
-
-
 def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
     assert first_line(folder).startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
