@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkout import make_project
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
@@ -155,10 +155,6 @@ def test_the_core_path_goes_from_one_to_nine() -> None:
     table = text.partition("\n## ")[0]
     assert [steps[step] for step in range(1, 10)] == re.findall(r"exercise `(\w+)`", table)
     assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
-
-
-def test_every_stage_has_its_exercises() -> None:
-    assert {folder.parents[1] for folder in FOLDERS} == {script.parent for script in STAGES.values()}
 
 
 CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "01_clock"

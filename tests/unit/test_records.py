@@ -169,15 +169,6 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
             RunFiles(tmp_path, facts | {column: name})
 
 
-def test_a_verdict_that_is_no_file(tmp_path: Path) -> None:
-    """A pipe would be waited for."""
-    os.mkfifo(records.verdict_file(made(tmp_path, "one")))
-    records.verdict_file(made(tmp_path, "two")).mkdir()
-    _, skipped = comparison.load([tmp_path])
-    assert all(".monitor.json: not read, it is damaged." in sentence for sentence in skipped)
-    assert len(skipped) == 2
-
-
 # --- many runs in one file --------------------------------------------------------------------------
 
 
