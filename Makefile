@@ -59,7 +59,6 @@ bench: $(VENV)/ready
 # What the lessons are made of: diffs and tables that the READMEs quote, the notebook's outputs.
 lessons: $(VENV)/ready
 	@$(RUN) tests/lessons.py
-	@$(RUN) tests/notebook.py
 
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:

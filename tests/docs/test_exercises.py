@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkout import make_project
-from conftest import ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
@@ -157,10 +157,6 @@ def test_the_core_path_goes_from_one_to_nine() -> None:
     assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
 
 
-def test_every_stage_has_its_exercises() -> None:
-    assert {folder.parents[1] for folder in FOLDERS} == {script.parent for script in STAGES.values()}
-
-
 CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "01_clock"
 
 
@@ -254,12 +250,6 @@ def test_a_mistake_on_the_command_line_gets_a_sentence(
         ("clock.py", "def images_per_second(:", "SyntaxError"),
         ("clock.py", "import device\n\n1 / 0", "clock.py ends in line 3 with ZeroDivisionError: division"),
         ("clock.py", "raise ValueError('\\x1b[2J')", r"in line 1 with ValueError: \x1b[2J."),
-        ("clock.py", "raise GeneratorExit", "in line 1 with GeneratorExit."),
-        (
-            "clock.py",
-            "class E(Exception):\n    __str__ = None\nraise E",
-            "ends in line 3 with E.",
-        ),
         ("clock.py", "import os\nos._exit(0)", "ended the check: by an `exit`, or for lack"),
         ("clock.py", "#" * 10**7, "it has more than 1,000,000 bytes"),
         ("clock.py", "", "has no `images_per_second` any more"),
@@ -295,37 +285,31 @@ def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> Non
     clock.solve()
     (clock.mine / "clock.py").unlink()
     assert "mine/clock.py cannot be read (there is no such file): `reset` restores" in clock.check()[1]
-    hints = '{"done": [], "hints": {"clock": %s}}'
-    for damaged in ("{", '{"done": null}', hints % "[]", hints % "Infinity", "[" * 10**5):
-        (clock.exercises / "progress.json").write_text(damaged)
-        done = clock.do()
-        assert done.returncode == 1
-        assert "progress.json cannot be read: remove it" in done.stderr
+    (clock.exercises / "progress.json").write_text("{")
+    done = clock.do()
+    assert done.returncode == 1
+    assert "progress.json cannot be read: remove it" in done.stderr
 
 
-def test_a_rank_that_fails_or_hangs_is_told_of(forking: Forking, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "import torch, torch.distributed as dist\n"
         "from trainkit.workshop import ranks\n"
         "def add(rank, size):\n"
         "    total = torch.tensor(rank); dist.all_reduce(total); return total.item()\n"
-        "def alone(rank, size):\n"
-        "    if rank == 1: add(rank, size)\n"
         "def die(rank, size):\n"
         "    if rank == 1: import os; os._exit(3)\n"
         "def fail(rank, size):\n"
         "    if rank == 1: raise ValueError('no')\n"
         "print(ranks.in_ranks(add, 3))\n"
-        "for wrong in (die, fail, alone):\n"
-        "    if wrong == alone: ranks.TIMEOUT = 5\n"
+        "for wrong in (die, fail):\n"
         "    try: ranks.in_ranks(wrong)\n"
         "    except ranks.Wrong as told: print(told)\n"
     )
     done = forking.run(tmp_path / "ranks.py", env=ENVIRONMENT)
     added, *told = done.stdout.splitlines()
     assert added == "[3, 3, 3]", done.stderr
-    assert told[:2] == ["rank 1 died silently.", "rank 1 ends with ValueError in line 10: no"]
-    assert told[2].startswith("The ranks wait for each other in vain: rank ")
+    assert told == ["rank 1 died silently.", "rank 1 ends with ValueError in line 8: no"]
 
 
 @pytest.mark.full

@@ -3,8 +3,8 @@
 import copy
 import re
 
+import lessons
 import nbformat
-import notebook
 import pytest
 from conftest import REPOSITORY
 from nbformat import NotebookNode
@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 
 @pytest.fixture(scope="module")
 def committed() -> NotebookNode:
-    return nbformat.read(notebook.NOTEBOOK, as_version=4)
+    return nbformat.read(lessons.NOTEBOOK, as_version=4)
 
 
 def shown(cell: NotebookNode) -> list[str]:
@@ -28,18 +28,18 @@ def test_every_cell_runs_and_shows_what_is_committed(
     committed: NotebookNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    now = notebook.executed(copy.deepcopy(committed))
+    now = lessons.executed(copy.deepcopy(committed))
     for before, after in zip(committed.cells, now.cells, strict=True):
         if before.cell_type == "code":
             assert shown(after) or before.source.startswith("def "), before.source
-            if not notebook.is_fresh(before):
-                assert shown(after) == shown(before), "run python tests/notebook.py"
+            if not lessons.is_fresh(before):
+                assert shown(after) == shown(before), "run `make lessons`"
 
 
 def test_nothing_in_it_is_of_one_run_or_one_machine(committed: NotebookNode) -> None:
-    text = notebook.NOTEBOOK.read_text()
-    clean = nbformat.writes(notebook.cleaned(copy.deepcopy(committed)))
-    assert text.rstrip() == clean.rstrip(), "run python tests/notebook.py"
+    text = lessons.NOTEBOOK.read_text()
+    clean = nbformat.writes(lessons.cleaned(copy.deepcopy(committed)))
+    assert text.rstrip() == clean.rstrip(), "run `make lessons`"
     nbformat.validate(committed)
     cells = [cell for cell in committed.cells if cell.cell_type == "code"]
     outputs = "\n".join(text for cell in cells for text in shown(cell))

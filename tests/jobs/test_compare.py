@@ -10,9 +10,7 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
-from trainkit.jobs import plan, sweep
-from trainkit.jobs.site import Site
-from trainkit.rank import options
+from trainkit.jobs import plan
 from trainkit.runtime.errors import UserError
 
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
@@ -73,7 +71,6 @@ def test_without_mnist_and_with_a_failing_stage(checkout: Checkout) -> None:
     ("arguments", "sentence"),
     [
         ("--workers 4000 --no-cuda", "--workers 4000 is more than the"),
-        ("--workers 0", "0 is too small"),
         ("--dry-run", "--dry-run measures nothing"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
         ("--results-dir /proc/nowhere --no-cuda", "cannot be written"),
@@ -111,31 +108,3 @@ def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:
     assert plan.batch_size(2, 99, None) == 100
     with pytest.raises(UserError, match="--train-size 8191 is not one step with batch 4096 on each of 2"):
         plan.batch_size(2, None, 8191)
-
-
-def test_every_row_on_several_gpus_has_its_baseline_on_one(tmp_path: Path) -> None:
-    site = Site({}, *[tmp_path] * 3)
-    compared = sweep.Sweep(tmp_path, (), options.Options(), site, 30, here=False)
-    runs = {run for lists in plan.matrix(4, 1024, 600_000, 3) for run in compared.planned(lists)[0]}
-    assert len(runs) == 36
-    alone = {(run.batch_size, run.repeat) for run in runs if run.stage.name == "single"}
-    scaled = {}
-    for run in runs:
-        assert (run.batch_size, run.repeat) in alone
-        assert run.train_size == 600_000
-        scaled.setdefault(run.stage.name, set()).add((run.shape.gpus, run.batch_size))
-    several = {(2, 1024), (2, 2048), (4, 1024), (4, 4096)}
-    assert scaled == {
-        "single": {(1, 1024), (1, 2048), (1, 4096)},
-        "dp": several,
-        "ddp": {(1, 1024)} | several,
-    }
-
-
-def test_the_time_of_a_run_is_that_of_its_probe() -> None:
-    row = {"warmup": False, "images_per_s": 29_000.0, "eval_seconds": 1.0}
-    steady = [row, row | {"images_per_s": 30_000.0, "eval_seconds": 0.5}]
-    rows = [row | {"warmup": True, "images_per_s": 10_000.0}, *steady]
-    assert plan.probe_of(rows) == plan.Probe(30_000, eval_seconds=0.5)
-    assert plan.probe_of(rows).run_seconds(epochs=4, train_size=90_000) == 13 + 4 * 3.5
-    assert plan.probe_of(rows[:1]).images_per_s == 10_000  # of --epochs 1

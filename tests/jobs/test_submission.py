@@ -125,15 +125,11 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_gpus_are_those_that_pytorch_sees_and_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_those_that_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "GPU_DEVICES", ("null",))  # as good as an AMD GPU's: there is one
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert local.gpus_here() == 2
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an old driver
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(UserError, match=r"PyTorch cannot use the \d+ GPU\(s\)"):
-        local.gpus_here()
 
 
 @pytest.mark.parametrize(
@@ -185,12 +181,6 @@ def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
-def job_of(checkout: Checkout) -> str:
-    """The number of the only job of submit.py, once it is submitted."""
-    (script,) = checkout.folder.rglob("*_submission.sh")
-    return script.name.partition("_")[0]
-
-
 ODD = ["-", "--", "--x", "-rf *", "", " ", "two words", "~", "*", "!x", "#", "é", "=", "a=b", "%j", "%"]
 ODD += ["$HOME", "$(touch pwned)", "`touch pwned`", "; touch pwned", "| cat", "> pwned", "&& ls", "${x}"]
 ODD += ["\\", "\\n", "'", '"', "''", '"$(id)"', "'$(id)'", "new\nline", "\n", "\t", "\r", "\x1b[31mred"]
@@ -234,7 +224,8 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
             "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
         )
     )
-    job = job_of(on_cluster)
+    (script,) = on_cluster.folder.rglob("*_submission.sh")
+    job = script.name.partition("_")[0]
     ranks = facts_in(scratch / job)
     assert len(ranks) == 4
     for rank, facts in enumerate(ranks):
@@ -253,8 +244,8 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     [
         (
             "--partition nowhere",
-            r"did not take the job \(.*invalid partition specified: nowhere.*\): set SBATCH_PARTITION in "
-            "slurm/site.sh.*; --local runs it on this machine",
+            r"did not take the job \((?!.*error: ).*invalid partition specified: nowhere.*\): "
+            "set SBATCH_PARTITION in slurm/site.sh.*; --local runs it on this machine",
         ),
         # One of the two, by what is lacking: Slurm accepts much that it can never start.
         ("--gpus 64", r"(did not take the job .*node configuration|would never start the job \(Part)"),
@@ -452,14 +443,11 @@ def test_patience_with_a_slurm_that_does_not_answer(
     ("stage", "arguments", "sentence"),
     [
         ("ddp", "--gpus 3 --nodes 2", "--gpus 3 does not divide among 2 nodes: the nearest is 2 or 4"),
-        ("ddp", "--gpus 1 --nodes 2", "--gpus 1 does not divide among 2 nodes: the nearest is 2"),
         ("ddp", "--gpus 2 --nodes 2", "no Slurm here .* one node, not 2"),
         ("dp", "--nodes 2", "cannot leave its node: leave out --nodes 2, or use stage 03"),
         ("single", "--gpus 2", "stage single uses 1 GPU, not 2"),
         ("ddp", "--gpus -1", "argument --gpus: -1 is too small"),
         ("ddp", "--time soon", "argument --time: 'soon' is neither HH:MM:SS nor a number of minutes"),
-        ("ddp", "--time 0", "argument --time: '0' is neither HH:MM:SS nor a number of minutes"),
-        ("ddp", "--partition", "argument --partition: expected one argument"),
         ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
         ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
@@ -469,7 +457,6 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
         ("ddp", "--script README.md", "README.md does not end in .py"),
-        ("ddp", "--gpus 3 --script mnist_ddp.py", "--batch-size 64 does not divide among 3 processes"),
         ("ddp", "--plain nowhere.py --gpus 3", "there is no script nowhere.py, here or in "),
         ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain scripts: .* after its name"),
         ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain scripts"),

@@ -1,12 +1,12 @@
-"""DataParallel with two replicas, on the CPU: tests/replicas.py has what PyTorch has for GPUs only."""
+"""DataParallel with two replicas, on the CPU: tests/around.py has what PyTorch has for GPUs only."""
 
 import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import around
 import pytest
-import replicas
 import torch
 import torch.nn.functional as F
 from checkout import Checkout
@@ -25,7 +25,7 @@ LABELS = torch.arange(12) % 10
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Net, nn.DataParallel]:
     """A network, and one of equal weights with two replicas."""
-    replicas.pretend(2, monkeypatch.setattr)
+    around.pretend(2, monkeypatch.setattr)
     torch.manual_seed(1)
     plain = Net().to(memory_format=torch.channels_last)
     return plain, nn.DataParallel(copy.deepcopy(plain))
@@ -109,9 +109,7 @@ def test_replicas_evaluate_as_one(two: tuple, images: torch.Tensor) -> None:
 def test_the_stage_trains_with_two_replicas(
     recipe: str, precision: str, script: Callable, tmp_path: Path, checkout: Checkout
 ) -> None:
-    planted = (
-        f"sys.path.append({str(Path(__file__).parents[1])!r}); import replicas; gpus = replicas.pretend(2)"
-    )
+    planted = f"sys.path.append({str(Path(__file__).parents[1])!r}); import around; gpus = around.pretend(2)"
     checkout.insert("dp", planted, before="if gpus > 1:")
     small = ("--epochs", 2, "--train-size", 960, "--test-size", 301, "--width", 8)
     chosen = ("--recipe", recipe, "--precision", precision, "--results-dir", tmp_path)

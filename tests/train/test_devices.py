@@ -5,7 +5,7 @@ There need not be a GPU: what PyTorch, the driver and Slurm would tell is plante
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,26 +143,22 @@ def test_the_gpu_of_a_rank(
 
 
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+# join() sets them.
+RANK_1_OF_2 |= dict.fromkeys(("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"), "1")
 
 
-@pytest.fixture
-def second_rank(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """The store of a rank that sees two GPUs and meets rank 0, on a card of its own."""
+def test_two_ranks_on_one_card_are_refused_before_nccl_is(
+    gpus: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two, which sees two GPUs."""
     store = dist.HashStore()
-    store.set("card of 0", "host 3b:00")
+    store.set("card of 0", "host 5e:00")
     for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):  # join() sets them
-        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(device, "try_gpu", lambda device: None)
     monkeypatch.setattr(process_group, "card", lambda device: "host 5e:00")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
     gpus(2)
-    return store
-
-
-def test_two_ranks_on_one_card_are_refused_before_nccl_is(second_rank: dist.Store) -> None:
-    second_rank.set("card of 0", "host 5e:00")
     with pytest.raises(
         UserError, match=r"rank 1 has the GPU of rank 0.*2 visible GPU.*without --gpu-bind=closest"
     ):
@@ -185,23 +181,19 @@ def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
     assert [generator.initial_seed() for generator in generators] == [7, 8, 9]
 
 
-@pytest.fixture
-def own() -> Iterator[set[int]]:
-    """The cores of this process, with a thread on each."""
-    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(len(cores))
-    yield cores
-    torch.set_num_threads(before)
-
-
-def test_cores_are_shared_with_the_ranks_of_this_host_only(own: set[int]) -> None:
+def test_cores_are_shared_with_the_ranks_of_this_host_only() -> None:
+    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
     elsewhere = ("another boot", own)
-    device.limit_threads([device.cores(), elsewhere, elsewhere])
-    assert torch.get_num_threads() == len(own)
-    device.limit_threads([device.cores(), device.cores(), elsewhere])
-    assert torch.get_num_threads() == max(1, len(own) // 2)
-    device.limit_threads([device.cores()])  # it is lowered, and never raised
-    assert torch.get_num_threads() == max(1, len(own) // 2)
+    try:
+        torch.set_num_threads(len(own))
+        device.limit_threads([device.cores(), elsewhere, elsewhere])
+        assert torch.get_num_threads() == len(own)
+        device.limit_threads([device.cores(), device.cores(), elsewhere])
+        assert torch.get_num_threads() == max(1, len(own) // 2)
+        device.limit_threads([device.cores()])  # it is lowered, and never raised
+        assert torch.get_num_threads() == max(1, len(own) // 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_process_with_more_threads_than_cores(tmp_path: Path, checkout: Checkout, script: Script) -> None:
@@ -212,14 +204,11 @@ def test_one_process_with_more_threads_than_cores(tmp_path: Path, checkout: Chec
     assert [row["threads_per_worker"] for row in rows_of(tmp_path)] == [1]
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_every_rank_takes_its_own_slice_of_a_card(
-    launcher: str, gpus: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_takes_its_own_slice_of_a_card(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm lists the slices of all ranks, and CUDA would show the first one to each."""
     monkeypatch.setattr(device, "try_gpu", lambda device: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     gpus(1)
-    here = Place(rank=1, local_rank=1, size=2, local_size=2, launcher=launcher)
+    here = Place(rank=1, local_rank=1, size=2, local_size=2, launcher="srun")
     assert device.choose_device(here, use_cuda=True) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

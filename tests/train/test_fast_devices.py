@@ -4,7 +4,6 @@ As far as a machine without a GPU shows it; test_gpu.py has the rest.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,30 +57,19 @@ def test_evaluation_batches_fit_the_device(
 
 # --- no step makes the CPU wait; the clock, meetings and the end of an epoch are meant to -------------
 
-Waits = Callable[[Path, str, int], str]
 CHOSEN = ("--width", 4, "--batch-size", 8, "--test-batch-size", 10, "--epochs", 1, "--precision", "fp32")
-
-
-@pytest.fixture
-def waits(script: Script, tmp_path: Path) -> Waits:
-    """Return what a run records of its waits."""
-
-    def count(stage: Path, recipe: str, steps: int) -> str:
-        sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)
-        done = script(
-            AROUND, "count-waits", stage, *CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith("waits: ["))
-        return line
-
-    return count
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("recipe", ["classic", "fast"])
-def test_more_steps_wait_no_more_often(recipe: str, waits: Waits) -> None:
-    few, many = (waits(STAGES["single"], recipe, steps) for steps in (5, 25))
+def test_more_steps_wait_no_more_often(recipe: str, script: Script, tmp_path: Path) -> None:
+    waits = []
+    for steps in (5, 25):
+        sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)
+        told = (*CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path)
+        done = succeeded(script(AROUND, "count-waits", STAGES["single"], *told))
+        waits += [line for line in done.stdout.splitlines() if line.startswith("waits: [")]
+    few, many = waits
     assert few == many != "waits: []"
 
 

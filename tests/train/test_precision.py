@@ -99,18 +99,11 @@ def test_auto_chooses_from_what_the_device_has(
 
 
 class Watched(nn.Sequential):
-    """A network that records what it is asked to do."""
+    """A network that records what it and its copies are asked to do."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 2), nn.Dropout(0.5))
-        self.precision, self.seen = "fp32", []
-
-    def __deepcopy__(self, memo: dict) -> "Watched":
-        """With the same list."""
-        twin = Watched()
-        twin.load_state_dict(self.state_dict())
-        twin.seen = self.seen
-        return twin
+        self.precision, Watched.seen = "fp32", []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append((self.precision, len(x), self.training, tuple(self[0].weight.flatten().tolist())))

@@ -113,17 +113,11 @@ def test_the_verdict_on_a_real_gpu(name: str) -> None:
     assert found == [kind_and_grade] * ("no waste" not in words)
 
 
-def test_every_trace_is_judged_is_small_and_says_what_it_is() -> None:
-    there = {folder.name: folder for folder in [*traces.recorded(), *TRACES.glob("gpu_*")]}
-    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | there.keys()
-    assert {*traces.COMMITTED} == traces.WRITTEN.keys() & there.keys()
-    told = (TRACES / "README.md").read_text()
-    for name, folder in there.items():
-        assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 60_000
-        assert f"`{name}`" in told
-        if name in traces.WRITTEN:
-            gpus = {row["name"] for row in samples.read(folder) if row["what"] == samples.GPU}
-            assert gpus == {traces.NAME} and traces.NAME.startswith("imaginary")
+def test_every_trace_is_judged_and_told_of() -> None:
+    there = {folder.name for folder in [*traces.recorded(), *TRACES.glob("gpu_*")]}
+    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | there
+    assert {*traces.COMMITTED} == traces.WRITTEN.keys() & there
+    assert all(f"`{name}`" in (TRACES / "README.md").read_text() for name in there)
 
 
 def test_a_written_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> None:
@@ -328,17 +322,6 @@ def test_samples_that_measured_nothing(made: Callable[..., Path]) -> None:
     folder = made([FULL] * 2, record=False)
     change(folder, lambda row: row | dict.fromkeys(waste.MEASURED, ""))
     assert first_line(folder).startswith("nothing to judge: the samples have neither cores")
-
-
-def test_lines_that_nobody_wrote(made: Callable[..., Path]) -> None:
-    folder = made([STARVED] * 2, facts=FROM_LOADERS)
-    before = waste.judge(folder)
-    with (folder / "n1.csv").open("a") as file:
-        blank = "," * (len(samples.COLUMNS) - 2)
-        for words in ("", "cut,sh", "nan,gpu", "inf,rank", ",node", f"{traces.BEGAN},pet"):
-            file.write(f"{words}{blank}\n")
-        file.write(f"{traces.BEGAN + 30},gpu,3.5{blank[1:]}\n{traces.BEGAN + 30},rank,-1{blank[1:]}\n")
-    assert waste.judge(folder).facts() == before.facts()
 
 
 def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
