@@ -152,9 +152,9 @@ def test_what_is_told_commands_no_terminal(capsys: pytest.CaptureFixture) -> Non
 
 
 def forge(state: dict, data: st.DataObject) -> dict:
-    """Replace something in a state by anything."""
+    """Replace something in a state by anything, but not within its optimizer or schedule."""
     forged = inner = copy.deepcopy(state)
-    name = data.draw(st.sampled_from(sorted(inner)))
+    name = data.draw(st.sampled_from(sorted(inner.keys() - {"optimizer", "schedule"})))
     while isinstance(inner[name], dict | list) and inner[name] and data.draw(st.booleans()):
         inner = inner[name]
         names = sorted(inner, key=str) if isinstance(inner, dict) else range(len(inner))
@@ -169,31 +169,10 @@ def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
     in_one_line(lambda: resume(tmp_path, forge(state, data)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("version", 99), ("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})],
-)
-def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: object) -> None:
-    forged = state | {name: state[name] | value if isinstance(value, dict) else value}
+@pytest.mark.parametrize(("name", "value"), [("version", 99), ("epoch", -5), ("epoch", 2.7)])
+def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: float) -> None:
     with pytest.raises(UserError, match="does not fit this training"):
-        resume(tmp_path, forged)
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"step": 5},
-        {"optimizer": None},
-        {"_last_lr": 0.1},
-        {"base_lrs": ["a"]},
-        {"_step_count": torch.ones(2)},
-        {"last_epoch": 10**400},
-    ],
-)
-def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
-    state["schedule"]["_schedulers"][1] |= forged
-    with pytest.raises(UserError, match=next(iter(forged))):
-        resume(tmp_path, state)
+        resume(tmp_path, state | {name: value})
 
 
 def test_a_learning_rate_that_no_training_has(state: dict, tmp_path: Path) -> None:
@@ -240,6 +219,10 @@ def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, 
         (lambda state: state["record"]["rows"][0].update(train_loss=math.nan), "column train_loss"),
         (lambda state: state["record"]["rows"][0].update(devices=10**7), "column devices"),
         (lambda state: state["optimizer"]["param_groups"][0].update(eps="small"), "eps is not a number that"),
+        (
+            lambda state: state["optimizer"]["param_groups"][0].pop("betas"),
+            "another optimizer, without betas",
+        ),
         (lambda state: state["record"].update(elapsed_s=10**400), "not a number of 0 to"),
         (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"shape \(3,\)"),
         (lambda state: state.pop("model"), "model"),
