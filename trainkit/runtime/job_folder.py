@@ -68,13 +68,6 @@ def read(note: Path) -> str:
     return ""
 
 
-def first_failed(folder: Path) -> Path | None:
-    """Return the note of the rank that failed first."""
-    first = folder / "first-failed"
-    failed = notes(folder, "failed")  # some file systems have no links
-    return first.resolve() if first.exists() else next(iter(failed.values()), None)
-
-
 def note_stop(checkpoints: Path) -> None:
     """In a job, leave a note that the run has saved in `checkpoints` and stopped after a signal.
 
