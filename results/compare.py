@@ -133,10 +133,10 @@ def _probe(compared: sweep.Sweep, batch: int) -> plan.Probe:
     # A separate folder: it chooses its own precision, and does not enter the comparison.
     alone = replace(compared, folder=compared.folder / "probe")
     (run,) = alone.planned(sweep.Grid((STAGES["single"],), (1,), (batch,)))[0]
-    if not alone.finished():
+    if not alone.finished(run.name):
         tell("first a run on one GPU, to choose the length of an epoch by")
         sweep.finish(alone, [run], 1, compared.folder)
-    if not (csvs := alone.finished()):
+    if not (csvs := alone.finished(run.name)):
         raise UserError(
             f"the run on one GPU with batch {batch} failed, as reported above: fix that, or give a smaller "
             f"--batch-size, then the same command again, with --out {compared.folder}."

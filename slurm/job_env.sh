@@ -37,7 +37,7 @@ mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 # Newer Slurm (seen: 24.11) starts a preempted job once more after it has come back by itself, and ended.
 if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
-    echo "this job has ended well before, and does nothing more: to train again, submit it again"
+    echo "this job has already ended, without an error, and does nothing more: to train again, submit it again"
     exit
 fi
 rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}

@@ -130,9 +130,7 @@ def write(folder: Path, written: Written) -> None:
         for second in range(int(START + written.epochs * (written.train + EVALUATE)) + 2):
             moment = {"time": BEGAN + second * samples.PERIOD}  # and the row tells of the second before
             rows += [moment | row for row in _rows(written, place, second - 0.5 - START, chance, energy)]
-        writer = samples.Writer(folder, node)
-        writer.add(rows)
-        writer.close()
+        samples.Writer(folder, node).add(rows)
     _record(folder, written, nodes)
 
 

@@ -354,7 +354,6 @@ def test_a_disk_may_be_full_only_when_it_is_written_through(
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError) if is_an_error else nullcontext():
         writer.add([{"time": 1, "what": samples.NODE}])
-    writer.close()
 
 
 # --- GPUs -------------------------------------------------------------------------------------------

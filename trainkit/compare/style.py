@@ -19,9 +19,7 @@ plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
 
 Look = dict[str, object]  # keywords of matplotlib's artists
 # The palette of Okabe and Ito, made for all kinds of colour vision.
-BLUE, VERMILION, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
-COLOURS = (BLUE, VERMILION, GREEN, PINK, BLACK, ORANGE, SKY)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 # Colour and hatch of the bars of each stage, and of a user's own training.
 STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}

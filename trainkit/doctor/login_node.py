@@ -1,7 +1,4 @@
-"""The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders.
-
-It needs only the standard library.
-"""
+"""The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders."""
 
 import os
 import shlex

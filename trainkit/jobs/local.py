@@ -1,8 +1,4 @@
-"""The processes of a job: what submitit calls in each of them, and starting them on this machine.
-
-`start` starts all trainings here without Slurm: those of submit.py, sweeps, `make compare` and the
-benchmarks.
-"""
+"""The processes of a job: what submitit calls in each of them, and starting them on this machine."""
 
 import os
 import runpy

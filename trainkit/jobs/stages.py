@@ -1,7 +1,4 @@
-"""The stages: where they are, what they run on, and the shape of their jobs.
-
-It needs only the standard library.
-"""
+"""The stages: where they are, what they run on, and the shape of their jobs."""
 
 import re
 from dataclasses import dataclass, replace

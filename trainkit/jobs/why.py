@@ -55,8 +55,9 @@ class Evidence:
 
     def _noted_by_a_rank(self) -> str:
         """Return the note of the rank that failed first; "" on a full disk, where there is none."""
-        notes = (job_folder.first_failed(self._folder), *job_folder.notes(self._folder, "failed").values())
-        lines = (line for note in notes if note for line in job_folder.read(note).splitlines())
+        failed = job_folder.notes(self._folder, "failed").values()  # some file systems have no links
+        notes = (self._folder / "first-failed", *failed)
+        lines = (line for note in notes for line in job_folder.read(note).splitlines())
         return next(filter(None, lines), "")[:LONGEST]
 
     def _deaths(self) -> Iterator[str | None]:

@@ -6,6 +6,7 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `preempted`, `ended-after-preemption` | notes of slurm/job_env.sh to itself, for its next start |
 | `checkpoints`, `monitor` | the files of rank/checkpoint.py; the samples (schema/samples.py) |
 | `plain` | the job's script does not use the kit (runtime/plain.py); it may write `stopped` itself |
 
@@ -66,13 +67,6 @@ def read(note: Path) -> str:
             with note.open(errors="replace") as file:
                 return file.read(LONGEST_NOTE).strip()
     return ""
-
-
-def first_failed(folder: Path) -> Path | None:
-    """Return the note of the rank that failed first."""
-    first = folder / "first-failed"
-    failed = notes(folder, "failed")  # some file systems have no links
-    return first.resolve() if first.exists() else next(iter(failed.values()), None)
 
 
 def note_stop(checkpoints: Path) -> None:

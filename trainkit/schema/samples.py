@@ -20,7 +20,6 @@ from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
 FOLDER, RUNS, NOTES, ASKED, PERIOD = "monitor", "runs", "notes", "asked", 1.0  # the period in seconds
-LATEST = 2**33  # s since 1970: no sample is from the 23rd century
 # What a row describes.
 NODE, GPU, RANK = "node", "gpu", "rank"
 # Column -> the kinds of rows that have it. An empty cell: the value cannot be read here.
@@ -80,10 +79,6 @@ class Writer:
         )
         self._put(text.getvalue().encode())
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-
     def _put(self, text: bytes) -> None:
         while text:  # a nearly full disk takes a part, and refuses the rest
             text = text[self._file.write(text) :]
@@ -121,7 +116,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                         if every > 1 and float(cells[time]) % every >= 1:
                             continue
                         row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
-                        if 0 <= row["time"] < LATEST:  # NaN cannot be ordered
+                        if row["time"] >= 0:  # NaN cannot be ordered
                             rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
             raise UserError(
