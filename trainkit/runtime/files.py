@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and folders that are checked before any work is done."""
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     fails, `path` keeps its old content.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written, or is a device or a pipe: root could replace /dev/null.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     # A name that is not UTF-8 must not end a run.
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
