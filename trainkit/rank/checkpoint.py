@@ -29,6 +29,7 @@ from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import job_folder, process_group
+from trainkit.runtime.command_line import LARGEST
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, replacing
@@ -199,7 +200,8 @@ class Checkpoints:
             if self._sharded:
                 before = self._optimizer.state_dict()["param_groups"]
                 self._sharded.load_state_dict(state)
-                _check_optimizer(self._optimizer, before)
+                for own, group in zip(before, self._optimizer.param_groups, strict=True):
+                    _check_group(own, group)
             if self._each_rank:
                 self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
@@ -280,9 +282,12 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
             if not isinstance(state, dict) or "version" not in state:
                 raise ValueError("it has no version")
         except Exception as error:  # PyTorch raises many kinds for a damaged file
-            tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
+            if not unreadable:
+                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
             unreadable.append(path)
             continue
+        if unreadable[1:]:
+            tell(f"warning: nor can {len(unreadable) - 1} more checkpoints in {folder}", sys.stderr)
         for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
         return path, state
@@ -314,42 +319,78 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     """Load into each of `parts` what `state` has under its name.
 
     Raises:
-        ValueError: if an optimizer gets what it would fail with in a later step. For other things that do not
-            fit, PyTorch also raises other errors.
+        ValueError: if an optimizer or a schedule gets what it would fail with in a later step. For other
+            things that do not fit, PyTorch also raises other errors.
     """
     for name, part in parts.items():
-        if isinstance(part, torch.optim.Optimizer):
-            before = part.state_dict()["param_groups"]
-            part.load_state_dict(state[name])
-            _check_optimizer(part, before)
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            _check_schedule(part, state[name])
+        is_optimizer = isinstance(part, torch.optim.Optimizer)
+        before = part.state_dict()["param_groups"] if is_optimizer else []
+        part.load_state_dict(state[name])
+        if is_optimizer:
+            for own, group in zip(before, part.param_groups, strict=True):
+                _check_group(own, group)
+                if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
+                    _check_kept(group, part.state)
+
+
+def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
+    """Raise a ValueError if a loaded group of parameters has other numbers and switches than one may have."""
+    # The checkpoint may come from another stage.
+    group.update({name: own[name] for name in KERNELS if name in own})
+    _check_numbers(own, group)
+    for key, value in own.items():
+        if isinstance(value, bool) and group.get(key, value) is not value:
+            raise ValueError(f"its {key} is {group[key]}")
+
+
+def _check_kept(group: dict[str, object], state: dict) -> None:
+    """Raise a ValueError if an optimizer of PyTorch could not use what it kept of a group's parameters."""
+    names: dict[int, set[str]] = {}  # Adafactor keeps others of a vector than of a matrix
+    for parameter in group["params"]:
+        kept = state.get(parameter, {})
+        if not kept.keys():
+            continue
+        if names.setdefault(parameter.ndim, {*kept.keys()}) != kept.keys():
+            raise ValueError(f"it kept {', '.join(kept)} of a parameter, and of others not")
+        for key, value in kept.items():
+            if key in OF_ITS_SHAPE and (value is not None or key != "momentum_buffer"):
+                shape = tuple(getattr(value, "shape", [None]))
+                if shape != parameter.shape:
+                    raise ValueError(f"its {key} has the shape {shape}")
+            if key == "step" and not isinstance(value, int | float | torch.Tensor):
+                raise ValueError("its step is not a number")
+
+
+def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, object]) -> None:
+    """Raise a ValueError for what it would fail with in a later step: it takes all of `saved` unchecked."""
+    own = schedule.state_dict()
+    _check_numbers(own, saved)
+    for key in saved.keys() - own.keys():
+        if key == "optimizer" or callable(getattr(type(schedule), key, None)):
+            raise ValueError(f"its schedule has a {key}")
+    parts = getattr(schedule, "_schedulers", [])
+    for part, of_part in zip(parts, saved["_schedulers"] if parts else [], strict=True):
+        _check_schedule(part, of_part)
+
+
+def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
+    """Raise a ValueError if a number is replaced by something else, or no learning rate is left."""
+    for key in own.keys() & saved.keys() - {"params"}:
+        numbers, given = own[key], saved[key]
+        if isinstance(numbers, list | tuple):
+            if not isinstance(given, list | tuple) or len(given) != len(numbers):
+                raise ValueError(f"its {key} does not have {len(numbers)} values")
         else:
-            part.load_state_dict(state[name])
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, before: list[dict[str, object]]) -> None:
-    """Raise a ValueError if it has loaded the state of another one, which PyTorch does not check.
-
-    `before`: its groups of parameters without that state.
-    """
-    for own, group in zip(before, optimizer.param_groups, strict=True):
-        # The checkpoint may come from another stage.
-        group.update({name: own[name] for name in KERNELS if name in own})
-        if missing := optimizer.defaults.keys() - group.keys():
-            raise ValueError(f"it is of another optimizer, without {min(missing)}")
-        for key, value in own.items():
-            given = group.get(key, value)
-            if isinstance(value, bool) and given is not value:
-                raise ValueError(f"its {key} is {given}")
-            if type(value) in (int, float) and not isinstance(given, int | float | torch.Tensor):
+            numbers, given = [numbers], [given]
+        for number, one in zip(numbers, given, strict=True):
+            if type(number) not in (int, float) or getattr(one, "shape", None) == ():
+                continue  # no number, or a tensor that is one
+            if not isinstance(one, int | float) or LARGEST < abs(one) < math.inf:
                 raise ValueError(f"its {key} is not a number that a training has")
-        if not 0 <= float(group.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
-            raise ValueError(f"its learning rate is {group['lr']}")
-        if type(optimizer).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
-            for parameter in group["params"]:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    shape = getattr(value, "shape", parameter.shape)
-                    if key in OF_ITS_SHAPE and shape != parameter.shape:
-                        raise ValueError(f"its {key} has the shape {tuple(shape)}")
+    if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
+        raise ValueError(f"its learning rate is {saved['lr']}")
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

@@ -51,8 +51,20 @@ class Best:
         return {"epoch": self.epoch, "loss": self.loss, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        self.epoch, self.loss = state.get("epoch", 0), state["loss"]  # an earlier gpt.py kept the loss only
-        self.weights = state.get("weights", {}) if process_group.is_rank_0() else {}
+        epoch, loss = int(state.get("epoch", 0)), float(state["loss"])  # an earlier gpt.py kept the loss only
+        weights = state.get("weights", {})
+        own, kept = (
+            {name: one.shape for name, one in part.items()} for part in (self._model.state_dict(), weights)
+        )
+        if kept and kept != own and not self._sharded:
+            raise ValueError("its best weights are of another network")
+        trained = dict(self._model.named_parameters())  # a buffer may hold inf on purpose, as a mask
+        if not all(one.isfinite().all() for name, one in weights.items() if name in trained):
+            raise ValueError("its best weights are no longer numbers")
+        if not self._path and bool(kept) != math.isfinite(loss):
+            raise ValueError("its best weights and their loss do not fit together")
+        self.epoch, self.loss = epoch, loss
+        self.weights = weights if process_group.is_rank_0() else {}
 
 
 def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give another folder.") -> None:
