@@ -170,6 +170,33 @@ def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
     in_one_line(lambda: resume(tmp_path, forge(state, data)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("version", 99), ("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})],
+)
+def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: object) -> None:
+    forged = state | {name: state[name] | value if isinstance(value, dict) else value}
+    with pytest.raises(UserError, match="does not fit this training"):
+        resume(tmp_path, forged)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"step": 5},
+        {"optimizer": None},
+        {"_last_lr": 0.1},
+        {"base_lrs": ["a"]},
+        {"_step_count": torch.ones(2)},
+        {"last_epoch": 10**400},
+    ],
+)
+def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
+    state["schedule"]["_schedulers"][1] |= forged
+    with pytest.raises(UserError, match=next(iter(forged))):
+        resume(tmp_path, state)
+
+
 def recorder(folder: Path) -> tuple[Recorder, dict[str, object]]:
     """A training with another loop, and the parts of it that are saved."""
     model = torch.nn.Linear(2, 2)
@@ -209,6 +236,10 @@ def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, 
         (lambda state: state["record"]["rows"][0].update(devices=10**7), "column devices"),
         (lambda state: state["optimizer"]["param_groups"][0].update(eps="small"), "eps is not a number that"),
         (lambda state: state["optimizer"]["param_groups"][0].update(lr=-1.0), "its learning rate is -1.0"),
+        (
+            lambda state: state["optimizer"]["param_groups"][0].pop("betas"),
+            "another optimizer, without betas",
+        ),
         (lambda state: state["record"].update(elapsed_s=10**400), "not a number of 0 to"),
         (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"shape \(3,\)"),
         (lambda state: state.pop("model"), "model"),

@@ -330,6 +330,8 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
         part.load_state_dict(state[name])
         if is_optimizer:
             for own, group in zip(before, part.param_groups, strict=True):
+                if missing := part.defaults.keys() - group.keys():
+                    raise ValueError(f"it is of another optimizer, without {min(missing)}")
                 _check_group(own, group)
                 if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
                     _check_kept(group, part.state)
