@@ -1,4 +1,7 @@
-"""The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders."""
+"""The doctor's checks on the login node: the site file, Slurm, the job's environment, data and folders.
+
+It needs only the standard library.
+"""
 
 import os
 import shlex

@@ -1,4 +1,8 @@
-"""The processes of a job: what submitit calls in each of them, and starting them on this machine."""
+"""The processes of a job: what submitit calls in each of them, and starting them on this machine.
+
+`start` starts all trainings here without Slurm: those of submit.py, sweeps, `make compare` and the
+benchmarks.
+"""
 
 import os
 import runpy

@@ -1,4 +1,7 @@
-"""The stages: where they are, what they run on, and the shape of their jobs."""
+"""The stages: where they are, what they run on, and the shape of their jobs.
+
+It needs only the standard library.
+"""
 
 import re
 from dataclasses import dataclass, replace

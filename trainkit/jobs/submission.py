@@ -3,6 +3,8 @@
 submitit writes the batch script, calls sbatch and, on the nodes, calls `Rank` in every process. The
 script sources slurm/job_env.sh, as the job scripts of the stages do, so both have the same site file,
 environment, meeting point, return to the queue and explanation of a failure.
+
+PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
 """
 
 import argparse

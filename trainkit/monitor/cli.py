@@ -68,7 +68,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _find_samples(job: str) -> Path:
-    """Return the folder of a job's samples, by its number or folder; raise a UserError if there is none."""
+    """Return the folder of a job's samples, by the number or the folder of the job.
+
+    Raises:
+        UserError: if there is none.
+    """
     folder, jobs_dir = Path(job), read_site().jobs_dir
     if job.isdigit() and not folder.is_dir():
         # Otherwise submit.py started it without Slurm. Process numbers are reused.
@@ -92,7 +96,11 @@ def _find_samples(job: str) -> Path:
 
 
 def _run(command: list[str]) -> int:
-    """Run the command as a separate job, and sample it; return its exit code."""
+    """Run the command as a separate job, and sample it; return its exit code.
+
+    Raises:
+        UserError: if there is no such command, or the samples cannot be written.
+    """
     from trainkit.monitor import collector
 
     job = read_site().jobs_dir / local.new_name("monitored")

@@ -1,5 +1,11 @@
 """The verdict on a job's samples: what it wastes of what it asked for, the worst first, each with its remedy.
 
+After that comes what is not waste, but could be faster.
+
+verdict = judge(folder)  # the folder `monitor` of a job
+print(*verdict.lines("job 12"), sep="\n")
+keep(folder, verdict)
+
 The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait.
 """
 

@@ -125,6 +125,8 @@ class UnpaddedTestSampler(RankSampler):
     So the ranks can exchange data in each step. A rank with fewer samples than steps takes one per step.
     """
 
+    __test__ = False  # its name looks like a test case to pytest
+
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
         self.step_size, self.largest = batch_size, -(-size // world_size)
@@ -217,7 +219,11 @@ class WorkerBatches(Batches):
             order.first_step = 0
 
     def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Start a new pass of the loader; the first starts its processes, or raises a UserError."""
+        """Start a new pass of the loader; the first pass starts its processes.
+
+        Raises:
+            UserError: if they cannot be started.
+        """
         # Slurm signals every process of a job, but the training process decides when to stop. The workers
         # inherit the blocked signals and never see them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
