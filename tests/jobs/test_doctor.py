@@ -109,13 +109,6 @@ def test_the_most_gpus_of_a_node(gres: str, gpus: int, fake: Callable) -> None:
     assert slurm.most_gpus() == gpus
 
 
-def test_a_gpus_share_of_a_node(fake: Callable) -> None:
-    """The least of any node with GPUs; no proposal where Slurm tells nothing."""
-    assert slurm.share_of_gpu() == (0, 0)
-    fake("sinfo", "echo 'gpu:a100:4(S:0-1)|64|515000'; echo 'gpu:2|16|1031000'; echo '(null)|128|257000'")
-    assert slurm.share_of_gpu("gpu") == (8, 125)
-
-
 def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
     assert slurm.ask("sinfo").returncode == 127
     assert (slurm.most_gpus(), slurm.default_partition()) == (0, None)
@@ -435,7 +428,6 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     asked = "Slurm would take the job (nothing was submitted): it would start at 20"
     assert found(told, "submission", OK).startswith(asked)
-    assert re.match(r"a GPU's share of a node is \d+ core\(s\) and \d+ GB", found(told, "share", OK))
     assert "4 ranks reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
     sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)

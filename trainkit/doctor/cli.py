@@ -115,7 +115,6 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             found = [_refusal("submission", done) or Finding("submission", OK, message)]
             blocked = has_fault(found)
             yield found
-            yield login_node.check_share(site)
         yield login_node.check_environment(site, in_job_too=options.job)
         found = login_node.check_folders(site)
         blocked = blocked or has_fault(found)

@@ -76,16 +76,6 @@ def check_slurm() -> list[Finding]:
     return [Finding("slurm", OK, f"{slurm.ask('scontrol', '--version').stdout.strip()} answers")]
 
 
-def check_share(site: Site) -> list[Finding]:
-    """Propose what to ask for with each GPU; nothing if Slurm does not list what its nodes have."""
-    cores, gigabytes = slurm.share_of_gpu(site.sbatch.get("SBATCH_PARTITION"))
-    message = (
-        f"a GPU's share of a node is {cores} core(s) and {gigabytes} GB: ask for no more for each GPU "
-        f"(--cpus-per-task={cores}, --mem={gigabytes}G times the GPUs of a node)"
-    )
-    return [Finding("share", OK, message)] if cores and gigabytes else []
-
-
 def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     """Check the job's Python and, read with it, the data; `in_job_too` if a job will check again."""
     # It may work on the compute nodes only, which the job will show.

@@ -119,20 +119,6 @@ def most_gpus(partition: str | None = None) -> int:
     return max(map(_gpus, ask("sinfo", "--noheader", "--format=%G", *chosen).stdout.split()), default=0)
 
 
-def share_of_gpu(partition: str | None = None) -> tuple[int, int]:
-    """Return the cores and GB of memory that a node has for each of its GPUs, the least of any node.
-
-    Of this partition, the default one, or all; zeros if unknown.
-    """
-    partition = partition or default_partition()
-    chosen = [f"--partition={partition}"] if partition else []
-    listing = ask("sinfo", "--noheader", "--Node", "--format=%G|%c|%m", *chosen).stdout
-    found = re.findall(r"^(.*)\|(\d{1,9})\+?\|(\d{1,9})", listing, re.MULTILINE)
-    nodes = [(_gpus(gres), int(cores), int(megabytes)) for gres, cores, megabytes in found]
-    shares = [(cores // gpus, megabytes // 1024 // gpus) for gpus, cores, megabytes in nodes if gpus]
-    return tuple(map(min, zip(*shares, strict=True))) or (0, 0)
-
-
 def numbers(text: str) -> Iterator[int]:
     """Yield the numbers of ranks or cores in a list such as 0,2-4; what is no number is left out."""
     for part in text.split(","):
