@@ -1,12 +1,14 @@
 """Many runs in one CSV, by tools/pack_runs.py: read as the folder was, and taken apart again to the byte."""
 
 import json
+import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, Script
+from conftest import ENVIRONMENT, REPOSITORY, Script, one_error
 from forking import Forking
 
 from trainkit.compare import comparison, packed
@@ -76,3 +78,40 @@ def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(pack: Script, fol
     ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
     rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
     assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")
+
+
+HOSTILE = {
+    "odd.csv": [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), Path.touch],
+    "one.ranks.tsv": [
+        os.mkfifo,
+        lambda path: path.write_bytes(b"\xff"),
+        lambda path: path.write_text("a\n1\t2"),
+    ],
+    "one.metrics.tsv": [Path.mkdir],
+    "one.monitor.json": [os.mkfifo, lambda path: path.write_text("[" * 100_000)],
+}
+HOSTILE["odd.csv"] += [lambda path: path.symlink_to("odd.csv"), lambda path: path.symlink_to("/nowhere")]
+
+
+@pytest.mark.parametrize(("name", "put"), [(name, put) for name, puts in HOSTILE.items() for put in puts])
+def test_what_no_run_has_written_is_not_packed(
+    pack: Script, folder: Path, name: str, put: Callable[[Path], object]
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name)
+    assert str(folder) in one_error(pack(folder))
+    assert [*folder.parent.iterdir()] == [folder]
+
+
+def test_no_file_is_replaced_nor_one_behind_a_link_written(pack: Script, folder: Path) -> None:
+    for suffix in (".csv", ".monitor.json"):
+        folder.with_suffix(suffix).symlink_to("mine")
+        assert "is there already" in one_error(pack(folder))
+        folder.with_suffix(suffix).unlink()
+    assert [*folder.parent.iterdir()] == [folder]
+
+
+def test_a_folder_by_a_dot_is_packed_next_to_it(pack: Script, folder: Path) -> None:
+    assert pack(".", cwd=folder).returncode == 0
+    assert folder.with_suffix(".csv").exists()
+    assert "/ has no runs" in one_error(pack("/"))
