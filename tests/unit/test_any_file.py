@@ -152,6 +152,23 @@ def test_a_note_that_no_rank_has_left(tmp_path: Path, put: Callable[[Path], obje
     assert job_folder.stopped(tmp_path) is not None
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("../mine")])
+def test_a_note_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], object]
+) -> None:
+    """It is left out, and nothing is written behind a link."""
+    (tmp_path / "job" / samples.FOLDER).mkdir(parents=True)
+    for name, value in {"RANK": "0", job_folder.VARIABLE: str(tmp_path / "job")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("rank-0.started", "stopped", f"{samples.FOLDER}/{samples.RUNS}"):
+        put(tmp_path / "job" / name)
+    job_folder.note("started")
+    samples.note_run(tmp_path / "run.csv")
+    with pytest.raises(OSError, match="stopped"):
+        job_folder.note_stop(tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / "job"]
+
+
 def test_a_log_with_the_rank_of_no_job(tmp_path: Path) -> None:
     """Python refuses numbers of so many digits."""
     rank = "9" * 5000

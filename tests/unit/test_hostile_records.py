@@ -153,7 +153,7 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp
     assert written.replace(f"- {note}\n", "") == expected
 
 
-@pytest.mark.parametrize("column", ["stage", "dataset", "model"])
+@pytest.mark.parametrize("column", ["stage", "dataset", "model", "job_id"])
 def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
     facts = dict.fromkeys(COLUMNS, "Net 训练 $") | {"global_batch": 64}
     RunFiles(tmp_path, facts)
