@@ -88,7 +88,7 @@ def _make_sweep(
     if devices.in_slurm:
         tell("Slurm found: the runs go as jobs; --local runs them on this machine")
     return sweep.Sweep(
-        folder.resolve(),
+        folder.absolute(),
         (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
         replace(opts, dataset=dataset, epochs=epochs),
         site,

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit.compare import comparison
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, run, tell
-from trainkit.runtime.files import explained
+from trainkit.runtime.files import check_writable, explained
 from trainkit.schema import records
 
 RESULTS = Path(__file__).resolve().parent
@@ -37,6 +37,9 @@ def main() -> None:
         folder = args.out / re.sub(r"[^\w+-]", "_", run_id)  # a file may name any place
         file = Path(rows.file.iloc[0])
         own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
+        if folder.is_symlink():
+            raise UserError(f"{folder} is a link, and what is behind it is not removed: give another --out.")
+        check_writable(folder, "the run", "give another --out.")  # TensorBoard's own error is a traceback
         with explained(f"{folder} cannot be written", "give another --out."):
             for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both
                 before.unlink()

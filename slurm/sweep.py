@@ -61,7 +61,7 @@ def main() -> int:
     here = bool(why_here)
     folder = own.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
     asked = sweep.Sweep(
-        folder.resolve(),
+        folder.absolute(),
         tuple(arguments),
         opts,
         site,

@@ -10,6 +10,7 @@ from cluster import RunningCluster
 from trainkit.doctor import login_node
 from trainkit.doctor.checkup import FAULT
 from trainkit.jobs import site
+from trainkit.runtime.errors import UserError
 
 FAILS = "slurm/site.sh fails, correct it: "
 ENDS = f"{FAILS}it ends the shell that reads it (exit, exec, or a command that fails), with exit code "
@@ -65,6 +66,14 @@ def test_a_site_file_that_would_end_a_job(checkout: Checkout) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {unreadable}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("mine", [{"SHELLOPTS": "noexec"}, {"BASH_FUNC_source%%": "() { :; }"}])
+def test_a_bash_that_was_told_otherwise(mine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="bash does not do as it is told"):
+        site.read_site()
 
 
 def test_text_that_is_not_utf8(checkout: Checkout) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 from textwrap import indent
 
@@ -11,7 +12,18 @@ import psutil
 import pytest
 import torch
 from checkout import Checkout
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, Script, failed, one_error, rows_of, start_stage
+from conftest import (
+    BEYOND,
+    ENVIRONMENT,
+    REPOSITORY,
+    STAGES,
+    Script,
+    failed,
+    one_error,
+    ran,
+    rows_of,
+    start_stage,
+)
 from forking import Forking
 
 from trainkit.rank import sharded, staging
@@ -49,6 +61,33 @@ def test_a_name_that_is_too_long(command: str, forking: Forking) -> None:
     program, *options = command.split()
     told = one_error(forking.run(REPOSITORY / program, *options, "x" * 5000, env=ENVIRONMENT))
     assert told.startswith("error: ") and "cannot be read or written (File name too long)" in told
+
+
+def test_a_front_door_reads_a_place_of_the_site_that_cannot_be(forking: Forking) -> None:
+    environment = ENVIRONMENT | {"SITE_SCRATCH_DIR": "/nowhere/" + "x" * 300}
+    told = one_error(forking.run(REPOSITORY / "slurm" / "jobs.py", env=environment))
+    assert "cannot be read or written (File name too long)" in told
+
+
+@pytest.mark.parametrize("program", ["slurm/sweep.py", "results/compare.py"])
+def test_a_folder_that_is_a_link_to_itself(program: str, forking: Forking, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    options = ("--local", "--no-cuda", "--dataset", "synthetic", "--out", tmp_path / "loop" / "sub")
+    told = one_error(forking.run(REPOSITORY / program, *options, env=ENVIRONMENT))
+    assert f"the sweep cannot be written to {tmp_path / 'loop' / 'sub'} (" in told
+
+
+def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = f"rmdir ../gone; '{sys.executable}' '{REPOSITORY}/slurm/sweep.py' --local --dry-run --out mine"
+    done = ran("bash", "-c", command, cwd=tmp_path / "gone")
+    assert "the folder that this was started in has been removed: cd to another." in failed(done)
+
+
+def test_lists_that_make_too_many_runs(forking: Forking) -> None:
+    lists = ("--repeats", 1000, "--batch-size", ",".join(map(str, range(1, 999))))
+    told = one_error(forking.run(REPOSITORY / "slurm" / "sweep.py", "--dry-run", *lists, env=ENVIRONMENT))
+    assert "these lists make 5988000 runs, and 10000 is the most: shorten them." in told
 
 
 def test_a_file_that_a_training_of_ones_own_lacks_keeps_its_traceback(

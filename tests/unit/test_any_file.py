@@ -25,6 +25,7 @@ from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.rank.recorder import Recorder
 from trainkit.runtime import errors, job_folder
 from trainkit.runtime.errors import STOP_SIGNALS, UserError
+from trainkit.runtime.files import read_text
 from trainkit.schema import samples
 from trainkit.workshop.exercises import PROGRESS, Workbook
 from trainkit.workshop.work import Workspace
@@ -74,6 +75,11 @@ def test_a_record(tmp_path: Path, content: bytes) -> None:
     rows, skipped = comparison.load([path])
     assert len(rows) or skipped
     assert all(sentence.isprintable() for sentence in skipped)
+
+
+def test_a_file_without_a_size_and_an_end() -> None:
+    with pytest.raises(ValueError, match="more than 1,000 bytes"):
+        read_text(Path("/proc/self/pagemap"), most=1000)
 
 
 @many
@@ -147,6 +153,31 @@ def test_a_note_that_no_rank_has_left(tmp_path: Path, put: Callable[[Path], obje
     assert job_folder.stopped(tmp_path) is not None
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("../mine")])
+def test_a_note_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], object]
+) -> None:
+    """It is left out, and nothing is written behind a link."""
+    (tmp_path / "job" / samples.FOLDER).mkdir(parents=True)
+    for name, value in {"RANK": "0", job_folder.VARIABLE: str(tmp_path / "job")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("rank-0.started", "stopped", f"{samples.FOLDER}/{samples.RUNS}"):
+        put(tmp_path / "job" / name)
+    job_folder.note("started")
+    samples.note_run(tmp_path / "run.csv")
+    with pytest.raises(OSError, match="stopped"):
+        job_folder.note_stop(tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / "job"]
+
+
+def test_a_log_with_the_rank_of_no_job(tmp_path: Path) -> None:
+    """Python refuses numbers of so many digits."""
+    rank = "9" * 5000
+    lines = ["  host : n1", f"  rank : {rank}", f"  exitcode : -{rank}"]
+    lines += [f"[Rank {rank}] Watchdog caught collective operation timeout"]
+    assert isinstance(Evidence(tmp_path, lines, "torchrun").reasons(), list)
+
+
 def test_what_is_told_commands_no_terminal(capsys: pytest.CaptureFixture) -> None:
     errors.tell("results: \x1b[2J\n\tnext")
     assert capsys.readouterr().out == "results: \\x1b[2J\n        next\n"
@@ -194,6 +225,26 @@ def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, val
 def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
     state["schedule"]["_schedulers"][1] |= forged
     with pytest.raises(UserError, match=next(iter(forged))):
+        resume(tmp_path, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", torch.empty((), device="meta")),
+        ("step", torch.ones(2)),
+        ("step", torch.tensor(-1.0)),
+        ("square_avg", torch.zeros(2, 2).to_sparse()),
+        ("weight_decay", True),
+        ("weight_decay", torch.empty((), device="meta")),
+    ],
+)
+def test_what_an_optimizer_would_fail_with_in_its_next_step(
+    state: dict, tmp_path: Path, name: str, value: object
+) -> None:
+    optimizer = state["optimizer"]
+    (optimizer["param_groups"] if name == "weight_decay" else optimizer["state"])[0][name] = value
+    with pytest.raises(UserError, match="does not fit this training"):
         resume(tmp_path, state)
 
 

@@ -164,6 +164,10 @@ def test_no_source_is_one_sentence(tmp_path: Path, run: Run) -> None:
     assert not list((tmp_path / "data").glob(".staging-*"))
 
 
+def test_a_place_that_takes_no_file_is_not_waited_for(run: Run) -> None:
+    assert "MNIST cannot be put into /proc (" in run(Path("/proc"), _cut_off(path="")).stderr
+
+
 def test_wrong_download_is_refused(tmp_path: Path, copied: Path, run: Run) -> None:
     (copied / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(bytes(10_008))
     (tmp_path / "npm").mkdir()

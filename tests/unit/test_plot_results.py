@@ -636,3 +636,9 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
     ]
     assert ("single-1", "recall/cats", 0.5, 2) in written
     assert not [row for row in written if row[:2] == ("single-1", "test_loss")]
+    (tmp_path / "board" / "single-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "events.out.tfevents.1").touch()
+    (tmp_path / "board" / "single-1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="single-1 is a link"):
+        main()
+    assert (tmp_path / "elsewhere" / "events.out.tfevents.1").exists()

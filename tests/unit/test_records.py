@@ -8,12 +8,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, Script
+from conftest import ENVIRONMENT, REPOSITORY, Script, one_error
 from forking import Forking
 
 from trainkit.compare import comparison, packed
@@ -160,7 +161,7 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp
     assert written.replace(f"- {note}\n", "") == expected
 
 
-@pytest.mark.parametrize("column", ["stage", "dataset", "model"])
+@pytest.mark.parametrize("column", ["stage", "dataset", "model", "job_id"])
 def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
     facts = dict.fromkeys(COLUMNS, "Net 训练 $") | {"global_batch": 64}
     RunFiles(tmp_path, facts)
@@ -235,3 +236,20 @@ def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(pack: Script, fol
     ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
     rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
     assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")
+
+
+@pytest.mark.parametrize("name", ["odd.csv", "one.ranks.tsv", "one.monitor.json"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.write_text("a\n1\t2" + "[" * 100_000)])
+def test_what_no_run_has_written_is_not_packed(
+    pack: Script, folder: Path, name: str, put: Callable[[Path], object]
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name)
+    assert str(folder) in one_error(pack(folder))
+    assert [*folder.parent.iterdir()] == [folder]
+
+
+def test_no_file_is_replaced_nor_one_behind_a_link_written(pack: Script, folder: Path) -> None:
+    folder.with_suffix(".csv").symlink_to("mine")
+    assert "is there already" in one_error(pack(folder))
+    assert {*folder.parent.iterdir()} == {folder, folder.with_suffix(".csv")}

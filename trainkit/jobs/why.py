@@ -17,11 +17,11 @@ from trainkit.runtime.errors import tell
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
+OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d{1,9}).*\n  exitcode +: (\S+)")
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
-TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
-ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
+TIMEOUT = re.compile(r"\[Rank (\d{1,9})\] Watchdog caught collective operation timeout")
+ABORTED = re.compile(r"Rank (\d{1,9})\] Process group watchdog .* exception: (.*)")
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST, LONGEST = 9, 2000  # reasons that are printed, and characters of one
 

@@ -16,7 +16,7 @@ import subprocess
 import tarfile
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from filelock import FileLock
 
@@ -72,6 +72,7 @@ def put_in_place(data_dir: Path) -> str:
         if not _faults(raw):
             return already
         data_dir.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=data_dir).close()  # where it fails, the lock would be waited for without end
         tell(f"putting MNIST (11 MB) into {raw}, when no other process does ...")
         with FileLock(data_dir / LOCK):
             for leftover in data_dir.glob(f"{TEMPORARY}*"):  # left by a killed process

@@ -19,6 +19,7 @@ from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+FRONT_DOORS = {Path(__file__).resolve().parents[2] / name for name in ("results", "slurm", "tools")}
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -61,6 +62,7 @@ def run(main: Callable[[], int | None]) -> None:
     except UserError as error:
         fail(str(error), "lost" if isinstance(error, PeerError) else "failed")
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a word
         sys.exit(130)
     except SystemExit as left:
         note("failed", f"error{_which_rank()}: left before the end, with exit code {left.code}")
@@ -166,14 +168,19 @@ def _is_of_the_kit(error: Exception) -> bool:
         if Path(frame.filename).is_relative_to(Path(__file__).parents[1]):
             return True
         if not frame.filename.startswith(libraries) and "site-packages" not in frame.filename:
-            return False
+            return Path(frame.filename).resolve().parent in FRONT_DOORS
     return False
 
 
 def _in_a_sentence(error: Exception) -> str | None:
     """Explain a path, full memory, or a network that was used in part; None for other errors."""
-    if isinstance(error, OSError) and error.filename and error.strerror and _is_of_the_kit(error):
-        return f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
+    if isinstance(error, OSError) and error.strerror and _is_of_the_kit(error):
+        if error.filename:
+            return (
+                f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
+            )
+        if isinstance(error, FileNotFoundError):  # of os.getcwd
+            return "the folder that this was started in has been removed: cd to another."
     if lacks := _no_memory(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and folders that are checked before any work is done."""
 
 import errno
+import io
 import os
 import secrets
 from collections.abc import Iterator
@@ -65,9 +66,12 @@ def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
         OSError: if it cannot be read.
     """
     check_regular(path)
-    if path.stat().st_size > most:
+    # Some files of /proc have a size of 0 and no end, or would be waited for.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        content = file.read(most + 1) or b""
+    if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
-    return path.read_text(encoding="utf-8", errors=errors)
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors).read()
 
 
 @contextmanager

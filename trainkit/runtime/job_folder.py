@@ -51,7 +51,14 @@ def note(state: str, text: str = "") -> None:
         with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
             (folder / "first-failed").symlink_to(path.name)
     with suppress(OSError):
-        path.write_text(f"{text}\n" if text else "")
+        write(path, f"{text}\n" if text else "")
+
+
+def write(note: Path, text: str, how: int = os.O_TRUNC) -> None:
+    """Write a note, or with `os.O_APPEND` add to it; raise an OSError for a link, or a pipe."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | how
+    with os.fdopen(os.open(note, flags, 0o666), "w") as file:
+        file.write(text)
 
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
@@ -76,7 +83,7 @@ def note_stop(checkpoints: Path) -> None:
         OSError: if it cannot be written.
     """
     if folder := here():
-        (folder / "stopped").write_text(f"{checkpoints.absolute()}\n")
+        write(folder / "stopped", f"{checkpoints.absolute()}\n")
 
 
 def stopped(folder: Path) -> str | None:

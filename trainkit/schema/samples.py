@@ -145,8 +145,8 @@ def note_run(path: Path) -> None:
     """In a sampled job, note that its training writes the CSV `path`."""
     job = job_folder.here()
     if job and (job / FOLDER).is_dir():
-        with suppress(OSError), (job / FOLDER / RUNS).open("a") as file:
-            file.write(f"{path.absolute()}\n")
+        with suppress(OSError):
+            job_folder.write(job / FOLDER / RUNS, f"{path.absolute()}\n", os.O_APPEND)
 
 
 def _row(cells: dict[str, str]) -> dict[str, object]:
