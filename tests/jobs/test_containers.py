@@ -39,24 +39,6 @@ os.execvp(words[0], words)
 COPIED = ("pyproject.toml", "slurm/containers/install.sh", "trainkit")
 
 
-def instructions(name: str) -> list[str]:
-    lines = map(str.strip, (CONTAINERS / name).read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def test_both_definitions_run_one_list_of_steps() -> None:
-    """They copy the same to the same place, and all they run is install.sh, where its files are."""
-    base, folder = "docker.io/library/python:3.12-slim", "/opt/tutorial"
-    *files, package = COPIED
-    copies = [f"COPY {' '.join(files)} ./", f"COPY {package} ./{package}"]
-    begins, ends = [f"ARG BASE={base}", "FROM ${BASE}", f"WORKDIR {folder}"], 'RUN ["bash", "install.sh"]'
-    assert instructions("Dockerfile") == [*begins, *copies, ends]
-    header = ["Bootstrap: {{ FROM }}", "From: {{ BASE }}", "%arguments", "FROM=docker", f"BASE={base}"]
-    copies = [f"{source} {folder}/" for source in COPIED]
-    steps = ["%post", f"cd {folder}", "bash install.sh"]
-    assert instructions("tutorial.def") == [*header, "%files", *copies, *steps]
-
-
 @pytest.mark.full
 def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
     """install.sh, as it is, in a folder that has only what the definitions copy.

@@ -211,43 +211,6 @@ def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, val
         resume(tmp_path, forged)
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"step": 5},
-        {"optimizer": None},
-        {"_last_lr": 0.1},
-        {"base_lrs": ["a"]},
-        {"_step_count": torch.ones(2)},
-        {"last_epoch": 10**400},
-    ],
-)
-def test_a_schedule_that_no_training_has(state: dict, tmp_path: Path, forged: dict) -> None:
-    state["schedule"]["_schedulers"][1] |= forged
-    with pytest.raises(UserError, match=next(iter(forged))):
-        resume(tmp_path, state)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("step", torch.empty((), device="meta")),
-        ("step", torch.ones(2)),
-        ("step", torch.tensor(-1.0)),
-        ("square_avg", torch.zeros(2, 2).to_sparse()),
-        ("weight_decay", True),
-        ("weight_decay", torch.empty((), device="meta")),
-    ],
-)
-def test_what_an_optimizer_would_fail_with_in_its_next_step(
-    state: dict, tmp_path: Path, name: str, value: object
-) -> None:
-    optimizer = state["optimizer"]
-    (optimizer["param_groups"] if name == "weight_decay" else optimizer["state"])[0][name] = value
-    with pytest.raises(UserError, match="does not fit this training"):
-        resume(tmp_path, state)
-
-
 def recorder(folder: Path) -> tuple[Recorder, dict[str, object]]:
     """A training with another loop, and the parts of it that are saved."""
     model = torch.nn.Linear(2, 2)
