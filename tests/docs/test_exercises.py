@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkout import make_project
-from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
@@ -195,16 +195,6 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
     shutil.rmtree(clock.folder / "mine-1")
     assert "mine-1" in clock.do("reset", "clock").stdout
     assert (clock.folder / "mine-2" / "clock.py").read_text() == "second"
-
-
-def test_nothing_is_written_behind_a_link_that_leads_nowhere(clock: Learner) -> None:
-    clock.mine.mkdir()
-    for name in ("answers.txt", "clock.py", "device.py"):
-        (clock.mine / name).symlink_to(clock.exercises / "elsewhere")
-    assert "mine/answers.txt cannot be read" in one_error(clock.do("check", "clock"))
-    (clock.folder / "mine-1").symlink_to("nowhere")
-    assert "mine-2" in clock.do("reset", "clock").stdout
-    assert not (clock.exercises / "elsewhere").exists()
 
 
 def test_the_solution_is_shown_after_asking(clock: Learner) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -80,6 +81,13 @@ def test_without_mnist_and_with_a_failing_stage(checkout: Checkout) -> None:
 def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
     done = forking.run(REPOSITORY / "results" / "compare.py", *arguments.split(), env=ENVIRONMENT)
     assert sentence in one_error(done)
+
+
+def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = f"rmdir ../gone; '{sys.executable}' '{REPOSITORY}/slurm/sweep.py' --local --dry-run --out mine"
+    done = ran("bash", "-c", command, cwd=tmp_path / "gone")
+    assert "the folder that this was started in has been removed: cd to another." in one_error(done)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------

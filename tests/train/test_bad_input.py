@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from pathlib import Path
 from textwrap import indent
 
@@ -12,18 +11,7 @@ import psutil
 import pytest
 import torch
 from checkout import Checkout
-from conftest import (
-    BEYOND,
-    ENVIRONMENT,
-    REPOSITORY,
-    STAGES,
-    Script,
-    failed,
-    one_error,
-    ran,
-    rows_of,
-    start_stage,
-)
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, Script, failed, one_error, rows_of, start_stage
 from forking import Forking
 
 from trainkit.rank import sharded, staging
@@ -75,13 +63,6 @@ def test_a_folder_that_is_a_link_to_itself(program: str, forking: Forking, tmp_p
     options = ("--local", "--no-cuda", "--dataset", "synthetic", "--out", tmp_path / "loop" / "sub")
     told = one_error(forking.run(REPOSITORY / program, *options, env=ENVIRONMENT))
     assert f"the sweep cannot be written to {tmp_path / 'loop' / 'sub'} (" in told
-
-
-def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    command = f"rmdir ../gone; '{sys.executable}' '{REPOSITORY}/slurm/sweep.py' --local --dry-run --out mine"
-    done = ran("bash", "-c", command, cwd=tmp_path / "gone")
-    assert "the folder that this was started in has been removed: cd to another." in failed(done)
 
 
 def test_lists_that_make_too_many_runs(forking: Forking) -> None:

@@ -130,8 +130,8 @@ class Exercise:
     def begin(self) -> None:
         """Copy the starter, and the open answers, unless they are there."""
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
-        if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
-            return  # also for a link that leads nowhere, or to what is not there yet
+        if any((mine / name).exists() for name in (ANSWERS, *(path.name for path in starter))):
+            return
         mine.mkdir(exist_ok=True)
         if starter:
             shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
@@ -343,7 +343,7 @@ def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
 def _unused(path: Path) -> Path:
     """Return `path` with the first number that no other file has."""
     places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
-    return next(place for place in places if not os.path.lexists(place))
+    return next(place for place in places if not place.exists())
 
 
 def wrapped(text: str) -> str:
