@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_SLURM = re.compile(
-    r"\b(sbatch|squeue|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b|<job>"
+    r"\b(sbatch|squeue|sinfo|srun|scontrol|sstat|sacct|submit\.py|doctor\.py|sweep\.py|jobs\.py|cluster)\b|<job>"
 )
 # Their commands start in the top folder, those of the others in their own.
 FROM_THE_TOP = tuple(
