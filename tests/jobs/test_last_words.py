@@ -202,7 +202,6 @@ CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, wi
         ("torchrun", BY_TORCHRUN, CODES),
         ("", BY_NCCL, ["NCCL gave up after --timeout: rank 0,1,2,3 waited for each other"]),
     ],
-    ids=["srun", "torchrun", "NCCL"],
 )
 def test_what_launchers_and_nccl_print(
     launcher: str, printed: str, reasons: list[str], tmp_path: Path
@@ -210,3 +209,6 @@ def test_what_launchers_and_nccl_print(
     for rank in range(4):
         (tmp_path / f"rank-{rank}.started").write_text(f"n{rank // 2 + 1}\n")
     assert why.Evidence(tmp_path, printed.splitlines(), launcher).reasons() == reasons
+    # What a rank could still say itself comes first.
+    (tmp_path / "rank-5.failed").write_text("error on rank 5\n")
+    assert why.Evidence(tmp_path, printed.splitlines(), launcher).reasons()[0] == "error on rank 5"

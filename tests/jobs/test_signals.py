@@ -138,7 +138,6 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) ->
         on_cluster.cluster.run(["scontrol", "requeue", job])
         assert on_cluster.cluster.wait(job, timeout=300)["Restarts"] == "2"
         log = on_cluster.log(job)
-    assert "restart 2" not in log
     assert log.endswith("does nothing more: to train again, submit it again\n")
     assert on_cluster.cluster.wait(urgent)["JobState"] == "COMPLETED"
     assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]

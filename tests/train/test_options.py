@@ -110,11 +110,10 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
     folder = tmp_path / "checkpoints"
     place = ("--results-dir", tmp_path, "--checkpoint-dir", folder, "--resume", "auto", "--epochs", 3)
     ended = [("accuracy 1.0 reached", 1)]
-    own_job = {"TRAINKIT_JOB_DIR": str(tmp_path)}
     for limit, recorded, job, kept in (
         (1, ended, {}, True),
         (1, ended, {}, True),
-        (100, [("", 1), ("", 2), ("", 3)], own_job, False),
+        (100, [("", 1), ("", 2), ("", 3)], {"TRAINKIT_JOB_DIR": str(tmp_path)}, False),
     ):
         succeeded(script("single", *SMALL, *place, "--stop-at", limit, env=job))
         assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
