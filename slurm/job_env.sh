@@ -124,8 +124,8 @@ if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     echo "${SLURM_CPUS_PER_TASK:-0} ${tasks%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked" || true
     exec {own_output}>&1 # in place of which a coprocess has a pipe
     coproc SAMPLER { sample 1>&"$own_output" 2>"$watching/log"; }
+    sampler=$! sampler_input=${SAMPLER[1]:-} # which bash forgets when it ends
     exec {own_output}>&-
-    sampler=${SAMPLER_PID:-} sampler_input=${SAMPLER[1]:-} # bash forgets both when it ends
 fi
 
 # A job script that waits for all that it has started means its own, and not the sampler.
@@ -164,7 +164,7 @@ tell_who_failed() {
 tell_what_was_seen() {
     local tenths begun=0 most=150 why
     [[ -n $sampler ]] || return
-    exec {sampler_input}>&-
+    [[ -z $sampler_input ]] || exec {sampler_input}>&-
     if compgen -G "$watching/*.csv" >/dev/null; then begun=1; else most=20; fi
     for ((tenths = 0; tenths < most; tenths++)); do
         kill -0 "$sampler" 2>/dev/null || break
