@@ -102,10 +102,10 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse
     """Choose the length of an epoch, if it is not given, by a run on one GPU, and compare."""
     train_size, run_seconds = own.train_size, None
     if not train_size:
-        probe = _probe(compared, batch)
-        train_size = plan.choose_train_size(probe, batch, gpus)
-        run_seconds = probe.run_seconds(compared.opts.epochs, train_size)
-        tell(f"measured on one GPU: {probe.images_per_s:,.0f} images/s")
+        images_per_s, eval_seconds = _probe(compared, batch)
+        train_size = plan.choose_train_size(images_per_s, batch, gpus)
+        run_seconds = plan.run_seconds(images_per_s, eval_seconds, compared.opts.epochs, train_size)
+        tell(f"measured on one GPU: {images_per_s:,.0f} images/s")
     passes = train_size / staging.TRAIN_IMAGES
     length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""
     tell(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
@@ -124,8 +124,10 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse
     return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
 
 
-def _probe(compared: sweep.Sweep, batch: int) -> plan.Probe:
-    """Run stage 01 on one GPU, over MNIST as it is; reuse the record of an earlier call.
+def _probe(compared: sweep.Sweep, batch: int) -> tuple[float, float]:
+    """Run stage 01 on one GPU, over MNIST as it is, or take the record of an earlier call.
+
+    Return the images/s of its training, and the seconds of an evaluation.
 
     Raises:
         UserError: if that fails.
@@ -141,7 +143,9 @@ def _probe(compared: sweep.Sweep, batch: int) -> plan.Probe:
             f"the run on one GPU with batch {batch} failed, as reported above: fix that, or give a smaller "
             f"--batch-size, then the same command again, with --out {compared.folder}."
         )
-    return plan.probe_of(records.read(csvs[0]))
+    rows = records.read(csvs[0])
+    steady = [row for row in rows if not row["warmup"]] or rows
+    return max(row["images_per_s"] for row in steady), min(row["eval_seconds"] for row in steady)
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:

@@ -105,7 +105,7 @@ def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
     ],
 )
 def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
-    assert plan.choose_train_size(plan.Probe(speed, eval_seconds=1), batch, gpus) == size
+    assert plan.choose_train_size(speed, batch, gpus) == size
 
 
 def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:

@@ -4,8 +4,6 @@ The last comes from a short run on one GPU, the probe: an epoch of 60 ms is nois
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainkit.jobs.stages import STAGES
 from trainkit.jobs.sweep import Grid
@@ -22,22 +20,9 @@ REPEATS = 3
 AROUND_SECONDS = 13  # of a run, outside its epochs
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The results of a run on one GPU."""
-
-    images_per_s: float
-    eval_seconds: float
-
-    def run_seconds(self, epochs: int, train_size: int) -> float:
-        """Estimate the time of a run on one GPU; on several it is about the same."""
-        return AROUND_SECONDS + epochs * (train_size / self.images_per_s + self.eval_seconds)
-
-
-def probe_of(rows: Sequence[dict]) -> Probe:
-    """Return the probe from the rows of its record."""
-    steady = [row for row in rows if not row["warmup"]] or rows
-    return Probe(max(row["images_per_s"] for row in steady), min(row["eval_seconds"] for row in steady))
+def run_seconds(images_per_s: float, eval_seconds: float, epochs: int, train_size: int) -> float:
+    """Estimate the time of a run, given the speed of one on one GPU; on several it is about the same."""
+    return AROUND_SECONDS + epochs * (train_size / images_per_s + eval_seconds)
 
 
 def device_counts(gpus: int) -> tuple[int, ...]:
@@ -61,10 +46,10 @@ def batch_size(gpus: int, given: int | None, train_size: int | None) -> int:
     return batch
 
 
-def choose_train_size(probe: Probe, batch: int, gpus: int) -> int:
+def choose_train_size(images_per_s: float, batch: int, gpus: int) -> int:
     """Choose the images for an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
     largest = batch * gpus
-    images = max(round(probe.images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
+    images = max(round(images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
     if images < TRAIN_IMAGES:
         return images // largest * largest
     return min(round(images / TRAIN_IMAGES), MOST_IMAGES // TRAIN_IMAGES) * TRAIN_IMAGES
