@@ -197,6 +197,17 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
         assert "missing ranks: {1}" in compared and f"mnist_ddp.py:{stacks[0][-1]}" in compared, compared
 
 
+def test_writing_the_stacks_of_a_rank_at_work_does_not_crash_it(tmp_path: Path) -> None:
+    program = (
+        "import json, sys, time\nfrom pathlib import Path\nfrom trainkit.runtime import debugging\n"
+        "debugging.begin(Path(sys.argv[1]), rank=0, ranks=1, every=0.005)\nbegan = time.monotonic()\n"
+        "while time.monotonic() - began < 4: json.dumps([[{}]] * 20, indent=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    stacks = (tmp_path / "debug-rank-0.txt").read_text().count("(most recent call first)")
+    assert done.returncode == 0 and stacks > 20, done.stderr
+
+
 def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
     done = succeeded(script("single", *SMALL, "--debug", "--results-dir", tmp_path))
     assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group, interface unknown$", done.stdout, re.M)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import torch
@@ -61,21 +62,23 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         file.write(f"Where this rank is, every {every:g} s:\n")
         file.flush()
     faulthandler.enable(file)  # also if NCCL aborts it
-    faulthandler.dump_traceback_later(every, repeat=True, file=file)
-    if RECORDER:
-        threading.Thread(target=_write_collectives, args=(record, every), daemon=True).start()
+    threading.Thread(target=_write_stacks, args=(file, record, every), daemon=True).start()
 
 
-def _write_collectives(path: Path, every: float) -> None:
+def _write_stacks(file: TextIO, path: Path, every: float) -> None:
+    """Write all stacks to `file`, and gloo's collectives to `path`, again and again."""
     while True:
         time.sleep(every)
+        # Not by dump_traceback_later: it reads the stack of a thread that goes on meanwhile, which crashes
+        # Python now and then (github.com/python/cpython/issues/131580). This holds Python's lock (the GIL).
+        faulthandler.dump_traceback(file)
         with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
-            record = pickle.loads(RECORDER())
+            record = pickle.loads(RECORDER()) if RECORDER else {"pg_config": {}, "entries": []}
             if group := record["pg_config"].pop("", None):  # torchfrtrace needs the name in its entries
                 record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
             if record["entries"]:  # PyTorch writes NCCL's by itself
-                with replacing(path, "wb") as file:
-                    pickle.dump(record, file)
+                with replacing(path, "wb") as whole:
+                    pickle.dump(record, whole)
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
