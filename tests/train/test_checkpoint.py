@@ -174,6 +174,30 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, script: Script) -> Non
     assert not touched.exists()
 
 
+@pytest.mark.parametrize(
+    ("where", "forged", "sentence"),
+    [
+        (("schedule", "step_size"), 0, "cannot go on from {} (ZeroDivisionError: "),
+        (("optimizer", "state", 0), {"step": torch.tensor(3.0)}, "cannot go on from {} (KeyError: "),
+        (("optimizer", "param_groups", 0, "lr"), None, "{} does not fit this training (float() "),
+        (("part",), {"steps": 99, "seconds": 1.0, "learning_rate": 1.0, "losses": torch.ones(99)}, "step 99"),
+    ],
+)
+def test_what_a_later_step_cannot_use_is_one_sentence(
+    where: tuple, forged: object, sentence: str, tmp_path: Path, script: Script
+) -> None:
+    short = *options(tmp_path), "--train-size", 128
+    succeeded(script("single", *short, "--epochs", 1))
+    (path,) = (tmp_path / "checkpoints").glob("*.pt")
+    state = inner = torch.load(path, weights_only=True)
+    for name in where[:-1]:
+        inner = inner[name]
+    inner[where[-1]] = forged
+    torch.save(state, path)
+    assert sentence.format(path) in one_error(script("single", *short))
+    assert len(rows_of(tmp_path)) == 1
+
+
 def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     """With dropout off, two ranks that become one end where one process ends."""
     exact = ("--lr", 0.1, "--train-size", 1000)

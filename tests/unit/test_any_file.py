@@ -126,8 +126,11 @@ def resume(folder: Path, state: dict | None = None) -> Checkpoints:
     optimizer, schedule = optimizer_and_schedule(opts, model, steps_per_epoch=5)
     checkpoints = Checkpoints(opts, "mnist", model, {"optimizer": optimizer, "schedule": schedule}, Log())
     model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    schedule.step()
+    try:
+        optimizer.step()
+        schedule.step()
+    except Exception as error:
+        assert errors.by_what_was_saved(error), error
     return checkpoints
 
 
@@ -203,7 +206,8 @@ def test_a_checkpoint(state: dict, tmp_path: Path, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("version", 99), ("epoch", -5), ("epoch", 2.7), ("part", {"steps": 2}), ("part", {"seconds": -1.0})],
+    [("version", 99), ("epoch", -5), ("epoch", 2.7), ("part", {"seconds": -1.0})]
+    + [("part", part) for part in ({"steps": 2}, {"losses": torch.zeros(3, 2)}, {"losses": ["one"] * 3})],
 )
 def test_a_checkpoint_of_no_training(state: dict, tmp_path: Path, name: str, value: object) -> None:
     forged = state | {name: state[name] | value if isinstance(value, dict) else value}
@@ -248,7 +252,6 @@ def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, 
         (lambda state: state["record"]["rows"][0].update(epoch=2.7), "those of epoch 1"),
         (lambda state: state["record"]["rows"][0].update(train_loss=math.nan), "column train_loss"),
         (lambda state: state["record"]["rows"][0].update(devices=10**7), "column devices"),
-        (lambda state: state["optimizer"]["param_groups"][0].update(eps="small"), "eps is not a number that"),
         (lambda state: state["optimizer"]["param_groups"][0].update(lr=-1.0), "its learning rate is -1.0"),
         (
             lambda state: state["optimizer"]["param_groups"][0].pop("betas"),

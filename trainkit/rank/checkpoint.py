@@ -29,9 +29,8 @@ from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.runtime import job_folder, process_group
-from trainkit.runtime.command_line import LARGEST
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
-from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
+from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, replacing
 from trainkit.schema.columns import TUTORIAL_MODEL
 
@@ -40,7 +39,10 @@ if TYPE_CHECKING:
 
 VERSION = 2
 # What optimizers keep for each number of a parameter.
-OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"}
+OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+# What is raised for a part of a checkpoint that is not what a training saves.
+DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError)
+DAMAGE += (zipfile.BadZipFile,)
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
 
@@ -210,10 +212,11 @@ class Checkpoints:
             here = str(self._folder.resolve())
             copied = state.get("folder", here) != here
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except DAMAGE as error:
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
             ) from None
+        RESUMED.append(path)
         if process_group.is_rank_0():
             tell(f"resumed from {path}")
 
@@ -221,8 +224,7 @@ class Checkpoints:
         if len(packed) != process_group.count():
             raise ValueError(f"each of its {len(packed)} ranks has its own state: start as many ranks")
         content = io.BytesIO(packed[process_group.rank()].numpy().tobytes())
-        for name, state in torch.load(content, map_location="cpu", weights_only=True).items():
-            self._each_rank[name].load_state_dict(state)
+        load_parts(self._each_rank, _load(content))
 
     def _check_identity(self, path: Path, was: dict) -> None:
         wanted = self._options.precision
@@ -306,11 +308,17 @@ def load_verified(path: Path) -> object:
             damaged file PyTorch also raises other errors.
     """
     check_regular(path)
-    with zipfile.ZipFile(path) as archive:  # torch.save writes a zip, but torch.load skips its checksums
+    return _load(path)
+
+
+def _load(file: Path | io.BytesIO) -> object:
+    with zipfile.ZipFile(file) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
         raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
 
@@ -319,12 +327,14 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     """Load into each of `parts` what `state` has under its name.
 
     Raises:
-        ValueError: if an optimizer or a schedule gets what it would fail with in a later step. For other
-            things that do not fit, PyTorch also raises other errors.
+        ValueError: if an optimizer or a schedule would take what it should not. For other things that do not
+            fit, PyTorch also raises other errors, some in a later step (errors.by_what_was_saved).
     """
     for name, part in parts.items():
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            _check_schedule(part, state[name])
+            methods = [key for key in state[name] if callable(getattr(type(part), key, None))]
+            if methods:
+                raise ValueError(f"its schedule has a {methods[0]}")
         is_optimizer = isinstance(part, torch.optim.Optimizer)
         before = part.state_dict()["param_groups"] if is_optimizer else []
         part.load_state_dict(state[name])
@@ -333,66 +343,33 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
                 if missing := part.defaults.keys() - group.keys():
                     raise ValueError(f"it is of another optimizer, without {min(missing)}")
                 _check_group(own, group)
-                if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
-                    _check_kept(group, part.state)
+            if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
+                _check_shapes(part.state)
 
 
 def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
-    """Raise a ValueError if a loaded group of parameters has other numbers and switches than one may have."""
+    """Raise a ValueError if a loaded group of parameters has other switches, or no learning rate."""
     # The checkpoint may come from another stage.
     group.update({name: own[name] for name in KERNELS if name in own})
-    _check_numbers(own, group)
     for key, value in own.items():
         if isinstance(value, bool) and group.get(key, value) is not value:
             raise ValueError(f"its {key} is {group[key]}")
+    if own.get("lr") is not None and not 0 <= float(group["lr"]) < math.inf:  # Adafactor may have none
+        raise ValueError(f"its learning rate is {group['lr']}")
 
 
-def _check_kept(group: dict[str, object], state: dict) -> None:
-    """Raise a ValueError if an optimizer of PyTorch could not use what it kept of a group's parameters."""
-    names: dict[int, set[str]] = {}  # Adafactor keeps others of a vector than of a matrix
-    for parameter in group["params"]:
-        kept = state.get(parameter, {})
-        if not kept.keys():
-            continue
-        if names.setdefault(parameter.ndim, {*kept.keys()}) != kept.keys():
-            raise ValueError(f"it kept {', '.join(kept)} of a parameter, and of others not")
-        for key, value in kept.items():
-            if key in OF_ITS_SHAPE and (value is not None or key != "momentum_buffer"):
-                shape = tuple(getattr(value, "shape", [None]))
-                if shape != parameter.shape:
-                    raise ValueError(f"its {key} has the shape {shape}")
-            if key == "step" and not isinstance(value, int | float | torch.Tensor):
-                raise ValueError("its step is not a number")
+def _check_shapes(state: dict) -> None:
+    """Raise a ValueError if what an optimizer keeps has other shapes than its parameters, or overlaps.
 
-
-def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, object]) -> None:
-    """Raise a ValueError for what it would fail with in a later step: it takes all of `saved` unchecked."""
-    own = schedule.state_dict()
-    _check_numbers(own, saved)
-    for key in saved.keys() - own.keys():
-        if key == "optimizer" or callable(getattr(type(schedule), key, None)):
-            raise ValueError(f"its schedule has a {key}")
-    parts = getattr(schedule, "_schedulers", [])
-    for part, of_part in zip(parts, saved["_schedulers"] if parts else [], strict=True):
-        _check_schedule(part, of_part)
-
-
-def _check_numbers(own: dict[str, object], saved: dict[str, object]) -> None:
-    """Raise a ValueError if a number is replaced by something else, or no learning rate is left."""
-    for key in own.keys() & saved.keys() - {"params"}:
-        numbers, given = own[key], saved[key]
-        if isinstance(numbers, list | tuple):
-            if not isinstance(given, list | tuple) or len(given) != len(numbers):
-                raise ValueError(f"its {key} does not have {len(numbers)} values")
-        else:
-            numbers, given = [numbers], [given]
-        for number, one in zip(numbers, given, strict=True):
-            if type(number) not in (int, float) or getattr(one, "shape", None) == ():
-                continue  # no number, or a tensor that is one
-            if not isinstance(one, int | float) or LARGEST < abs(one) < math.inf:
-                raise ValueError(f"its {key} is not a number that a training has")
-    if not 0 <= float(saved.get("lr") or 0) < math.inf:  # None: the optimizer finds its own
-        raise ValueError(f"its learning rate is {saved['lr']}")
+    A fused optimizer would write beyond the end.
+    """
+    for parameter, kept in state.items():
+        for key in OF_ITS_SHAPE & kept.keys():
+            one = kept[key]
+            if not isinstance(one, torch.Tensor) or one.layout != torch.strided:
+                continue  # a later step refuses it
+            if one.shape != parameter.shape or one.nbytes > one.untyped_storage().nbytes():
+                raise ValueError(f"its {key} has the shape {tuple(one.shape)}, or is not complete")
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

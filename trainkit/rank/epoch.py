@@ -60,8 +60,9 @@ class PartialEpoch:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if no epoch has such values: a file may hold anything."""
-        lengths = [len(numbers) for numbers in (self.losses, *self.metrics.values())]
-        if type(self.steps) is not int or lengths != [self.steps] * len(lengths):
+        shapes = {tuple(numbers.shape) for numbers in (self.losses, *self.metrics.values())}
+        named = all(isinstance(name, str) for name in self.metrics)
+        if type(self.steps) is not int or shapes != {(self.steps,)} or not named:
             raise ValueError("its losses do not fit its steps")
         if not all(0 <= number < math.inf for number in (self.seconds, self.learning_rate)):
             raise ValueError(f"it has {self.seconds} seconds of learning rate {self.learning_rate}")

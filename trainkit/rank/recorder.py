@@ -17,7 +17,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
+from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
 from trainkit.schema.columns import OWN_LOOP
 
 
@@ -161,6 +161,7 @@ class Recorder:
             return
         try:
             load_parts(parts | {"record": self}, load_verified(Path(path)))
+            RESUMED.append(Path(path))
         except UserError:
             raise
         except Exception as error:  # PyTorch raises many kinds for a damaged file

@@ -132,6 +132,11 @@ class Run:
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
+        if done.steps and done.steps >= len(batches):
+            raise UserError(
+                f"the checkpoint is of step {done.steps} of an epoch, and now an epoch has {len(batches)}: "
+                "give another --checkpoint-dir."
+            )
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._noted = {}

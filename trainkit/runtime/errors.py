@@ -20,6 +20,7 @@ from trainkit.runtime.place import rank_of
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 FRONT_DOORS = {Path(__file__).resolve().parents[2] / name for name in ("results", "slurm", "tools")}
+RESUMED: list[Path] = []  # the saved trainings that this process goes on with
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -80,6 +81,8 @@ def run(main: Callable[[], int | None]) -> None:
                 "that is the reason.",
                 "lost",
             )
+        if sentence := by_what_was_saved(error):
+            fail(sentence)
         note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
     note("finished", words)
@@ -95,8 +98,8 @@ def quiet_without_run() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, UserError):
             print(f"error{_which_rank()}: {error}", file=sys.stderr)
-        elif lacks := _no_memory(error):
-            print(f"error{_which_rank()}: {lacks}", file=sys.stderr)
+        elif sentence := _no_memory(error) or by_what_was_saved(error):
+            print(f"error{_which_rank()}: {sentence}", file=sys.stderr)
         elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
 
@@ -153,6 +156,20 @@ def _printable_lines(text: str) -> str:
 def _which_rank() -> str:
     """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
     return f" on rank {rank_of()}" if rank_of() else ""
+
+
+def by_what_was_saved(error: BaseException) -> str | None:
+    """Explain an error of PyTorch's optimizers and schedules in a process that goes on with a saved training.
+
+    They take what a file has for them, and fail with it in a later step.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not RESUMED or not any("/torch/optim/" in frame.filename for frame in frames):
+        return None
+    return (
+        f"the optimizer or its schedule cannot go on from {RESUMED[-1]} ({type(error).__name__}: "
+        f"{first_line(error)}): go on from another, or start over."
+    )
 
 
 def _no_memory(error: BaseException) -> str | None:
