@@ -10,7 +10,6 @@ import argparse
 import os
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.jobs import local, plan, slurm, submission, sweep
@@ -18,7 +17,7 @@ from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import options, staging
 from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.command_line import Parser, at_least, given_path
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import records
 
@@ -172,7 +171,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help="folder to go on in (default: a new one in results/comparisons/)",
     )

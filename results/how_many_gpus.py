@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainkit.advice.answer import answer_for
 from trainkit.advice.constraints import Constraints
-from trainkit.runtime.command_line import Parser, above_0, at_least, duration, list_of
+from trainkit.runtime.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.runtime.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
@@ -35,7 +35,7 @@ def _parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     numbers = list_of(at_least(1))
     parser.add_argument(
-        "paths", nargs="*", type=Path, default=[RESULTS / "runs"],
+        "paths", nargs="*", type=given_path, default=[RESULTS / "runs"],
         help="CSV files of runs, or folders that hold some (default: results/runs)",
     )  # fmt: skip
     goal = parser.add_mutually_exclusive_group()
@@ -69,7 +69,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print the answer for a program, and write nothing"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
+    parser.add_argument(
+        "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
+    )
     return parser.parse_args()
 
 

@@ -6,7 +6,7 @@ Try: python results/plot_results.py results/runs
 from pathlib import Path
 
 from trainkit.compare.report import report, report_each
-from trainkit.runtime.command_line import Parser, above_0
+from trainkit.runtime.command_line import Parser, above_0, given_path
 from trainkit.runtime.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
@@ -15,10 +15,12 @@ RESULTS = Path(__file__).resolve().parent
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "paths", nargs="*", type=Path, default=[RESULTS / "runs"],
+        "paths", nargs="*", type=given_path, default=[RESULTS / "runs"],
         help="CSV files of runs, or folders that hold some (default: results/runs)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (default: results)")
+    parser.add_argument(
+        "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
+    )
     parser.add_argument(
         "--target", type=above_0(100), metavar="PERCENT",
         help="also show how long each took to reach this test accuracy, such as 98",

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from trainkit.compare import comparison
-from trainkit.runtime.command_line import Parser
+from trainkit.runtime.command_line import Parser, given_path
 from trainkit.runtime.errors import UserError, run, tell
 from trainkit.runtime.files import check_writable, explained
 from trainkit.schema import records
@@ -21,8 +21,10 @@ NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", type=Path, help="CSV files of runs, or folders that hold some")
-    parser.add_argument("--out", type=Path, default=RESULTS / "tensorboard", help="folder to write to")
+    parser.add_argument(
+        "paths", nargs="+", type=given_path, help="CSV files of runs, or folders that hold some"
+    )
+    parser.add_argument("--out", type=given_path, default=RESULTS / "tensorboard", help="folder to write to")
     args = parser.parse_args()
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -31,7 +31,8 @@ unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks
 export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
 if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
     # An older job with the same number; its checkpoints are not ours.
-    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
+    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)" ||
+        fail "$TRAINKIT_JOB_DIR is there already, and not yours: set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 fi
 mkdir -p "$TRAINKIT_JOB_DIR" ||
     fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
@@ -57,7 +58,8 @@ hold_signals=(env "--block-signal=USR2,TERM")
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}")
 
 # --- where the ranks meet ---------------------------------------------------------------------------
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) ||
+    fail "scontrol does not name the nodes of this job ($SLURM_JOB_NODELIST): report it to your admin."
 if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
     name=$MASTER_ADDR
     MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -77,9 +79,14 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 job_name=${SLURM_JOB_NAME:-}
 echo "job     $SLURM_JOB_ID ${job_name//[[:cntrl:]]/?}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
 echo "nodes   $SLURM_JOB_NODELIST, tasks per node ${SLURM_TASKS_PER_NODE:-1}, CPUs per task ${SLURM_CPUS_PER_TASK:-1}"
-gpu_names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs || true)
+# A driver that hangs holds nvidia-smi even from being killed, so nobody waits for its end.
+IFS= read -r -d '' -t 20 gpu_names < <(
+    nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs || true
+    printf '\0'
+) || gpu_names="nvidia-smi does not answer"
+gpu_names=${gpu_names%$'\n'}
 echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"
-echo "code    $(git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
+echo "code    $(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
 # By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
 srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
 import importlib.metadata, importlib.util, sys

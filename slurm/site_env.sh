@@ -32,7 +32,7 @@ site_problem() {
                 echo "problem: it sets a trap: leave that to the job"
             elif [[ $(jobs -p) ]]; then
                 echo "problem: it leaves a process behind: start that in activate_environment"
-            elif [[ $(readonly -p) =~ \ (TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT))= ]]; then
+            elif [[ $(readonly -p) =~ \ (TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
                 echo "problem: it makes ${BASH_REMATCH[1]} read-only, and jobs set that: leave it out"
             else
                 echo "read to its end"
@@ -63,11 +63,16 @@ if [[ -e $site || -L $site ]]; then
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
     source "$REPOSITORY/slurm/site.sh"
+    type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."
+    shopt -u failglob
 fi
 
 export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
 JOBS_DIR=${SITE_SCRATCH_DIR:-$TRAINKIT_RESULTS_DIR/jobs} # a folder for each job: its checkpoints, samples and error notes
+for path in "$TRAINKIT_DATA_DIR" "$TRAINKIT_RESULTS_DIR" "$JOBS_DIR"; do
+    [[ $path == /* ]] || fail "slurm/site.sh names the folder $path, which depends on where you are: begin it with / or \$HOME."
+done
 [[ ${SITE_MONITOR:=on} == on || $SITE_MONITOR == off ]] ||
     fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
 PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
@@ -76,7 +81,9 @@ export PYTHONPATH
 # Jobs run with `set -u`, which neither module nor conda can bear.
 activate() {
     set +u
-    activate_environment || fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
+    trap 'fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
+    activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
+    trap - EXIT
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }

@@ -6,7 +6,6 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 import argparse
 import sys
 from datetime import datetime
-from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
 from trainkit.jobs import local, submission, sweep
@@ -15,7 +14,16 @@ from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
 from trainkit.rank.options import MOST_IMAGES
 from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, above_0, at_least, given, list_of, one_of, time_limit
+from trainkit.runtime.command_line import (
+    Parser,
+    above_0,
+    at_least,
+    given,
+    given_path,
+    list_of,
+    one_of,
+    time_limit,
+)
 from trainkit.runtime.errors import UserError, tell
 
 NOTES = """\
@@ -216,7 +224,10 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the sweep (default: a new one in results/sweeps/)"
+        "--out",
+        type=given_path,
+        metavar="DIR",
+        help="folder of the sweep (default: a new one in results/sweeps/)",
     )
     parser.add_argument(
         "--epochs",

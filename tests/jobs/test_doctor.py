@@ -137,6 +137,7 @@ def test_what_to_do_about_a_refusal(told: str, fix: str) -> None:
 
 def test_a_controller_that_is_down(fake: Callable) -> None:
     fake("sbatch", "")
+    fake("srun", "")
     fake("scontrol", "echo 'Slurmctld(primary) at here is DOWN'")
     told = found(login_node.check_slurm(), "slurm", FAULT)
     assert told.startswith("Slurm's controller does not answer (Slurmctld(primary) at here is DOWN) -> try")

@@ -211,6 +211,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
 
 
 def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
+    checkout.fake("srun", "")
     checkout.fake("sbatch", "")  # only asked for
     arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
     arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
@@ -237,6 +238,7 @@ def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
 def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
     """Called after the script; its data is not ours to look for, and its other options go to it."""
     checkout.fake("sbatch", "")
+    checkout.fake("srun", "")
     (checkout.folder / "data").unlink()
     (checkout.folder / "mine.py").touch()
     arguments = ("--script", "mine.py", "--gpus", "2,4", "--batch-size", "70000,70001", "--width", 64)

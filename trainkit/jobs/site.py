@@ -28,8 +28,10 @@ def read_site() -> Site:
     Raises:
         UserError: if it cannot be read to its end; slurm/site_env.sh gives the reason.
     """
-    script = 'set -euo pipefail; set -a; source "$1" >&2; env -0'
+    script = 'set -euo pipefail; set -a; source "$1" >&2; export ${!SBATCH_*} JOBS_DIR SITE_MONITOR; env -0'
     done = slurm.ask("bash", "-c", script, "site", str(REPOSITORY / "slurm" / "site_env.sh"), seconds=120)
+    if done.returncode == 124:
+        raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")
     if done.returncode:
         raise UserError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)

@@ -53,8 +53,8 @@ REFUSALS = {
 
 def why_not_here() -> str:
     """Return why this machine cannot submit jobs; "" if it can, or the controller is just down."""
-    if not shutil.which("sbatch"):
-        return "sbatch is not on PATH"
+    if missing := [command for command in ("sbatch", "srun") if not shutil.which(command)]:
+        return f"{missing[0]} is not on PATH"
     fatal = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
     return f"sbatch is on PATH, but knows no controller: {fatal[1]}" if fatal else ""
 

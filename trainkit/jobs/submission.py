@@ -228,7 +228,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
             stage = request.stage
             return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
     except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job
-        refusal = slurm.sbatch_message(str(error))[:1000]
+        refusal = slurm.sbatch_message(str(error))[:1000] or "without a word"
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
         raise UserError(f"Slurm did not take the job ({refusal}): {fix}.") from None
 

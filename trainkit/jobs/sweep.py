@@ -184,10 +184,12 @@ class Sweep:
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
-        except (Timeout, OSError):
+        except Timeout:
             raise UserError(
                 f"another sweep.py is at work in {self.folder}: wait, or stop that one."
             ) from None
+        except (OSError, NotImplementedError):
+            pass  # a file system without locks
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainkit.jobs import local
 from trainkit.jobs.site import read_site
 from trainkit.runtime import job_folder
-from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.command_line import Parser, at_least, given
 from trainkit.runtime.errors import UserError, first_line, tell
 from trainkit.runtime.files import check_writable
 from trainkit.schema import samples
@@ -60,7 +60,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     command = arguments[end + 1 :]
     parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
     what = parser.add_mutually_exclusive_group(required=not command)
-    what.add_argument("--verdict", metavar="JOB", help="say what it wasted")
+    what.add_argument("--verdict", metavar="JOB", type=given, help="say what it wasted")
     what.add_argument("--sample", metavar="FOLDER", type=Path, help="what jobs call")
     parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)

@@ -234,7 +234,10 @@ class Checkpoints:
         if earlier:
             earlier = ", ".join(earlier).replace("None", "not given")
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
-        set_precision(self._model, was["precision"])
+        try:
+            set_precision(self._model, was["precision"])
+        except UserError as error:
+            raise UserError(f"{path} was made with --precision {was['precision']}: {error}") from None
 
     def _write(self, path: Path, state: dict) -> None:
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
@@ -271,8 +274,9 @@ def _option_name(name: str) -> str:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in `folder`, oldest first; no other file has such a name."""
-    names = {path: re.fullmatch(r"epoch-(\d+)-step-(\d+)\.pt", path.name) for path in folder.iterdir()}
-    return sorted((path for path in names if names[path]), key=lambda path: [*map(int, names[path].groups())])
+    pattern, files = r"epoch-(\d+)-step-(\d+)\.pt", (path for path in folder.iterdir() if not path.is_dir())
+    found = {path: name for path in files if (name := re.fullmatch(pattern, path.name))}
+    return sorted(found, key=lambda path: [*map(int, found[path].groups())])
 
 
 def _newest(folder: Path) -> tuple[Path | None, dict]:
@@ -344,7 +348,7 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
                     raise ValueError(f"it is of another optimizer, without {min(missing)}")
                 _check_group(own, group)
             if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
-                _check_shapes(part.state)
+                _lay_out(part.state)
 
 
 def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
@@ -358,18 +362,19 @@ def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
         raise ValueError(f"its learning rate is {group['lr']}")
 
 
-def _check_shapes(state: dict) -> None:
-    """Raise a ValueError if what an optimizer keeps has other shapes than its parameters, or overlaps.
+@torch.no_grad()
+def _lay_out(state: dict) -> None:
+    """Lay out in memory what an optimizer keeps as its parameters are: a fused one goes by the place.
 
-    A fused optimizer would write beyond the end.
+    Raises:
+        ValueError: if it has other shapes.
     """
     for parameter, kept in state.items():
         for key in OF_ITS_SHAPE & kept.keys():
-            one = kept[key]
-            if not isinstance(one, torch.Tensor) or one.layout != torch.strided:
-                continue  # a later step refuses it
-            if one.shape != parameter.shape or one.nbytes > one.untyped_storage().nbytes():
-                raise ValueError(f"its {key} has the shape {tuple(one.shape)}, or is not complete")
+            if isinstance(value := kept[key], torch.Tensor):
+                if value.shape != parameter.shape:
+                    raise ValueError(f"its {key} has the shape {tuple(value.shape)}")
+                kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
 from trainkit.runtime import job_folder
-from trainkit.runtime.command_line import Parser, above_0, at_least, check_divides
+from trainkit.runtime.command_line import Parser, above_0, at_least, check_divides, given_path
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
@@ -126,7 +126,7 @@ class Options:
     dataset: str = _option(
         "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
     )
-    data_dir: Path = _option("data", DEFAULT_DIR, Path, "DIR", "where `make data` put MNIST")
+    data_dir: Path = _option("data", DEFAULT_DIR, given_path, "DIR", "where `make data` put MNIST")
     train_size: int | None = _option(
         "data", None, at_least(1, MOST_IMAGES), "N",
         "images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
@@ -165,7 +165,7 @@ class Options:
     )
 
     checkpoint_dir: Path | None = _option(
-        "stop and go on", None, Path, "DIR",
+        "stop and go on", None, given_path, "DIR",
         "save the state of the training here after every epoch, and on USR2 or SIGTERM",
     )
     checkpoint_minutes: float = _option(
@@ -176,7 +176,9 @@ class Options:
         "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
     )
 
-    results_dir: Path = _option("output", DEFAULT_RESULTS, Path, "DIR", "the run's CSV goes to DIR/runs/")
+    results_dir: Path = _option(
+        "output", DEFAULT_RESULTS, given_path, "DIR", "the run's CSV goes to DIR/runs/"
+    )
     save_model: bool = _option(
         "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
     )

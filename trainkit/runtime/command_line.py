@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from trainkit.runtime.errors import UserError
@@ -80,6 +81,11 @@ def given(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give a name, or leave out the option")
     return text
+
+
+def given_path(text: str) -> Path:
+    """An argparse type: a path that is given."""
+    return Path(given(text))
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], str]:

@@ -5,7 +5,6 @@ import os
 import pickle
 import platform
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from trainkit.runtime import job_folder
 from trainkit.runtime.device import cores, device_name
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import explained, replacing
@@ -56,7 +55,7 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     with explained(f"--debug cannot write to {folder}", fix):
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)  # of an earlier run
-        file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
+        file = job_folder.opened(path, "a")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if SHOWN.match(name))
         file.write(f"Where this rank is, every {every:g} s:\n")
@@ -82,12 +81,11 @@ def _write_stacks(file: TextIO, path: Path, every: float) -> None:
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
-    """Print, on rank 0, where each rank runs, and how it reaches rank 0."""
+    """Print, on rank 0, where each rank runs."""
     own_cores = ",".join(map(str, sorted(cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     names = gather(
-        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, "
-        f"{backend}, interface {_interface()}"
+        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
     )
     if rank == 0:
         for name in names:
@@ -95,18 +93,3 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
         tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
         if len(names) > 1:
             tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")
-
-
-def _interface() -> str:
-    """Return the interface asked for, else the one towards rank 0; gloo and NCCL may choose another."""
-    if asked := os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return asked
-    with suppress(OSError, KeyError):
-        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
-        with socket.socket(type=socket.SOCK_DGRAM) as way:  # connecting it sends nothing, but picks the route
-            way.connect((address, 1))
-            own = way.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if own in [entry.address for entry in addresses]:
-                return f"{name} towards rank 0"
-    return "unknown"

@@ -52,8 +52,9 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
         if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
             # Bind it to its own cores, as srun does; these launchers give it every core.
             cores = sorted(os.sched_getaffinity(0))
-            if share := len(cores) // here.local_size:
-                os.sched_setaffinity(0, cores[here.local_rank * share :][:share])
+            share = len(cores) // here.local_size
+            if own := cores[here.local_rank * share :][:share]:
+                os.sched_setaffinity(0, own)
         return torch.device("cpu")
     # With as many GPUs as ranks, that of the local rank; else each rank sees its own, as with srun, or
     # process_group.py finds that two have the same.
@@ -254,8 +255,10 @@ def git_commit() -> str:
     """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
     command = ["git", "describe", "--always", "--dirty"]
     for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
-        with suppress(OSError):  # there is no git
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=30
+            )
             if commit := done.stdout.strip():
                 return commit
     return ""

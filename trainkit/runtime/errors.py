@@ -196,11 +196,17 @@ def _in_a_sentence(error: Exception) -> str | None:
             return (
                 f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
             )
+        if "temporary directory" in error.strerror:
+            return f"{error.strerror}: free the space there, or set TMPDIR to a folder of yours."
         if isinstance(error, FileNotFoundError):  # of os.getcwd
             return "the folder that this was started in has been removed: cd to another."
     if lacks := _no_memory(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""
+    if damaged := re.search("cannot identify image file .*", str(error)):
+        return f"one of the images is damaged ({damaged[0]}): replace it, or leave it out."
+    if re.search(r"No working C\+\+ compiler found|Failed to find C\S* compiler", text):
+        return "torch.compile needs a C++ compiler: load one (module load gcc), or leave out --compile."
     if "out of memory" in text or "ALLOC_FAILED" in text:
         return (
             "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether "

@@ -55,7 +55,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
-    """Read a file from any source; what is not UTF-8 becomes a question mark.
+    """Read a file from any source; what is not UTF-8 becomes a question mark. A mark of Windows is left out.
 
     Args:
         most: bytes that it may have.
@@ -71,7 +71,7 @@ def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
         content = file.read(most + 1) or b""
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
-    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors).read()
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors=errors).read()
 
 
 @contextmanager

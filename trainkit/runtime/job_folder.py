@@ -18,6 +18,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from trainkit.runtime.place import node, rank_of
 
@@ -50,15 +51,17 @@ def note(state: str, text: str = "") -> None:
     if state == "failed":
         with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
             (folder / "first-failed").symlink_to(path.name)
-    with suppress(OSError):
-        write(path, f"{text}\n" if text else "")
+    with suppress(OSError), opened(path) as file:
+        file.write(f"{text}\n" if text else "")
 
 
-def write(note: Path, text: str, how: int = os.O_TRUNC) -> None:
-    """Write a note, or with `os.O_APPEND` add to it; raise an OSError for a link, or a pipe."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | how
-    with os.fdopen(os.open(note, flags, 0o666), "w") as file:
-        file.write(text)
+def opened(path: Path, mode: str = "w") -> TextIO:
+    """Open a file to write to it ("w"), or to add to it ("a"); raise an OSError for a link, or a pipe."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    return open(path, mode, encoding="utf-8", errors="replace", opener=opener)  # noqa: PTH123
 
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
@@ -83,7 +86,8 @@ def note_stop(checkpoints: Path) -> None:
         OSError: if it cannot be written.
     """
     if folder := here():
-        write(folder / "stopped", f"{checkpoints.absolute()}\n")
+        with opened(folder / "stopped") as file:
+            file.write(f"{checkpoints.absolute()}\n")
 
 
 def stopped(folder: Path) -> str | None:

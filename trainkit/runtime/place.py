@@ -48,11 +48,11 @@ def read() -> Place:
     of_rank, of_local_rank, of_size = OF_PYTORCH if {*OF_PYTORCH} & os.environ.keys() else OF_STEP
     size, nodes = _number(of_size, 1), _number(next(filter(os.environ.get, NODES), NODES[-1]), 1, 1)
     rank, local_rank = _number(of_rank, 0), _number(of_local_rank, 0)
-    if rank >= size or (size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+    if rank >= size or nodes > size or (size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise ValueError(
-            f"rank {rank} of {size} cannot meet the others: start with torchrun, or give each process its "
-            "own RANK, from 0 to WORLD_SIZE - 1, and all of them MASTER_ADDR and MASTER_PORT (the first "
-            "node's name, and a free port)."
+            f"rank {rank} of {size} on {nodes} node(s) cannot meet the others: start with torchrun, or give "
+            "each process its own RANK, from 0 to WORLD_SIZE - 1, and all of them MASTER_ADDR and "
+            "MASTER_PORT (the first node's name, and a free port)."
         )
     local_size = _number("LOCAL_WORLD_SIZE", 1, max(size // nodes, 1))
     return Place(rank, local_rank, size, local_size, nodes, launcher)

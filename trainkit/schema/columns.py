@@ -115,7 +115,7 @@ COLUMNS: dict[str, Column] = {
     "run_id": Column(text(), Role.FACT),
     "stage": Column(text(), Role.LAYOUT),
     "launcher": Column(text(), Role.FACT),
-    "epoch": Column(number(int, 1), Role.MEASUREMENT),
+    "epoch": Column(number(int, 1, 10**6), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
     "dataset": Column(text(), Role.TASK, "dataset", option="--dataset", default="mnist"),
     "model": Column(text(), Role.TASK, "model", before=TUTORIAL_MODEL),

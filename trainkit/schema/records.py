@@ -55,6 +55,7 @@ ALL_REDUCE_COLUMNS: Columns = {
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
 # What a training of one's own, or its environment, may choose freely.
 NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch", "job_id", "node_list")
+NAMES += ("git_commit",)
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
@@ -258,7 +259,11 @@ def _read(
     try:
         content = read_text(path, LARGEST_FILE, errors="strict")
         lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
-        rows = []
+        names, rows = lines.fieldnames or [], []
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"it has the column {min(twice)} twice")
+        if len(names) == 1 and ";" in names[0]:
+            raise ValueError("its cells are separated by semicolons: export it with commas")
         for line in lines:
             where = f"line {lines.line_num}"
             if None in line or None in line.values():

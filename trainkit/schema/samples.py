@@ -102,7 +102,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     for path in sorted(folder.glob("*.csv")):
         try:
             check_regular(path)
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
                 first = file.readline()
                 if first != HEADER and HEADER.startswith(first):
                     continue  # a full disk, or the end of the node: the other nodes' files are still good
@@ -145,8 +145,8 @@ def note_run(path: Path) -> None:
     """In a sampled job, note that its training writes the CSV `path`."""
     job = job_folder.here()
     if job and (job / FOLDER).is_dir():
-        with suppress(OSError):
-            job_folder.write(job / FOLDER / RUNS, f"{path.absolute()}\n", os.O_APPEND)
+        with suppress(OSError), job_folder.opened(job / FOLDER / RUNS, "a") as file:
+            file.write(f"{path.absolute()}\n")
 
 
 def _row(cells: dict[str, str]) -> dict[str, object]:

@@ -124,7 +124,8 @@ class Exercise:
             seen = error
         except BaseException as error:
             seen = explain(error, self.mine)
-        sys.stdout.flush()
+        with suppress(Exception):  # the program may have closed it
+            sys.stdout.flush()
         answer.send(seen)
 
     def begin(self) -> None:
