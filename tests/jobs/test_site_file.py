@@ -27,6 +27,9 @@ BAD = {
     b"trap 'exit 0' EXIT\n": f"{FAILS}it sets a trap",
     b"trap '' USR2\n": f"{FAILS}it sets a trap",
     b"sleep 600 &\n": f"{FAILS}it leaves a process behind",
+    b"readonly SITE_CONTAINER\n": f"{FAILS}it makes SITE_CONTAINER read-only",
+    b"SITE_DATA_DIR='~/data'\n": "slurm/site.sh names the folder ~/data, which depends on where you are",
+    b"PATH=/nowhere\n": "slurm/site.sh leaves PATH without the usual commands",
     b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",
 }
 
@@ -76,6 +79,13 @@ def test_a_bash_that_was_told_otherwise(mine: dict[str, str], monkeypatch: pytes
         site.read_site()
 
 
+def test_variables_from_another_file(checkout: Checkout) -> None:
+    """`set +a` of the site file is not for what comes after it."""
+    (checkout.folder / "more.env").write_text("SBATCH_ACCOUNT=me\n")
+    checkout.site(f"set -a\nsource '{checkout.folder}/more.env'\nset +a\nSBATCH_QOS=short\n")
+    assert {"SBATCH_ACCOUNT": "me", "SBATCH_QOS": "short"}.items() <= site.read_site().sbatch.items()
+
+
 def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     """Linux does not mind, in variables and in the names of folders; for Slurm's files it has to be."""
     results = os.fsdecode(os.fsencode(checkout.folder) + b"/r\xe9sultats")
@@ -117,8 +127,18 @@ def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
         assert f"{file} belongs to user 12345" in told(FAULT)
 
 
-def test_a_job_tells_it_too(tmp_path: Path, cluster: RunningCluster) -> None:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("exit 0\n", f"{ENDS}0"),
+        (
+            "activate_environment() { exit 0; }\n",
+            "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit.",
+        ),
+    ],
+)
+def test_a_job_tells_it_too(text: str, error: str, tmp_path: Path, cluster: RunningCluster) -> None:
     """Plain sbatch reads no site file, but the job does: without this it would be COMPLETED at once."""
     checkout = Checkout(tmp_path / "a checkout", cluster)
-    checkout.site("exit 0\n")
-    assert checkout.fail("single") == f"error: {ENDS}0\n"
+    checkout.site(text)
+    assert checkout.fail("single") == f"error: {error}\n"

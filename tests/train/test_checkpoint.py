@@ -1,5 +1,6 @@
 """A run that is stopped, killed or moved goes on as if nothing had happened."""
 
+import copy
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from conftest import (
     succeeded,
 )
 
+from trainkit.rank.checkpoint import load_parts
 from trainkit.schema import records
 
 EPOCHS = 2
@@ -196,6 +198,25 @@ def test_what_a_later_step_cannot_use_is_one_sentence(
     torch.save(state, path)
     assert sentence.format(path) in one_error(script("single", *short))
     assert len(rows_of(tmp_path)) == 1
+
+
+def test_what_an_optimizer_keeps_is_laid_out_as_the_weights() -> None:
+    """Fused, it pairs their numbers by the place in memory, and stages differ in channels_last."""
+    torch.manual_seed(1)
+    models = [torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1, fused=True) for model in models]
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.linspace(-1, 1, 75).view(1, 3, 5, 5)).square().sum().backward()
+        optimizer.step()
+
+    step(models[0], optimizers[0])
+    models[1].load_state_dict(models[0].state_dict())
+    load_parts({"optimizer": optimizers[1]}, {"optimizer": copy.deepcopy(optimizers[0].state_dict())})
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        step(model, optimizer)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
 def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ REFUSED = {
     "node_list": ["x" * 20_001],
     "devices": ["0", "1e3", str(10**7), *NUMBERS],
     "world_size": ["0", str(10**7)],
-    "epoch": ["0"],
+    "epoch": ["0", str(10**9)],
     "global_batch": [str(2**63)],
     "warmup": ["2"],
     "images_per_s": ["0", "1e13", *NUMBERS],
@@ -80,6 +80,8 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
         ("header-only", f"{header}\n".encode(), "it has no rows"),
         ("binary", bytes(range(256)) * 8, ""),
         ("cut", f"{header}\n{first}\n{first[: len(first) // 2]}".encode(), ""),
+        ("twice", f"{header},images_per_s\n{first},1\n".encode(), "it has the column images_per_s twice"),
+        ("excel", f"{header}\n{first}\n".replace(",", ";").encode(), "its cells are separated by semicolons"),
         ("no-column", f"{header.replace('images_per_s', 'speed')}\n{first}\n".encode(), ""),
     ):
         reasons[folder / f"{name}.csv"] = reason
@@ -97,7 +99,9 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
     reasons[folder / r"\x1b[31m\udcff.csv"] = "it has no rows"
     Path(os.fsdecode(bytes(folder) + b"/\x1b[31m\xff.csv")).touch()
 
-    done = plot(SAMPLE, folder, folder / "pipe.csv", "--out", tmp_path / "out")
+    windows = tmp_path / "windows.csv"
+    windows.write_bytes(b"\xef\xbb\xbf" + SAMPLE.read_bytes())
+    done = plot(windows, folder, folder / "pipe.csv", "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     told = "".join(done.stdout.split())  # long lines are wrapped
     for path, reason in reasons.items():
@@ -161,7 +165,7 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp
     assert written.replace(f"- {note}\n", "") == expected
 
 
-@pytest.mark.parametrize("column", ["stage", "dataset", "model", "job_id"])
+@pytest.mark.parametrize("column", ["stage", "dataset", "model", "job_id", "git_commit"])
 def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
     facts = dict.fromkeys(COLUMNS, "Net 训练 $") | {"global_batch": 64}
     RunFiles(tmp_path, facts)
