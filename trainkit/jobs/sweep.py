@@ -185,9 +185,7 @@ class Sweep:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(
-                f"another sweep.py is at work in {self.folder}: wait, or stop that one."
-            ) from None
+            raise UserError(f"another sweep.py is at work in {self.folder}: wait, or stop it.") from None
         except (OSError, NotImplementedError):
             pass  # a file system without locks
         if not known.exists():

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 VERSION = 2
 # What optimizers keep for each number of a parameter.
 OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
-# What is raised for a part of a checkpoint that is not what a training saves.
-DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError)
-DAMAGE += (zipfile.BadZipFile,)
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
 
@@ -212,7 +209,9 @@ class Checkpoints:
             here = str(self._folder.resolve())
             copied = state.get("folder", here) != here
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))
-        except DAMAGE as error:
+        except UserError:
+            raise
+        except Exception as error:  # PyTorch raises many kinds
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
             ) from None
@@ -224,7 +223,7 @@ class Checkpoints:
         if len(packed) != process_group.count():
             raise ValueError(f"each of its {len(packed)} ranks has its own state: start as many ranks")
         content = io.BytesIO(packed[process_group.rank()].numpy().tobytes())
-        load_parts(self._each_rank, _load(content))
+        load_parts(self._each_rank, load_verified(content))
 
     def _check_identity(self, path: Path, was: dict) -> None:
         wanted = self._options.precision
@@ -304,18 +303,15 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
     return None, {}
 
 
-def load_verified(path: Path) -> object:
-    """Return the tensors and numbers that torch.save has written to `path`.
+def load_verified(file: Path | io.BytesIO) -> object:
+    """Return the tensors and numbers that torch.save has written to `file`.
 
     Raises:
         ValueError: if it is not a regular file, or holds anything else, which could run a program. For a
             damaged file PyTorch also raises other errors.
     """
-    check_regular(path)
-    return _load(path)
-
-
-def _load(file: Path | io.BytesIO) -> object:
+    if isinstance(file, Path):
+        check_regular(file)
     with zipfile.ZipFile(file) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")

@@ -176,9 +176,7 @@ class Options:
         "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
     )
 
-    results_dir: Path = _option(
-        "output", DEFAULT_RESULTS, given_path, "DIR", "the run's CSV goes to DIR/runs/"
-    )
+    results_dir: Path = _option("output", DEFAULT_RESULTS, given_path, "DIR", "the CSV goes to DIR/runs/")
     save_model: bool = _option(
         "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
     )

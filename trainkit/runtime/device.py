@@ -256,9 +256,7 @@ def git_commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
         with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=30
-            )
+            done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace", timeout=30)
             if commit := done.stdout.strip():
                 return commit
     return ""
