@@ -157,8 +157,9 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         (("", ""), (*OF_STORIES, "--loader", "resident"), RESIDENT),
         (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
         (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
+        (('"critic_optimizer"', '"optimizer"'), OF_STORIES, "`also` has the name optimizer, as any"),
     ],
-    ids=["precision", "loss not told", "loop left", "resident", "no test", "names"],
+    ids=["precision", "loss not told", "loop left", "resident", "no test", "names", "taken"],
 )
 def test_a_mistake_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 VERSION = 2
 # What optimizers keep for each number of a parameter.
 OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+# The names that a checkpoint itself uses.
+TAKEN = {"model", "optimizer", "schedule", "best", "version", "epoch", "part", "random_numbers"}
+TAKEN |= {"each_rank", "split", "options", "run", "precision", "folder"}
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
 
@@ -233,10 +236,7 @@ class Checkpoints:
         if earlier:
             earlier = ", ".join(earlier).replace("None", "not given")
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
-        try:
-            set_precision(self._model, was["precision"])
-        except UserError as error:
-            raise UserError(f"{path} was made with --precision {was['precision']}: {error}") from None
+        set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}

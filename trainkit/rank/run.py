@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from trainkit.rank.batches import Batch, Batches, Data, generator
-from trainkit.rank.checkpoint import Checkpoints
+from trainkit.rank.checkpoint import TAKEN, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
@@ -81,6 +81,8 @@ class Run:
         unit = self.unit, self.per_sample
         given = (self.options, self.here, dataset, self.model, self._facts(), unit)
         self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
+        if taken := self.also.keys() & TAKEN:
+            raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         self._best = Best(self.model, self.sharded) if self.options.keep_best else None
         state = {"optimizer": self.optimizer, "schedule": self.schedule, "best": self._best} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
@@ -133,10 +135,8 @@ class Run:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         if done.steps and done.steps >= len(batches):
-            raise UserError(
-                f"the checkpoint is of step {done.steps} of an epoch, and now an epoch has {len(batches)}: "
-                "give another --checkpoint-dir."
-            )
+            told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"
+            raise UserError(f"{told}: give another --checkpoint-dir.")
         batches.set_epoch(epoch, done.steps)
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._noted = {}
