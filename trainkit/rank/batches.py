@@ -62,10 +62,8 @@ def testing(
     Raises:
         UserError: if there are fewer samples than --test-size, or a Dataset comes without --loader workers.
     """
-    if (options.test_size or 0) > len(split):
-        raise UserError(
-            f"--test-size {options.test_size} is more than the {len(split)} test images: lower it."
-        )
+    if (size := options.test_size or 1) > len(split):
+        raise UserError(f"--test-size {size} is more than the {len(split)} test images: lower it.")
     batch = options.test_batch_size or TEST_BATCH[is_gpu(device)]
     split = _first(split, batch * world_size if options.dry_run else options.test_size or len(split))
     order = UnpaddedTestSampler(len(split), batch, rank, world_size)

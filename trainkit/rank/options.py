@@ -303,7 +303,7 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None
         )
     check_divides(options.batch_size, ranks, "processes")
     size = options.train_size or available
-    if size and options.batch_size > size:
+    if size is not None and options.batch_size > size:
         raise UserError(
             f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
         )

@@ -104,7 +104,8 @@ class Recorder:
         given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
         try:
             own = {name: float(value) for name, value in given.items()}
-        except (TypeError, ValueError) as error:
+            own |= {name: int(own[name]) for name in ("samples", "test_samples")}
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             mistake = f"epoch {self._epoch} has a value that is not a number ({first_line(error)})"
             raise UserError(f"{mistake}: give one for each name.") from None
         of_ranks = process_group.gather(own)

@@ -262,7 +262,7 @@ def _read(
         names, rows = lines.fieldnames or [], []
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"it has the column {min(twice)} twice")
-        if len(names) == 1 and ";" in names[0]:
+        if len(names) == 1 and names[0].count(";") > 3:
             raise ValueError("its cells are separated by semicolons: export it with commas")
         for line in lines:
             where = f"line {lines.line_num}"
