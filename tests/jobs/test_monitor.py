@@ -137,7 +137,7 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
         ("--verdict", 7, "train.py"): "unrecognized arguments: train.py",
         ("--", "no-such-command"): "no-such-command cannot be run (No such file or directory): correct",
         ("--", checkout.folder): f"{checkout.folder} cannot be run (Permission denied): correct the command.",
-        ("--verdict", 5): f"there is no job 5 in {jobs}, where each has a folder.",
+        ("--verdict", 5): f"there is no job 5 in {jobs}: a queued job has no folder yet.",
         ("--verdict", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
         ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `srun",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",

@@ -451,7 +451,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
         ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
-        ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "for each: give one of them"),
+        ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "for each: give one"),
         ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
         ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.rank.data"),
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),

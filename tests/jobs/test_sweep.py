@@ -269,7 +269,7 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--out /proc/nowhere", "cannot be written to"),
         ("--out trainkit", "has other things in it"),
         ("--gpus 4096 --batch-size 4096", "4096 workers are more than the"),
-        ("--batch-size-per-gpu 32", "is set here by --scaling weak"),
+        ("--batch-size-per-gpu 32", "is set by --scaling weak"),
         ("--deadline soon", "'soon' is neither HH:MM:SS nor a number of minutes"),
     ],
 )

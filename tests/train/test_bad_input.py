@@ -22,7 +22,7 @@ ALONE = [
     (["--lr", "nan"], "must be more than 0 and at most 1e+38"),
     (["--lr-scale", "linear"], "--lr-scale linear needs --lr, the learning rate that is good at batch 64"),
     (["--recipe", "fast", "--lr-warmup-images", "64"], "is not for recipe fast, whose one-cycle schedule"),
-    (["--batch-size", "64", "--batch-size-per-gpu", "64"], "--batch-size-per-gpu for each: give one of them"),
+    (["--batch-size", "64", "--batch-size-per-gpu", "64"], "--batch-size-per-gpu for each: give one"),
     (["--loader", "workers", "--num-workers", "100000"], "100000 is too large, it must be 0 to 256"),
     (["--batch", "64"], "unrecognized arguments: --batch"),
     (["--local-rank=0"], "unrecognized arguments: --local-rank=0"),  # of torch.distributed.launch

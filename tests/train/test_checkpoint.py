@@ -262,7 +262,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
     reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
     printed = finish(tmp_path)
-    assert f"all {EPOCHS} epochs were done before: nothing was left to do" in printed
+    assert f"all {EPOCHS} epochs were done before: nothing left to do" in printed
     assert rows_of(tmp_path) == rows_of(reference)
 
 

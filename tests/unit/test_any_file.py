@@ -8,7 +8,9 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -20,6 +22,7 @@ from trainkit.jobs.why import Evidence
 from trainkit.monitor import waste
 from trainkit.rank import options
 from trainkit.rank.checkpoint import Checkpoints
+from trainkit.rank.data import Split
 from trainkit.rank.epoch import PartialEpoch
 from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.rank.recorder import Recorder
@@ -273,6 +276,34 @@ def test_a_state_that_no_recorder_has_saved(
     with pytest.raises(UserError, match=reason):
         after.load(tmp_path / "forged.pt", parts)
     assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adafactor, torch.optim.LBFGS, type("Own", (torch.optim.SGD,), {})]
+)
+@pytest.mark.parametrize("name", ["[test] mine", "../up", "-", ""])
+def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path) -> None:
+    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
+    for first_epoch in (1, 2):
+        model = torch.nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        run = Recorder(name, model, optimizer, **told)
+        run.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+        assert run.first_epoch == first_epoch
+        run.epoch(4, 1.0, 0.5)
+        run.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+    with pytest.raises(UserError, match="its global_batch is 4, not 8"):
+        Recorder(name, model, optimizer, **told | {"batch_size": 8}).load(tmp_path / "saved.pt", {})
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    run, parts = recorder(tmp_path)
+    part = SimpleNamespace(state_dict=lambda: {"scale": np.float64(2)})
+    with pytest.raises(UserError, match="can be saved, not numpy"):
+        run.save(tmp_path / "saved.pt", parts | {"scaler": part})
+    assert not list(tmp_path.glob("*.pt"))
+    with pytest.raises(UserError, match="d has 3 inputs and 2 targets"):
+        Split("d", torch.zeros(3), torch.zeros(2))
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], **ddp(1))
     text, table, _ = compared()
     assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
-    assert "[1] speedup against ddp on one device: there is no equal single run." in text
+    assert "[1] speedup against ddp on one device: no single run is equal." in text
     assert "1.50x as fast as DDP on one (75 % efficiency" in text and "there is no DataParallel run" in text
 
 
@@ -495,7 +495,7 @@ def test_own_training(tmp_path: Path, compared: Compared) -> None:
     rows = seen.table[seen.table.stage == "depth"]
     assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
     assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
-    assert "speedup against depth on one device: there is no equal single run." in seen.text
+    assert "speedup against depth on one device: no single run is equal." in seen.text
     assert f"{GPU}, mnist: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
     assert seen.text.splitlines()[-1] == (
         "On mnist, Net: DDP on 2 workers trained 1.60x as fast as single (80 % efficiency at global batch "

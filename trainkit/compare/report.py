@@ -128,9 +128,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
     """Return the table with all cells as text, and the meaning of marks and columns not in every table."""
-    own = table.baseline.map(
-        lambda stage: f"speedup against {stage} on one device: there is no equal single run"
-    )
+    own = table.baseline.map(lambda stage: f"speedup against {stage} on one device: no single run is equal")
     notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
     numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
     known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()

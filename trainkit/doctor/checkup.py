@@ -214,9 +214,7 @@ def _shared_memory(num_workers: int) -> Iterator[Finding]:
     space = shutil.disk_usage("/dev/shm")
     message = f"{space.free / GB:.2f} of {space.total / GB:.2f} GB free in /dev/shm, for loaders' batches"
     if num_workers and space.free < SHM_GB * GB:
-        fix = (
-            "a larger /dev/shm (of a container: apptainer --bind, docker --shm-size), or fewer --num-workers"
-        )
+        fix = "a larger /dev/shm (apptainer --bind, docker --shm-size), or fewer --num-workers"
         yield Finding("shm", WARNING, message, fix)
     yield Finding("shm", OK, message)
 

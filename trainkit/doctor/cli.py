@@ -90,9 +90,7 @@ def _parse() -> argparse.Namespace:
     add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
     if options.gpus and options.gpus % (options.nodes or 1):
-        raise UserError(
-            f"{options.gpus} GPUs do not divide evenly among {options.nodes} nodes: change one of them."
-        )
+        raise UserError(f"{options.gpus} GPUs do not divide among {options.nodes} nodes: change one of them.")
     for word in options.sbatch_options:
         if not word.startswith("-"):
             raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")

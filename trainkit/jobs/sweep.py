@@ -122,9 +122,7 @@ class Sweep:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
             raise UserError("--checkpoint-dir and --resume are for single jobs: leave them out.")
         if self.opts.batch_size_per_gpu:
-            raise UserError(
-                "--batch-size-per-gpu is set here by --scaling weak and --batch-size: give those two."
-            )
+            raise UserError("--batch-size-per-gpu is set by --scaling weak and --batch-size: give those two.")
 
     def planned(self, grid: Grid) -> tuple[list[PlannedRun], Counter[str]]:
         """Return the runs that make sense, and the reasons against the others, with how many each concerns.

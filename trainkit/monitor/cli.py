@@ -79,9 +79,7 @@ def _find_samples(job: str) -> Path:
         here = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
         found = [path for path in [jobs_dir / job] if path.is_dir()] or sorted(here, key=os.path.getmtime)
         if not found:
-            raise UserError(
-                f"there is no job {job} in {jobs_dir}, where each has a folder. A queued job has none yet."
-            )
+            raise UserError(f"there is no job {job} in {jobs_dir}: a queued job has no folder yet.")
         folder = found[-1]
     if not folder.is_dir():
         raise UserError(f"there is no folder {job}: give a job's number or folder.")

@@ -28,10 +28,11 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
+from trainkit.rank.weights import check_loadable, put
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
-from trainkit.runtime.files import check_regular, check_writable, explained, replacing
+from trainkit.runtime.files import check_regular, check_writable, explained
 from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class Checkpoints:
         if self._each_rank:
             content = io.BytesIO()  # as bytes, whichever device its tensors are on
             torch.save({name: one.state_dict() for name, one in self._each_rank.items()}, content)
+            content.seek(0)
+            check_loadable(content)
             own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
             state |= {"each_rank": process_group.gather(own)}
         if self._sharded:
@@ -244,8 +247,7 @@ class Checkpoints:
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
-            with replacing(path, "wb") as file:
-                torch.save(state, file)
+            put(state, path)
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
@@ -297,9 +299,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
             broken.replace(broken.with_suffix(".damaged"))
         return path, state
     if found:
-        raise UserError(
-            f"no checkpoint in {folder} can be read: give another --checkpoint-dir to start over."
-        )
+        raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
     return None, {}
 
 
@@ -340,7 +340,7 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
         part.load_state_dict(state[name])
         if is_optimizer:
             for own, group in zip(before, part.param_groups, strict=True):
-                if missing := part.defaults.keys() - group.keys():
+                if missing := own.keys() - group.keys():
                     raise ValueError(f"it is of another optimizer, without {min(missing)}")
                 _check_group(own, group)
             if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise

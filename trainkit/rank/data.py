@@ -13,6 +13,7 @@ import torch
 
 from trainkit.rank import staging, synthetic
 from trainkit.runtime import errors
+from trainkit.runtime.errors import UserError
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
@@ -31,6 +32,10 @@ class Split:
     targets: torch.Tensor
     prepare: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor  # unchanged
     prepare_one: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise UserError(f"{self.name} has {len(self.inputs)} inputs and {len(self.targets)} targets.")
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -178,7 +178,7 @@ class Options:
 
     results_dir: Path = _option("output", DEFAULT_RESULTS, given_path, "DIR", "the CSV goes to DIR/runs/")
     save_model: bool = _option(
-        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt at the end"
+        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt"
     )
     dry_run: bool = _option(
         "output", False, None, None, "one training step, one test batch, nothing written"
@@ -261,9 +261,7 @@ def parse(
 def _completed(values: dict[str, object]) -> dict[str, object]:
     """Add the defaults that depend on other options; raise a UserError if they contradict each other."""
     if values["batch_size"] and values["batch_size_per_gpu"]:
-        raise UserError(
-            "--batch-size is for all GPUs together and --batch-size-per-gpu for each: give one of them."
-        )
+        raise UserError("--batch-size is for all GPUs together and --batch-size-per-gpu for each: give one.")
     if not values["batch_size_per_gpu"]:
         values["batch_size"] = values["batch_size"] or BASE_BATCH
     if values["lr"] is None:

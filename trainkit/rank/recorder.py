@@ -20,6 +20,9 @@ from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
 from trainkit.schema.columns import OWN_LOOP
 
+# What has to be equal in a training that goes on.
+OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision")
+
 
 class Recorder:
     """Writes the record of a training with another loop, and reports when it has to stop.
@@ -110,9 +113,7 @@ class Recorder:
             raise UserError(f"{mistake}: give one for each name.") from None
         of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
-            raise UserError(
-                f"the ranks give epoch {self._epoch} metrics with different names: give the same on all."
-            )
+            raise UserError(f"the ranks give epoch {self._epoch} other metrics: give the same names on all.")
         count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
         slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
         means = {name: _mean(of_ranks, name) for name in given}
@@ -136,12 +137,10 @@ class Recorder:
             UserError: if it is not such a state, or the record cannot be written.
         """
         try:
-            process_group.on_rank_0(lambda: self._log.go_on(state))
+            process_group.on_rank_0(lambda: self._log.go_on(state, same=OF_THE_TRAINING))
             self.first_epoch = self._epoch = len(state["rows"]) + 1
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"no Recorder made this state ({error}): give what state_dict returned."
-            ) from None
+            raise UserError(f"no Recorder made this state ({error}): give that of state_dict.") from None
 
     def save(self, path: Path | str, parts: dict[str, object]) -> None:
         """Write the state_dict of each of `parts`, and that of this record, to `path`; rank 0's count.

@@ -49,7 +49,7 @@ class RunLog:
         self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
-        word = re.sub(r"[^\w.-]+", "-", facts["stage"])  # part of a file name
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.") or "own"  # part of a file name
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
         self._facts = facts_of_run(options, here, dataset, model) | facts
         self._facts |= {
@@ -134,7 +134,7 @@ class RunLog:
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
-    def go_on(self, state: dict, copied: bool = False) -> None:
+    def go_on(self, state: dict, copied: bool = False, same: Iterable[str] = ()) -> None:
         """Continue the run whose `state` was saved; epochs written after that are discarded.
 
         A record that is not this run's is left alone, as is that of a run whose checkpoints were `copied`
@@ -142,12 +142,16 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
-            ValueError: if `state` would write to another place, or no run has left it.
+            ValueError: if `state` would write to another place, no run has left it, or it differs in a column
+                of `same`.
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is not a file name")
         seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
+        for name in same if rows else ():
+            if rows[-1][name] != self._facts[name]:
+                raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
         if not self._recorder.may_continue(facts, rows, copied):
             tell(
                 f"{facts['run_id']}.csv is the record of another run, or went on without this one: this one "
@@ -171,9 +175,7 @@ class RunLog:
             tell("dry run: one training step and one test batch went through; nothing was written.")
             return
         if self._recorder.rows and not self._past_first_epoch and not self.ended:
-            tell(
-                f"all {self._options.epochs} epochs were done before: nothing was left to do (more: --epochs)"
-            )
+            tell(f"all {self._options.epochs} epochs were done before: nothing left to do (more: --epochs)")
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
         if self._recorder.rows and (best := self._recorder.rows[-1]["best_epoch"]):

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import nn
@@ -67,6 +67,21 @@ class Best:
         self.weights = weights if process_group.is_rank_0() else {}
 
 
+def put(state: object, path: Path) -> None:
+    """Write `state` to `path`, as torch.save does; raise a UserError if it could not be loaded again."""
+    with replacing(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        check_loadable(file.name)
+
+
+def check_loadable(file: str | BinaryIO) -> None:
+    """Raise a UserError if what torch.save wrote holds what is never loaded, as it could run a program."""
+    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])  # PyTorch 2.6
+    if found := find(file):
+        raise UserError(f"tensors, numbers and texts can be saved, not {found[0]}: convert it in state_dict.")
+
+
 def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give another folder.") -> None:
     """Write the weights to `path`, from which they load into a plain network.
 
@@ -75,7 +90,6 @@ def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give anoth
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, "wb") as file:
-            torch.save(weights, file)
+        put(weights, path)
     except (OSError, RuntimeError) as error:
         raise UserError(f"the weights cannot be saved to {path} ({reason(error)}). {advice}") from None

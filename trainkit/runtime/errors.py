@@ -193,9 +193,7 @@ def _in_a_sentence(error: Exception) -> str | None:
     """Explain a path, full memory, or a network that was used in part; None for other errors."""
     if isinstance(error, OSError) and error.strerror and _is_of_the_kit(error):
         if error.filename:
-            return (
-                f"{error.filename} cannot be read or written ({error.strerror}): give another, or repair it."
-            )
+            return f"{error.filename} cannot be read or written ({error.strerror}): give another, or mend it."
         if "temporary directory" in error.strerror:
             return f"{error.strerror}: free the space there, or set TMPDIR to a folder of yours."
         if isinstance(error, FileNotFoundError):  # of os.getcwd

@@ -270,9 +270,7 @@ def _read(
                 raise ValueError(f"{where} is cut short or too long")
             version = str(line.get("schema_version"))
             if columns is OF_A_RUN and version != str(SCHEMA_VERSION):
-                raise ValueError(
-                    f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read here"
-                )
+                raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
             rows.append(_row((added or {}) | line, where, columns))
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {reason(error)}.") from None

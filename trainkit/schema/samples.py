@@ -123,9 +123,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                 f"{path}: no samples of slurm/monitor.py ({reason(error)}): give the folder of a job."
             ) from None
     if not rows:
-        raise UserError(
-            f"there are no samples in {folder}: give a job that was sampled (SITE_MONITOR is not off)."
-        )
+        raise UserError(f"there are no samples in {folder}: give a sampled job (SITE_MONITOR is not off).")
     return sorted(rows, key=lambda row: row["time"])
 
 
