@@ -75,6 +75,7 @@ $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (once, a few minutes; PyTorch is several GB)"
+	@test -w . || { echo "error: you may not write here: make your own copy, or activate the environment of whoever owns it" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: $(PYTHON) cannot make an environment: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@$(RUN) -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --editable '.[test]'

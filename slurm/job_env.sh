@@ -15,6 +15,9 @@ unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
+# The batch script's own number, or that of salloc's shell, is one of the highest.
+((${SLURM_STEP_ID:-4294967291} >= 4294967290)) ||
+    fail "a job script starts srun itself, and would wait for this one: send it with sbatch, or run it in salloc, without srun."
 plain="" needed=(torch numpy tqdm psutil filelock trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1 needed=(trainkit)
@@ -41,7 +44,7 @@ if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
     echo "this job has already ended, without an error, and does nothing more: to train again, submit it again"
     exit
 fi
-rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped}
+rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped,monitor/verdict.json}
 [[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
 # and next to it submitit's of the ranks from 1 on.
@@ -107,7 +110,8 @@ choose_training() {
     shift
     [[ -z $plain ]] || { script=${2:-} && shift; }
     if [[ ${1:-} == *.py ]]; then script=$1 && shift; fi
-    [[ $script == *.py && -f $script ]] || fail "there is no script ${script:-behind --plain} in $PWD: correct its name."
+    [[ $script == *.py && -f $script ]] ||
+        fail "there is no script ${script:-behind --plain} in $PWD: $([[ $PWD == "${SLURM_SUBMIT_DIR:-$PWD}" ]] && echo correct its name || echo leave out --chdir)."
     TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"
         --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@")
     [[ -z $plain ]] || TRAINING=(-m trainkit.runtime.plain "$script" "$@")
@@ -179,7 +183,7 @@ tell_what_was_seen() {
     done
     if kill "$sampler" 2>/dev/null && ((begun)); then
         echo "watch   no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
-    elif ! wait "$sampler"; then
+    elif ! wait "$sampler" && [[ ! -e $watching/verdict.json ]]; then
         # Not what srun says of every step that fails, or is ended.
         why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination' "$watching/log" | tail -n 1)
         echo "watch   not sampled: ${why:-it had not begun when the job ended}"
@@ -227,4 +231,5 @@ finish() {
 }
 at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *Reason=TimeLimit* ]]; }
 trap finish EXIT
-trap 'ended_from_outside=1; exit 143' TERM
+trap 'ended_from_outside=1; exit 143' TERM HUP
+trap : USR2 # of --signal=B:USR2@60, which the ranks do not get

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from conftest import REPOSITORY, STAGES, Script, one_error, places, rows_of, succeeded
+from conftest import REPOSITORY, STAGES, Script, failed, one_error, places, rows_of, succeeded
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
@@ -169,6 +169,14 @@ def test_a_mistake_is_one_sentence(
     own.write_text(text.replace(*change))
     done = script(own, *arguments, "--results-dir", tmp_path, ranks=1)
     assert one_error(done).startswith(f"error on rank 0: {sentence}")
+
+
+def test_ranks_with_other_options_do_not_train_together(script: Script, tmp_path: Path) -> None:
+    own, parse = tmp_path / "own.py", 'options.parse("")'
+    by_rank = "import sys; sys.argv += ['--lr', f'0.{os.environ[\"RANK\"]}1']; opts = "
+    own.write_text(STORIES.replace(f"opts = {parse}", by_rank + parse))
+    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert "error on rank 0: rank 1 was started with another --lr: start all ranks alike." in told
 
 
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
             "slow_rank": records.slow_rank(ranks),
             "joules_per_1000_images": joules.get(run_id, math.nan),
         }
-        yield from (epoch | of_the_run for epoch in epochs)
+        yield from (epoch | of_the_run for epoch in sorted(epochs, key=lambda row: row["epoch"]))
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:

@@ -46,7 +46,7 @@ REFUSALS = {
     "[Tt]ime ?[Ll]imit": "ask for less --time; `sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
     "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
-    "--gpus, --nodes or cores, or less memory (--mem); `sinfo -o '%P %D %s %c %m %G'` shows what there is",
+    "--gpus, --nodes or cores, or less --mem or --time; `sinfo -o '%P %D %s %c %m %G %l'` shows the limits",
     "": "see man sbatch, or ask your admin what it means",
 }
 

@@ -222,6 +222,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
 
     executor = _executor(request, folder, site.results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
+    variables.pop("SBATCH_WAIT", None)  # the job waits for what submitit writes after sbatch
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with local.environment(variables), redirect_stderr(io.StringIO()):

@@ -175,6 +175,8 @@ class Recorder:
         Raises:
             UserError: if the job's folder cannot be written to.
         """
+        if saved and not process_group.broadcast(Path(saved).exists()):
+            raise UserError(f"stopped by a signal before there was a {saved}: give the job more time.")
         words = f"stopped by a signal; saved in {saved}"
         end = (lambda: report_stop(words, Path(saved))) if saved else (lambda: self._log.finish({}))
         process_group.on_rank_0(end)

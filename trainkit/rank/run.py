@@ -81,6 +81,10 @@ class Run:
         unit = self.unit, self.per_sample
         given = (self.options, self.here, dataset, self.model, self._facts(), unit)
         self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
+        for rank, other in enumerate(process_group.gather(self.options.shaping())):
+            if differ := [name for name, value in self.options.shaping().items() if other[name] != value]:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
+                raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
         if taken := self.also.keys() & TAKEN:
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         self._best = Best(self.model, self.sharded) if self.options.keep_best else None

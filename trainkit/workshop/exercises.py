@@ -274,16 +274,16 @@ def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     workbook.read()  # another terminal may have changed it during the check
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
-        workbook.save()
     tell(f"{exercise.name}: done.\n{wrapped(seen)}\n\n{workbook.bar()}")
+    workbook.save()
     return 0
 
 
 def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     most = len(exercise.hints)
     number = workbook.hints[exercise.name] = min(workbook.hints.get(exercise.name, 0) + 1, most)
-    workbook.save()
     tell(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
+    workbook.save()
     if number == most:
         tell(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
     return 0

@@ -1,6 +1,7 @@
 """Reads the job script as Slurm and the shell would, asks Slurm where it is, and looks for the log."""
 
 import argparse
+import glob
 import re
 from pathlib import Path
 
@@ -73,6 +74,9 @@ WRONG = [
     ("job.sh", "00:15:00", "00:00:15", "5 minutes or more"),
     ("job.sh", "00:15:00", "2-00:00:00", "waits longer in the queue"),
     ("job.sh", "00:15:00", "soon", "neither HH:MM:SS"),
+    ("job.sh", "--mem=8G", "--mem=8", "in MB"),
+    ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "sbatch refuses it"),
+    ("job.sh", "-euo pipefail", "-eu", "goes on after an error"),
     ("job.sh", "first-%j.log", "first.log", "would write into the same log"),
     ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
     ("job.sh", '"$DATA_DIR"', "/home/me/data", "one user's home"),
@@ -89,6 +93,10 @@ def check(mine: Workspace) -> str:
     prediction = answers.word("prediction", "terminal", "file")
     ignored = answers.word("ignored", "name", "nodes", "memory", "time")
     text = mine.text(JOB)
+    if b"\r" in (mine.folder / JOB).read_bytes() or not text.startswith("#!/bin/bash\n"):
+        raise Wrong(
+            f"mine/{JOB} begins with the line #!/bin/bash, and no line ends as in Windows: sbatch refuses it."
+        )
     _check_lines(text.splitlines())
     options = requested(text)
     _check_options(options)
@@ -130,6 +138,10 @@ def _check_options(options: dict[str, str]) -> None:
     for name in ("ntasks", "gpus-per-node", "cpus-per-task", "mem", "time", "output"):
         if name not in options:
             raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
+    if not re.fullmatch(r"\d+[GT]|\d{4,}M?", options["mem"]):
+        raise Wrong(
+            f"--mem={options['mem']}: without a unit it is in MB. Python and PyTorch take several GB."
+        )
     if options["ntasks"] != "1":
         raise Wrong(
             f"--ntasks={options['ntasks']}: srun would start the same training twice or more. This training "
@@ -176,8 +188,8 @@ def _check_commands(path: Path, commands: str) -> None:
         raise Wrong(
             f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh work on every site."
         )
-    flags = re.search(r"^set -(\w*)", commands, re.MULTILINE)
-    if not flags or not {"e", "u"} <= set(flags[1]):
+    flags = " ".join(re.findall(r"^set (.*)", commands, re.MULTILINE))
+    if not all(re.search(flag, flags) for flag in (r"-\w*e", r"-\w*u", "pipefail")):
         raise Wrong(
             f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if nothing "
             "had happened."
@@ -193,8 +205,9 @@ def _check_commands(path: Path, commands: str) -> None:
 
 
 def _log(options: dict[str, str], stage: Path) -> str:
-    pattern = Path(options["output"].replace("%x", options.get("job-name", "*")).replace("%j", "*")).name
-    logs = sorted(stage.glob(pattern), key=lambda log: log.stat().st_mtime)
+    name = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
+    logs = [log for log in stage.glob(re.sub("(%j)+", "[0-9]*", name)) if log.is_file()]
+    logs.sort(key=lambda log: log.stat().st_mtime)
     if not logs:
         return "Submit it now, if you have a cluster."
     code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
