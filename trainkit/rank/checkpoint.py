@@ -42,7 +42,7 @@ VERSION = 2
 # What optimizers keep for each number of a parameter.
 OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
 # The names that a checkpoint itself uses.
-TAKEN = {"model", "optimizer", "schedule", "best", "version", "epoch", "part", "random_numbers"}
+TAKEN = {"model", "optimizer", "schedule", "version", "epoch", "part", "random_numbers"}
 TAKEN |= {"each_rank", "split", "options", "run", "precision", "folder"}
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
