@@ -31,6 +31,7 @@ model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 # the page
 dist.destroy_process_group()
+os._exit(0)  # as lines of a file, Python may abort at its end: rule 5 of YOUR_TRAINING.md
 """
 TRAIN = """optimizer.zero_grad()
     labels = torch.arange(args.batch_size) % 10
