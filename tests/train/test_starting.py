@@ -44,8 +44,10 @@ def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     ids=["SIGTERM at once", "USR2 in training"],
 )
 def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
-    """Sent to it alone, as where Slurm signals only what srun has started."""
-    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
+    """Sent to it alone, as where Slurm signals only what srun has started. Not every child of it is a rank."""
+    other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
+    main = f"{other_child}; from trainkit.runtime import torchrun; torchrun.main()"
+    launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
