@@ -27,6 +27,8 @@ fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 activate
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
+[[ -n $plain || $(scontrol --oneliner show job "$SLURM_JOB_ID") != *" TimeLimit=00:01:00 "* ]] ||
+    fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
 

@@ -22,7 +22,9 @@ def run(arguments):
         if arguments[0] == "-m":
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))  # as Python does
+            folder = os.path.dirname(os.path.abspath(arguments[0]))
+            # As Python does; and, for a stage of a copied checkout, its own trainkit.
+            sys.path[:1] = [folder, os.path.dirname(folder)]
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as left:
         if isinstance(left.code, str):

@@ -138,6 +138,12 @@ def test_a_job_of_an_array(on_cluster: Checkout) -> None:
     assert log == "error: this is a job of an array, all of which would train the same: leave out --array.\n"
 
 
+def test_a_time_limit_that_leaves_no_time_to_train(on_cluster: Checkout) -> None:
+    """It would come back without end, and train a step each time."""
+    log = on_cluster.fail("single", sbatch=("--time=1",))
+    assert log.startswith("error: a job saves and stops a minute before its time limit, so this one could")
+
+
 def test_submitted_from_another_folder(on_cluster: Checkout) -> None:
     job = on_cluster.cluster.submit(SCRIPTS["srun"], cwd=on_cluster.folder)
     assert on_cluster.cluster.wait(job)["JobState"] == "FAILED"

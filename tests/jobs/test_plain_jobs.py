@@ -1,6 +1,7 @@
 """Scripts that know nothing of the kit, as jobs: submit.py and the job scripts with --plain."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from checkout import Checkout
 from conftest import REPOSITORY, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
+from trainkit.jobs import sweep
 from trainkit.monitor import waste
 from trainkit.schema import records
 
@@ -187,6 +189,13 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     assert "2 runs, 1 of them finished" in done.stdout and "[2/2] train-2gpu-r1 finished" in done.stdout
     done = checkout.python(*arguments, "--batch-size", 64, *plain)
     assert f"--batch-size is not for plain scripts: put the arguments of {script} after" in done.stderr
+
+
+def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
+    assert sweep.command_to_go_on(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
 
 
 @pytest.mark.parametrize("given", ["", "nowhere.py", "README.md"])

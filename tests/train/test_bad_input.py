@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 from textwrap import indent
 
@@ -69,6 +70,15 @@ def test_lists_that_make_too_many_runs(forking: Forking) -> None:
     lists = ("--repeats", 1000, "--batch-size", ",".join(map(str, range(1, 999))))
     told = one_error(forking.run(REPOSITORY / "slurm" / "sweep.py", "--dry-run", *lists, env=ENVIRONMENT))
     assert "these lists make 5988000 runs, and 10000 is the most: shorten them." in told
+
+
+def test_a_copied_checkout_does_not_run_the_code_of_the_first_one(checkout: Checkout) -> None:
+    """Its .venv is the first one's, too."""
+    stage = checkout.script("single")
+    sentence = f"this would run with the code of {REPOSITORY}: export PYTHONPATH='{checkout.folder}'"
+    assert sentence in one_error(checkout.run(sys.executable, stage, "--help", PYTHONPATH=""))
+    checkout.environment |= {"PYTHONPATH": str(checkout.folder)}
+    assert checkout.run(sys.executable, stage, "--help").returncode == 0
 
 
 def test_a_file_that_a_training_of_ones_own_lacks_keeps_its_traceback(

@@ -179,6 +179,27 @@ def test_ranks_with_other_options_do_not_train_together(script: Script, tmp_path
     assert "error on rank 0: rank 1 was started with another --lr: start all ranks alike." in told
 
 
+def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) -> None:
+    own, noted = tmp_path / "own.py", "critic_loss=of_critic"
+    own.write_text(STORIES.replace(noted, f"**({{}} if here.rank else {{'{noted[:11]}': of_critic}})"))
+    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert "the ranks give run.add other names: give it the same on all of them." in told
+
+
+def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
+    """A checkpoint refuses it, as it could not go on from it; what was trained is not lost for that."""
+    own, extra = tmp_path / "own.py", "get_extra_state = lambda self: Extra()"
+    text = own_training(CLASSIFY).replace(
+        "class Tables(nn.Sequential):", f"class Extra: pass\n\n\nclass Tables(nn.Sequential):\n    {extra}"
+    )
+    own.write_text(text)
+    given = (own, *SMALL, "--results-dir", tmp_path)
+    told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
+    assert "tensors, numbers and texts can be saved, not __main__.Extra: convert it" in told
+    succeeded(script(*given, "--save-model", ranks=1))
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
+
+
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
     """Second networks and optimizers, what differs by rank, and the sums of numbers of its own."""
     own, told = tmp_path / "stories.py", {}

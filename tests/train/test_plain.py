@@ -114,6 +114,21 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     assert losses == pytest.approx([0.5, 0.5], abs=0.2)
 
 
+def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: Path) -> None:
+    """Another node may not see it yet, or have one of that name on a disk of its own."""
+    program, env = tmp_path / "apart.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    text = UNEQUAL.rpartition("seen.epoch")[0].replace(
+        "seen.epoch", "seen.load(sys.argv[1 + one], {}); seen.epoch"
+    )
+    program.write_text(
+        text + "seen.save(sys.argv[1], {}); print('after epoch', seen.first_epoch, flush=True)"
+    )
+    succeeded(forking.run(program, tmp_path / "saved.pt", tmp_path / "none.pt", ranks=2, env=env))
+    done = succeeded(forking.run(program, tmp_path / "saved.pt", tmp_path / "none.pt", ranks=2, env=env))
+    assert done.stdout.count("after epoch 2") == 2
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("numbers", "wrong"),
     [

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
         monkeypatch.setattr(torch.version, "hip", rocm)
 
     yield make
-    precision._allow_tf32(False)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.mark.parametrize("network", [Net, lambda: nn.Linear(4, 4)], ids=["Net", "no attribute"])

@@ -109,7 +109,6 @@ def test_other_ranks_go_on_from_the_newest_checkpoint_that_is_whole(
     ("change", "reason", "how"),
     [
         ({}, "its network is split over ranks", "ddp"),
-        ({"shards": {}}, "an earlier version has saved its network in parts", "shard"),
         ({"model": {"conv1.bias": torch.zeros(1)}}, "its weights have other names or shapes", "shard"),
         (
             {"optimizer": {"param_groups.conv1.weight.lr": "much"}},

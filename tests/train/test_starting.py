@@ -44,7 +44,7 @@ def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     ids=["SIGTERM at once", "USR2 in training"],
 )
 def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
-    """Sent to it alone, as where Slurm signals only what srun has started. Not every child of it is a rank."""
+    """Sent to it alone, as where Slurm signals only what srun has started; not all its children are ranks."""
     other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
     main = f"{other_child}; from trainkit.runtime import torchrun; torchrun.main()"
     launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]

@@ -348,7 +348,8 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tupl
 
 def command_to_go_on(folder: Path) -> str:
     """Return the command line of this program, with --out."""
-    out = [] if "--out" in sys.argv else ["--out", str(folder)]
+    own, _ = submission.split(sys.argv[1:])  # a plain script may have an --out, too
+    out = [] if "--out" in own else ["--out", str(folder)]
     return shlex.join([sys.executable, str(Path(sys.argv[0]).absolute()), *out, *sys.argv[1:]])
 
 

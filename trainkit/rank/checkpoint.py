@@ -28,10 +28,10 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import check_loadable, put
+from trainkit.rank.weights import check_loadable, save
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
-from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, reason, tell
+from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_regular, check_writable, explained
 from trainkit.schema.columns import TUTORIAL_MODEL
 
@@ -197,8 +197,6 @@ class Checkpoints:
             was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
             was |= {"precision": state["precision"]}
             self._check_identity(path, was)
-            if "shards" in state:
-                raise ValueError("an earlier version has saved its network in parts")
             if ("split" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'split' in state else 'not split'} over ranks")
             load_parts(self._parts, state)
@@ -245,16 +243,10 @@ class Checkpoints:
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
-            put(state, path)
-            for old in _checkpoints(self._folder)[:-KEPT]:
-                old.unlink(missing_ok=True)
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"the checkpoint {path} cannot be written ({reason(error)}): free the space or give "
-                "another --checkpoint-dir. Earlier checkpoints and results are kept."
-            ) from None
+        advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
+        save("the checkpoint", state, path, advice)
+        for old in _checkpoints(self._folder)[:-KEPT]:
+            old.unlink(missing_ok=True)
 
 
 def report_stop(text: str, folder: Path) -> None:
@@ -293,8 +285,6 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
                 tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
             unreadable.append(path)
             continue
-        if unreadable[1:]:
-            tell(f"warning: nor can {len(unreadable) - 1} more checkpoints in {folder}", sys.stderr)
         for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
             broken.replace(broken.with_suffix(".damaged"))
         return path, state

@@ -73,7 +73,10 @@ def set_precision(model: nn.Module, precision: str) -> None:
         )
     if own_choice:
         network.precision = precision if precision in ("bf16", "fp16") else "fp32"
-    _allow_tf32(precision == "tf32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that other versions lack
+        # For both kinds of layers: PyTorch's default allows it in convolutions only.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def _of_weights(network: nn.Module) -> str:
@@ -82,13 +85,6 @@ def _of_weights(network: nn.Module) -> str:
 
 def _device(network: nn.Module) -> torch.device:
     return next(network.parameters()).device
-
-
-def _allow_tf32(allowed: bool) -> None:
-    """Set TF32 for both kinds of layers: PyTorch's default allows it in convolutions only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that other versions lack
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _worth_a_trial(model: nn.Module) -> list[str]:

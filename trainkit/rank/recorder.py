@@ -149,7 +149,8 @@ class Recorder:
             UserError: if that fails; an earlier file is kept.
         """
         state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
-        process_group.on_rank_0(lambda: save(state, Path(path), "The earlier file and the record are kept."))
+        advice = "free the space, or give another. The earlier file and the record are kept."
+        process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
 
     def load(self, path: Path | str, parts: dict[str, object]) -> None:
         """Continue on every rank from what `save` has written, if `path` exists.
@@ -157,10 +158,12 @@ class Recorder:
         Raises:
             UserError: if it cannot be read, or is of another training.
         """
-        if not process_group.broadcast(os.path.lexists(path)):  # not every node may see it yet
+        if not process_group.broadcast(os.path.lexists(path)):
             return
         try:
-            load_parts(parts | {"record": self}, load_verified(Path(path)))
+            # Rank 0's file, as another node may have another of this name, or none yet.
+            state = process_group.on_rank_0(lambda: load_verified(Path(path)))
+            load_parts(parts | {"record": self}, process_group.broadcast(state))
             RESUMED.append(Path(path))
         except UserError:
             raise

@@ -180,14 +180,14 @@ class Run:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):
                 seconds += clock.stop(device, started)  # saving is not training
-                means = {name: mean_over_ranks(one[:step]).cpu() for name, one in self._noted.items()}
+                means = {name: one[:step].cpu() for name, one in self._means().items()}
                 part = PartialEpoch(step, seconds, done.learning_rate, means.pop("loss"), means)
                 self._checkpoints.save(epoch, part, stop)
                 started = clock.start(device)
             self._compute_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
 
-        means = {name: mean_over_ranks(one) for name, one in self._noted.items()}
+        means = self._means()
         losses = means.pop("loss")
         check_finite(losses, epoch)
         self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
@@ -211,6 +211,12 @@ class Run:
         for name, value in numbers.items():
             self._noted[name][self._added] = value.detach() if isinstance(value, torch.Tensor) else value
         self._added += 1
+
+    def _means(self) -> dict[str, torch.Tensor]:
+        """Return the mean over the ranks of what they noted at each step."""
+        if any(names != [*self._noted] for names in process_group.gather([*self._noted])):
+            raise UserError("the ranks give run.add other names: give it the same on all of them.")
+        return {name: mean_over_ranks(one) for name, one in self._noted.items()}
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""

@@ -186,7 +186,8 @@ class RunLog:
             tell(f"peak memory of each device, MB: {', '.join(map(str, peaks))}")
         if self._options.save_model:
             path = self._options.results_dir / "models" / f"{self.run_id}.pt"
-            save(weights, path, f"The results are in {self._recorder.path}.")
+            advice = f"free the space. The results are in {self._recorder.path}."
+            save("the weights", weights, path, advice, check=False)
             tell(f"weights: {path}")
         tell(f"results: {self._recorder.path}")
 

@@ -38,7 +38,7 @@ class Best:
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
         if self._path:
-            process_group.on_rank_0(lambda: save(weights, self._path))
+            process_group.on_rank_0(lambda: save("the weights", weights, self._path, "give another folder."))
         elif process_group.is_rank_0():
             self.weights = {name: one.to("cpu", copy=True) for name, one in weights.items()}
 
@@ -58,21 +58,10 @@ class Best:
         )
         if kept and kept != own and not self._sharded:
             raise ValueError("its best weights are of another network")
-        trained = dict(self._model.named_parameters())  # a buffer may hold inf on purpose, as a mask
-        if not all(one.isfinite().all() for name, one in weights.items() if name in trained):
-            raise ValueError("its best weights are no longer numbers")
         if not self._path and bool(kept) != math.isfinite(loss):
             raise ValueError("its best weights and their loss do not fit together")
         self.epoch, self.loss = epoch, loss
         self.weights = weights if process_group.is_rank_0() else {}
-
-
-def put(state: object, path: Path) -> None:
-    """Write `state` to `path`, as torch.save does; raise a UserError if it could not be loaded again."""
-    with replacing(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        check_loadable(file.name)
 
 
 def check_loadable(file: str | BinaryIO) -> None:
@@ -82,14 +71,18 @@ def check_loadable(file: str | BinaryIO) -> None:
         raise UserError(f"tensors, numbers and texts can be saved, not {found[0]}: convert it in state_dict.")
 
 
-def save(weights: dict[str, torch.Tensor], path: Path, advice: str = "Give another folder.") -> None:
-    """Write the weights to `path`, from which they load into a plain network.
+def save(what: str, state: dict[str, object], path: Path, advice: str, check: bool = True) -> None:
+    """Write `state` to `path`, as torch.save does; with `check`, refuse what could not be loaded again.
 
     Raises:
-        UserError: if that fails; the text ends with `advice`.
+        UserError: "<what> cannot be written to <path> (<reason>): <advice>".
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        put(weights, path)
+        with replacing(path, "wb") as file:
+            torch.save(state, file)
+            if check:
+                file.flush()
+                check_loadable(file.name)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"the weights cannot be saved to {path} ({reason(error)}). {advice}") from None
+        raise UserError(f"{what} cannot be written to {path} ({reason(error)}): {advice}") from None

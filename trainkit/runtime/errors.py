@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import threading
@@ -19,7 +20,8 @@ from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-FRONT_DOORS = {Path(__file__).resolve().parents[2] / name for name in ("results", "slurm", "tools")}
+CHECKOUT = Path(__file__).resolve().parents[2]
+FRONT_DOORS = {CHECKOUT / name for name in ("results", "slurm", "tools")}
 RESUMED: list[Path] = []  # the saved trainings that this process goes on with
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -49,6 +51,9 @@ def run(main: Callable[[], int | None]) -> None:
     """
     startup.mark("imports")
     note("started")
+    for folder in Path(sys.argv[0]).resolve().parents:
+        if (folder / "trainkit" / "runtime" / "errors.py").exists() and folder != CHECKOUT:
+            fail(f"this would run with the code of {CHECKOUT}: export PYTHONPATH={shlex.quote(str(folder))}")
     if rank_of() is not None:  # NCCL aborts a rank that has waited too long
         with suppress(ValueError):  # a hard limit of 0
             # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.

@@ -28,20 +28,15 @@ def main() -> None:
 def _hand_on() -> None:
     while True:
         number = signal.sigwait(STOP_SIGNALS)
-        while not (ranks := _ranks()):  # none has started yet
+        ranks = []
+        while not ranks:  # none has started yet
             time.sleep(0.1)
+            with suppress(psutil.Error):  # one ends just now
+                # Importing PyTorch starts programs, too.
+                ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-
-
-def _ranks() -> list[psutil.Process]:
-    ranks = []
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it has ended meanwhile
-            if "LOCAL_RANK" in child.environ():  # importing PyTorch starts programs, too
-                ranks.append(child)
-    return ranks
 
 
 if __name__ == "__main__":
