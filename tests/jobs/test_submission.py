@@ -161,6 +161,7 @@ def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
     checkout.script("ddp").write_text(FACTS.replace("# here", "import time; time.sleep(600)"))
     process = subprocess.Popen(
         [sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py", "--gpus", "2", "--wait"],
+        cwd=checkout.folder,
         env=checkout.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

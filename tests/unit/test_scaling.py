@@ -92,3 +92,19 @@ def test_no_prediction_is_below_nothing() -> None:
     """Two devices that are faster than ideal leave nothing for an exchange."""
     model = scaling.fit(runs_of(lambda n, batch: batch * 1e-4 / n))
     assert (model.step_seconds(Shape(4, 1, 256)) > 0).all()
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (1, 2, 4)], ids=str)
+def test_rounding_changes_no_prediction(counts: tuple[int, ...]) -> None:
+    """Or the answer would depend on the processor, whose last digits are its own."""
+    law = {(n, batch): ring(n, batch) for n in counts for batch in (128, 512)}
+    random = np.random.default_rng(1)
+    seen = []
+    for spread in (0, 4e-16, 4e-16, 4e-16):
+        off = {shape: step * (1 + spread * random.standard_normal()) for shape, step in law.items()}
+        model = scaling.fit(
+            {Shape(n, 1, batch // n): [[step, 1.02 * step]] for (n, batch), step in off.items()}
+        )
+        seen.append(model.step_seconds(Shape(2 * counts[-1], 1, 64)))
+    for other in seen[1:]:
+        assert other == pytest.approx(seen[0], rel=1e-6)

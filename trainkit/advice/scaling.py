@@ -25,6 +25,7 @@ from trainkit.schema import records
 
 DRAWS = 400  # of the bootstrap
 OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
+ROUNDING = 1e-18  # of a squared relative error
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
 # How much equal runs differ if there are no repeats: as if two of them had shown 2 %.
 EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
@@ -229,9 +230,10 @@ def _overlap(exchange_of: Callable, parameters: int) -> _Model:
             step = _overlapped(costs @ _computation(shapes).T, exchange(shapes), g)
             exchanges.append(exchange)
             misfits.append(((step / seconds - 1) ** 2)[:, several].sum(axis=1))
-        best = np.argmin(misfits, axis=0)
-        if not several.any():  # all overlaps are equally likely
-            best = np.arange(len(seconds)) % len(OVERLAPS)
+        # Overlaps that explain the runs equally well, as all do without any, are equally likely.
+        tied = misfits <= np.min(misfits, axis=0) + ROUNDING
+        turns = np.arange(len(seconds)) % tied.sum(axis=0)
+        best = np.argmax(tied.cumsum(axis=0) > turns, axis=0)
 
         def predict(wanted: np.ndarray) -> Seconds:
             computation = costs @ _computation(wanted).T
@@ -284,7 +286,8 @@ def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray
         for subset in map(list, combinations(range(len(used)), count)):
             costs = wanted @ np.linalg.pinv(weighted[:, subset]).T
             errors = ((costs @ weighted[:, subset].T - wanted) ** 2).sum(axis=1)
-            better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9))
+            # By more than rounding, which differs by processor: of equal fits the first counts.
+            better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9) - ROUNDING)
             best[better] = 0
             best[np.ix_(better, used[subset])] = costs[better] / scale[used[subset]]
             least = np.where(better, errors, least)
@@ -304,7 +307,8 @@ def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> f
         if enough and alone and (shown.max() > 1 or devices.max() == 1):
             predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
             errors += list(np.log(np.maximum(predictor(shapes[hidden])[0], 1e-12) / seconds[hidden]))
-    return float(np.sqrt(np.mean(np.square(errors)))) if errors else np.nan
+    # Rounded, so that equally good models are equal on every processor, and the simplest one counts.
+    return round(float(np.sqrt(np.mean(np.square(errors)))), 9) if errors else np.nan
 
 
 def _largest_counts(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:

@@ -52,8 +52,10 @@ def run(main: Callable[[], int | None]) -> None:
     startup.mark("imports")
     note("started")
     for folder in Path(sys.argv[0]).resolve().parents:
-        if (folder / "trainkit" / "runtime" / "errors.py").exists() and folder != CHECKOUT:
-            fail(f"this would run with the code of {CHECKOUT}: export PYTHONPATH={shlex.quote(str(folder))}")
+        ours = folder / "trainkit" / "runtime" / "errors.py"
+        if ours.exists() and not ours.samefile(__file__):
+            here = shlex.quote(str(folder))
+            fail(f"this would run with the code of {CHECKOUT}: cd {here}, and export PYTHONPATH=$PWD")
     if rank_of() is not None:  # NCCL aborts a rank that has waited too long
         with suppress(ValueError):  # a hard limit of 0
             # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.
