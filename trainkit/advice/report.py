@@ -38,8 +38,7 @@ def report(words: AnswerText, constraints: Constraints, out: Path, notes: list[s
         tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
     with page.writing_to(out):
         figures = style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
-        blocks = [*_blocks(words, notes), *page.figures(figures)]
-        page.write(out / "how_many_gpus.md", f"How many {words.units}?", blocks)
+        page.write(out / "how_many_gpus.md", f"How many {words.units}?", _blocks(words, notes), figures)
     tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *figures])}")
 
 
@@ -72,7 +71,7 @@ def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
     if runs := words.next_runs():
         made.append(page.heading(NEXT_RUNS))
     for use, command in runs:
-        made += [page.escaped(f"{use}:"), page.command(command)]
+        made += [page.escaped(f"{use}:"), f"```\n{command}\n```"]
     return made
 
 

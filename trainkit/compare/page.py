@@ -21,14 +21,14 @@ LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one
 
 
-def write(path: Path, title: str, blocks: Iterable[str]) -> None:
-    """Write the blocks of Markdown, one below the other.
+def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] = ()) -> None:
+    """Write the blocks of Markdown, one below the other, then the figures, files next to `path`.
 
     Raises:
         OSError: if `path` cannot be written.
     """
     with replacing(path) as file:
-        file.write("\n\n".join([f"# {title}", *blocks]) + "\n")
+        file.write("\n\n".join([f"# {title}", *blocks, *(f"![{name}]({name})" for name in figures)]) + "\n")
 
 
 @contextmanager
@@ -51,16 +51,6 @@ def heading(text: str) -> str:
 def listed(sentences: Iterable[str]) -> str:
     """Return a list of sentences."""
     return "\n".join(f"- {escaped(sentence)}" for sentence in sentences)
-
-
-def command(text: str) -> str:
-    """Return a block that the reader may paste into a shell."""
-    return f"```\n{text}\n```"
-
-
-def figures(names: Iterable[str]) -> list[str]:
-    """Return the pictures, which are files next to the page."""
-    return [f"![{name}]({name})" for name in names]
 
 
 def wrapped(note: str) -> str:

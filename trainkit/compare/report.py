@@ -88,7 +88,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
-        page.write(out / "comparison.md", "Comparison", [*blocks, page.listed(notes), *page.figures(names)])
+        page.write(out / "comparison.md", "Comparison", [*blocks, page.listed(notes)], names)
     tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
