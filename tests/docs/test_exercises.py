@@ -18,7 +18,7 @@ from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
-from trainkit.workshop.exercises import Exercise
+from trainkit.workshop.exercises import Exercise, relative
 from trainkit.workshop.work import Workspace, Wrong
 
 FOLDERS = sorted(path.parent for path in REPOSITORY.glob("0*/exercises/*/check.py"))
@@ -169,7 +169,7 @@ def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
     assert clock.do().stdout.splitlines() == [
         "[ ]  1  clock   10 min  core   What does the clock measure?",
         "",
-        f"[.] 0 of 1 done. Next: clock (core), 10 minutes: read {clock.folder / 'README.md'}",
+        f"[.] 0 of 1 done. Next: clock (core), 10 minutes: read {relative(clock.folder / 'README.md')}",
     ]
     clock.solve()
     clock.check()
@@ -189,7 +189,7 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
     for number, text in enumerate(["first", "second"], start=1):
         clock.do()
         (clock.mine / "clock.py").write_text(text)
-        assert f"kept in {clock.folder}/mine-{number}" in clock.do("reset", "1").stdout
+        assert f"kept in {relative(clock.folder / f'mine-{number}')}." in clock.do("reset", "1").stdout
         assert (clock.folder / f"mine-{number}" / "clock.py").read_text() == text
         assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
     shutil.rmtree(clock.folder / "mine-1")
@@ -358,7 +358,7 @@ def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Lear
     mine = learner(CLOCK.parent / "02_loader")
     (mine.mine / "runs").mkdir(parents=True)
     (mine.mine / "runs" / "own.csv").write_text("broken off")
-    assert f"Your own runs are kept in {mine.mine}/own-runs-1." in mine.do("recorded", "loader").stdout
+    assert f"Your own runs are kept in {relative(mine.mine / 'own-runs-1')}." in mine.do("recorded", "loader").stdout
     assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
     assert len(list((mine.mine / "runs").glob("*.csv"))) == 2
 
