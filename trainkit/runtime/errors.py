@@ -53,7 +53,7 @@ def run(main: Callable[[], int | None]) -> None:
     note("started")
     for folder in Path(sys.argv[0]).resolve().parents:
         ours = folder / "trainkit" / "runtime" / "errors.py"
-        if ours.exists() and not ours.samefile(__file__):
+        if os.path.exists(ours) and not ours.samefile(__file__):  # noqa: PTH110  it may be another's folder
             here = shlex.quote(str(folder))
             fail(f"this would run with the code of {CHECKOUT}: cd {here}, and export PYTHONPATH=$PWD")
     if rank_of() is not None:  # NCCL aborts a rank that has waited too long
