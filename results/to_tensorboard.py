@@ -7,6 +7,7 @@ No network is needed. Each call writes all runs anew.
 """
 
 import re
+import threading
 from pathlib import Path
 
 from trainkit.compare import comparison
@@ -34,9 +35,11 @@ def main() -> None:
         raise UserError(
             f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
         ) from None
+    threading.excepthook = lambda _: None  # on a full disk TensorBoard's thread fails, and then its caller
     table, skipped = comparison.load_some(args.paths)
     for run_id, rows in table.groupby("run_id"):
-        folder = args.out / re.sub(r"[^\w+-]", "_", run_id)  # a file may name any place
+        # A file may name any place, and two runs have two folders.
+        folder = args.out / (re.sub(r"[^\w+-]", lambda char: f"%{ord(char[0]):x}", run_id) or "%")
         file = Path(rows.file.iloc[0])
         own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
         if folder.is_symlink():

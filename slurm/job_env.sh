@@ -11,12 +11,13 @@
 #
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID # of the user's shell
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
-# The batch script's own number, or that of salloc's shell, is one of the highest.
-((${SLURM_STEP_ID:-4294967291} >= 4294967290)) ||
+# A shell that srun started also leaves its number to the jobs that are sent from there.
+[[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ || $(tr '\0' ' ' <"/proc/$PPID/cmdline") == *.batch\]* ]] ||
     fail "a job script starts srun itself, and would wait for this one: send it with sbatch, or run it in salloc, without srun."
 plain="" needed=(torch numpy tqdm psutil filelock trainkit)
 if [[ ${1:-} == --plain ]]; then
@@ -25,9 +26,13 @@ else
     DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
 fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
+trap 'ended_from_outside=1; exit 143' TERM HUP
 activate
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-[[ -n $plain || $(scontrol --oneliner show job "$SLURM_JOB_ID") != *" TimeLimit=00:01:00 "* ]] ||
+facts=$(scontrol --oneliner show job "$SLURM_JOB_ID") || facts=""
+# A job that is sent by another has the other's number of restarts in its environment.
+[[ ! $facts =~ \ Restarts=([0-9]+)\  ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
+[[ -n $plain || $facts != *" TimeLimit=00:01:00 "* ]] ||
     fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
@@ -78,7 +83,9 @@ export MASTER_ADDR MASTER_PORT
 if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS%%,*} # OpenMP takes a list, for threads within threads
+[[ $OMP_NUM_THREADS =~ ^[1-9][0-9]*$ ]] || fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number: unset it."
 
 # --- what this job runs on --------------------------------------------------------------------------
 job_name=${SLURM_JOB_NAME:-}
@@ -94,7 +101,9 @@ echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on t
 echo "code    $(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
 # By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
 srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
-import importlib.metadata, importlib.util, sys
+import importlib.metadata, importlib.util, os, sys
+if lost := [name for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "TRAINKIT_JOB_DIR") if name not in os.environ]:
+    sys.exit("error: the container does not pass on the variables " + " ".join(lost))
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
@@ -202,7 +211,7 @@ finish() {
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
     echo
-    if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+    if [[ -f $TRAINKIT_JOB_DIR/stopped ]]; then
         saved=$(<"$TRAINKIT_JOB_DIR/stopped")
         saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
         if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
@@ -233,5 +242,4 @@ finish() {
 }
 at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *Reason=TimeLimit* ]]; }
 trap finish EXIT
-trap 'ended_from_outside=1; exit 143' TERM HUP
 trap : USR2 # of --signal=B:USR2@60, which the ranks do not get

@@ -31,7 +31,7 @@ def main() -> None:
 def _used(job: Path) -> tuple[str, ...]:
     """Return the cells of a job; none if it asked Slurm for nothing, or was not sampled."""
     cells = {}
-    with suppress(UserError):  # no samples
+    with suppress(UserError, OSError):  # no samples, or some that cannot be read
         for n in SampledJob(job / samples.FOLDER).needs():
             cells[n.option] = f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", f"{n.enough}{n.unit}"
     of_each = [cells.get(option, ("-", "-", "-")) for option in ("--mem", CORES)]

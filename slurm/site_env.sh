@@ -78,10 +78,12 @@ done
 PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
 export PYTHONPATH
 
+ended_from_outside="" # set by the signals that job_env.sh traps
 # Jobs run with `set -u`, which neither module nor conda can bear.
 activate() {
     set +u
-    trap 'fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
+    trap '[[ -z ${ended_from_outside:-} ]] || fail "ended from outside, by scancel or the time limit, in activate_environment."
+        fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
     activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
     trap - EXIT
     # Before bash 4.4 an empty array counts as not set.

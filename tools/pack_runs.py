@@ -7,20 +7,23 @@ import json
 import os
 from pathlib import Path
 
-import pandas as pd
-
-from trainkit.compare.packed import AS_TEXT, AS_WRITTEN, OF_RUNS, TABLES, VERDICT
-from trainkit.runtime.command_line import Parser
+from trainkit.compare.packed import OF_RUNS, TABLES, VERDICT
+from trainkit.runtime.command_line import Parser, given_path
 from trainkit.runtime.errors import UserError, run
 from trainkit.runtime.files import read_text, replacing
 from trainkit.schema import records
 
-READERS = {".csv": records.read, ".ranks.tsv": records.read_ranks, ".metrics.tsv": records.read_metrics}
+MOST = 10**6  # characters of all verdicts, which comparison.py reads
+READERS = {
+    ".csv": (records.read, [*records.COLUMNS]),
+    ".ranks.tsv": (records.read_ranks, ["run_id", *records.RANK_COLUMNS]),
+    ".metrics.tsv": (records.read_metrics, ["run_id", *records.METRIC_COLUMNS]),
+}
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="with the CSVs of runs")
+    parser.add_argument("folders", nargs="+", type=given_path, metavar="FOLDER", help="with the CSVs of runs")
     for folder in parser.parse_args().folders:
         try:
             pack(Path(os.path.abspath(folder)))  # noqa: PTH100  `..` has a name, too
@@ -29,33 +32,39 @@ def main() -> None:
 
 
 def pack(folder: Path) -> None:
-    """Pack the runs of `folder`, whose names are those of their files, into files next to it.
+    """Pack the runs of `folder`, one in each CSV, into files next to it.
 
     Raises:
         UserError: if there are none, one cannot be read, or a file has the name of one to be written.
-        OSError, ValueError, RecursionError: if a verdict cannot be read, or a file not be written.
+        OSError, ValueError, RecursionError: if a CSV has several runs, or a run several CSVs; if a verdict
+            cannot be read; if a file cannot be written.
     """
-    runs, texts = sorted(folder.glob("*.csv")), {}
-    if not (folder.name and runs):
+    paths, runs, verdicts = sorted(folder.glob("*.csv")), {}, {}
+    if not (folder.name and paths):
         raise UserError(f"{folder} has no runs: give a folder with the CSVs of some.")
     for suffix in (*TABLES, VERDICT):
         if os.path.lexists(packed := folder.with_name(folder.name + suffix)):
             raise UserError(f"{packed} is there already: move it away.")
-    for suffix, cells in TABLES.items():
-        files = [path for path in runs if suffix == ".csv" or path.with_suffix(suffix).exists()]
-        for path in files:
-            READERS[suffix](path)
-        if files:
-            tables = [pd.read_csv(path.with_suffix(suffix), **cells, **AS_TEXT) for path in files]
-            table = pd.concat(tables, keys=[path.stem for path in files], names=["run_id"])
-            table = table if suffix == ".csv" else table.reset_index("run_id")
-            texts[suffix] = table.to_csv(**cells, **AS_WRITTEN)
-    files = {path.stem: records.verdict_file(path) for path in runs}
-    of_runs = {name: json.loads(read_text(file)) for name, file in files.items() if file.exists()}
-    if of_runs:
-        texts[VERDICT] = json.dumps({OF_RUNS: of_runs}, indent=1)
-    for suffix, text in texts.items():
-        with replacing(folder.with_name(folder.name + suffix)) as file:
+    for path in paths:
+        (run_id, *others) = records.by_run(records.read(path))
+        if others or run_id in runs:
+            raise ValueError(f"{path.name} has several runs, or one that another file has")
+        runs[run_id] = path
+        if (file := records.verdict_file(path)).exists():
+            verdicts[run_id] = json.loads(read_text(file))
+    text = json.dumps({OF_RUNS: verdicts}, indent=1)
+    if len(text) > MOST:
+        raise ValueError(f"its verdicts have more than {MOST:,} characters")
+    tables = {}
+    for suffix, (read, _) in READERS.items():  # all of it is read before anything is written
+        having = {name: path for name, path in runs.items() if path.with_suffix(suffix).exists()}
+        tables[suffix] = [row | {"run_id": name} for name, path in having.items() for row in read(path)]
+    for suffix, (_, columns) in READERS.items():
+        if tables[suffix]:
+            separator = {"delimiter": TABLES[suffix]["sep"]}
+            records.put_table(folder.with_name(folder.name + suffix), columns, tables[suffix], **separator)
+    if verdicts:
+        with replacing(folder.with_name(folder.name + VERDICT)) as file:
             file.write(text)
 
 

@@ -170,7 +170,12 @@ def main() -> None:
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
-    best = Best(model, sharded, opts.checkpoint_dir and opts.checkpoint_dir / "best.pt")
+    best_file = opts.checkpoint_dir and opts.checkpoint_dir / "best.pt"
+    if best_file and best_file.exists() and opts.resume == "never":
+        raise errors.UserError(
+            f"{best_file} is there already: add --resume auto, or give another --checkpoint-dir."
+        )
+    best = Best(model, sharded, best_file)
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
     more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)

@@ -75,7 +75,7 @@ def test_lists_that_make_too_many_runs(forking: Forking) -> None:
 def test_a_copied_checkout_does_not_run_the_code_of_the_first_one(checkout: Checkout) -> None:
     """Its .venv is the first one's, too."""
     stage = checkout.script("single")
-    sentence = f"this would run with the code of {REPOSITORY}: cd '{checkout.folder}', and"
+    sentence = f"it would run the code of {REPOSITORY}: cd '{checkout.folder}', export PYTHONPATH=$PWD"
     assert sentence in one_error(checkout.run(sys.executable, stage, "--help", PYTHONPATH=""))
     checkout.environment |= {"PYTHONPATH": str(checkout.folder)}
     assert checkout.run(sys.executable, stage, "--help").returncode == 0

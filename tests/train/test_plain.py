@@ -135,7 +135,7 @@ def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: 
         ((30, 1, "nan"), "cannot be recorded (its row, column train_loss: 'nan' is not a"),
         ((30, 0, 1), "cannot be recorded (its row, column train_seconds: '0' is not a"),
         ((0, 1, 1), "cannot be recorded (its row, column images: '0' is not a"),
-        ((30, 1, "word"), "has a value that is not a number (could not convert"),
+        ((30, 1, "word"), "has a value that makes no sense (could not convert"),
     ],
 )
 def test_a_recorder_sums_up_over_the_ranks(

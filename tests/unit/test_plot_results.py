@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import matplotlib.image
 import pandas as pd
@@ -93,9 +93,9 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     def compare(*paths: Path, target: float | None = None) -> Seen:
         figures, out = {}, tmp_path / "out"
 
-        def save(figure: Figure, path: Path, **_: object) -> None:
-            path.touch()
-            figures[path.name] = figure
+        def save(figure: Figure, file: BinaryIO, metadata: dict[str, str], **_: object) -> None:
+            file.write(metadata["Source"].encode())
+            figures[Path(file.name).name.removeprefix(".").partition(".png")[0] + ".png"] = figure
 
         monkeypatch.setattr(Figure, "savefig", save)
         verdict = report(list(paths) or [tmp_path], out, target)
@@ -629,7 +629,7 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
         main()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=board))
     main()
-    assert {folder for folder, *_ in written} == {"single-1", "___2"}
+    assert {folder for folder, *_ in written} == {"single-1", "%2e%2e%2f2"}
     assert [row[1:] for row in written if "1" in row[0] and "images" in row[1]] == [
         ("images_per_s", 100, 1),
         ("images_per_s", 200, 2),

@@ -204,10 +204,9 @@ class RunSet:
         """Count the time until this test accuracy (%), from the runs on all of the data."""
         best = rows.test_accuracy.max()
         if not best >= target:
-            raise UserError(
-                f"no run has reached {target:g} % (the best had {best:.2f} %): lower --target, or train "
-                "for more --epochs first."
-            )
+            best = f"the best had {best:.2f} %" if best >= 0 else "none was tested"
+            what_to_do = "lower --target, or train for more --epochs first."
+            raise UserError(f"no run has reached {target:g} % ({best}): {what_to_do}")
         chosen = "" if self._constraints.target else " (half of the batches reach it)"
         self.goal = f"{target:g} % test accuracy{chosen}, on {self._images:,} images"
         # To find the epochs that a batch needs to the target takes as many as the other runs had.

@@ -200,15 +200,13 @@ def varies(rows: pd.DataFrame, name: str) -> bool:
 
 
 def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
-    """List the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read.
-
-    Raises:
-        UserError: if a path is not there.
-    """
+    """List the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read."""
     files = {}  # the given names, by their real paths
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
+        if path.name in WRITTEN and not path.is_dir():
+            raise UserError(f"{path} has the name of a report, not of a run: give another file.")
         found = _searched(path, skipped) if path.is_dir() else [path]
         files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
     return [file for _, file in sorted(files.items())]
@@ -264,11 +262,7 @@ def _skipping(skipped: list[str]) -> Iterator[None]:
 
 
 def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
-    """Read the energy of these runs from the verdicts on their jobs, if they have it.
-
-    Raises:
-        RecordError: if it is not what a job writes.
-    """
+    """Read the energy of these runs from the verdicts on their jobs, if they have it."""
     if not run_ids or not file.exists():
         return {}
     try:

@@ -11,8 +11,6 @@ from pathlib import Path
 import pandas as pd
 
 TABLES = {".csv": {"sep": ","}, ".ranks.tsv": {"sep": "\t"}, ".metrics.tsv": {"sep": "\t"}}  # by suffix
-AS_TEXT = {"dtype": str, "keep_default_na": False}
-AS_WRITTEN = {"index": False, "lineterminator": "\r\n"}
 VERDICT = ".monitor.json"
 OF_RUNS = "runs"  # their key in that file
 
@@ -22,10 +20,11 @@ def unpack(packed: Path, folder: Path, run_ids: Collection[str] = ()) -> None:
     for suffix, cells in TABLES.items():
         file = packed.with_suffix(suffix)
         if file.exists():
-            for run_id, rows in pd.read_csv(file, **cells, **AS_TEXT).groupby("run_id"):
+            table = pd.read_csv(file, **cells, dtype=str, keep_default_na=False)
+            for run_id, rows in table.groupby("run_id"):
                 if run_id in (run_ids or [run_id]):
                     own = rows if suffix == ".csv" else rows.drop(columns="run_id")
-                    own.to_csv(folder / f"{run_id}{suffix}", **cells, **AS_WRITTEN)
+                    own.to_csv(folder / f"{run_id}{suffix}", **cells, index=False, lineterminator="\r\n")
     verdicts = packed.with_suffix(VERDICT)
     if verdicts.exists():
         for run_id, verdict in json.loads(verdicts.read_text())[OF_RUNS].items():

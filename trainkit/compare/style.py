@@ -13,6 +13,7 @@ matplotlib.use("Agg")  # compute nodes have no screen
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from trainkit.runtime.files import replacing
 from trainkit.schema.columns import DDP, DP, SINGLE
 
 plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
@@ -26,6 +27,7 @@ STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "
 OWN_BAR = ("#C5E8DA", "..")
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
+OURS = {"Source": "trainkit/compare"}  # in every figure
 MOST_PIXELS = 2**15  # from bottom to top: matplotlib's limit is twice that
 
 
@@ -41,16 +43,17 @@ def line_look(number: int) -> Look:
 def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
     """Write the figures to `out` by their names, and return the names of those written.
 
-    A file of an earlier call without a figure now is removed: it would seem to show these runs.
+    A figure of an earlier call that this one lacks is removed: it would seem to show these runs.
 
     Raises:
         OSError: if a file cannot be written.
     """
     for name, figure in figures.items():
-        (out / name).unlink(missing_ok=True)
         if figure:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), replacing(out / name, "wb") as file:
                 warnings.simplefilter("ignore")  # the font may lack a letter of a name
-                figure.savefig(out / name, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()))
+                figure.savefig(file, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()), metadata=OURS)
             plt.close(figure)
+        elif (out / name).is_file() and OURS["Source"].encode() in (out / name).read_bytes()[:500]:
+            (out / name).unlink()
     return [name for name, figure in figures.items() if figure]

@@ -125,12 +125,14 @@ class SlurmHandle(Handle):
         well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
         if state == "GONE" and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
+        if state == "COMPLETED" and not well and (self.folder / job_folder.PLAIN).exists():
+            return State("running", f"it has ended, but {self.log} does not say so yet")  # or it is another
         if state == "COMPLETED":
             return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:
             reasons = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
             failure = "; ".join(text for text in reasons if text) or self._last_words()
-            return State("failed", failure or f"{reason}; see {self.log}")
+            return State("failed", failure or f"Slurm gives the reason {reason}; see {self.log}")
         return State("running", self._progress())
 
     def cancel(self) -> None:

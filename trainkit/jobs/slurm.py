@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, reason
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 MOST = 2**16  # ranks of a job, or cores of a node
@@ -34,6 +34,7 @@ NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # What Slurm says when it refuses a job (slurm_errno.c) or never starts it (NEVER), and what to do about
 # it; the first pattern found counts.
 REFUSALS = {
+    "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
@@ -81,8 +82,8 @@ def ask(
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: no answer after {seconds:.0f} s")
-    except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+    except (OSError, ValueError) as error:  # the second for an argument with a NUL
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {reason(error)}")
 
 
 def job_facts(job_id: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -165,7 +165,7 @@ class Sweep:
         if not self.plain:
             submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
 
-    def claim(self, script: Path | None = None) -> FileLock:
+    def claim(self, script: Path | None = None) -> AbstractContextManager:
         """Claim the folder for this sweep, for as long as the lock is held; `script` is a user's own.
 
         Raises:
@@ -185,7 +185,7 @@ class Sweep:
         except Timeout:
             raise UserError(f"another sweep.py is at work in {self.folder}: wait, or stop it.") from None
         except (OSError, NotImplementedError):
-            pass  # a file system without locks
+            lock = nullcontext()  # a file system without locks
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainkit.jobs import local
 from trainkit.jobs.site import read_site
 from trainkit.runtime import job_folder
-from trainkit.runtime.command_line import Parser, at_least, given
+from trainkit.runtime.command_line import Parser, at_least, given, given_path
 from trainkit.runtime.errors import UserError, first_line, tell
 from trainkit.runtime.files import check_writable
 from trainkit.schema import samples
@@ -61,18 +61,14 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__, usage="monitor.py [OPTION JOB | -- COMMAND ...]")
     what = parser.add_mutually_exclusive_group(required=not command)
     what.add_argument("--verdict", metavar="JOB", type=given, help="say what it wasted")
-    what.add_argument("--sample", metavar="FOLDER", type=Path, help="what jobs call")
+    what.add_argument("--sample", metavar="FOLDER", type=given_path, help="what jobs call")
     parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
     return parser.parse_args(arguments[:end]), command
 
 
 def _find_samples(job: str) -> Path:
-    """Return the folder of a job's samples, by the number or the folder of the job.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Return the folder of a job's samples, by the number or the folder of the job."""
     folder, jobs_dir = Path(job), read_site().jobs_dir
     if job.isdigit() and not folder.is_dir():
         # Otherwise submit.py started it without Slurm. Process numbers are reused.
@@ -94,11 +90,7 @@ def _find_samples(job: str) -> Path:
 
 
 def _run(command: list[str]) -> int:
-    """Run the command as a separate job, and sample it; return its exit code.
-
-    Raises:
-        UserError: if there is no such command, or the samples cannot be written.
-    """
+    """Run the command as a separate job, and sample it; return its exit code."""
     from trainkit.monitor import collector
 
     job = read_site().jobs_dir / local.new_name("monitored")

@@ -80,7 +80,7 @@ class SampledJob:
         for path in samples.runs(folder):
             try:
                 self.trainings.append(TrainingRecord(path))
-            except (UserError, OSError) as error:  # the second for a name that is too long
+            except (UserError, OSError, ValueError) as error:  # too long a name; a date out of bounds
                 self.notes.append(str(error))
         self.shares = _shares(self.trainings)
         self.windows = _merge_windows(window for training in self.trainings for window in training.windows)

@@ -60,8 +60,8 @@ PAUSED = {
 }
 # Why a GPU's clock is low: the least share of the time, and the sentence.
 SLOWED = {
-    "heat": (HOT, "heat ({heat:.0f} C) {how}: report it to your admin, and take another node."),
-    "power": (CAPPED, "a cap (power limit {power:.0f} W) {how}: ask your admin why."),
+    "heat": (HOT, "heat{heat} {how}: report it to your admin, and take another node."),
+    "power": (CAPPED, "a cap{power} {how}: ask your admin why."),
     "other": (
         CAPPED,
         "something other than heat or a power cap, such as application clocks, {how}: ask your admin "
@@ -329,7 +329,9 @@ def _find_throttled_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
             if mean.clock_mhz <= mean.clock_limit_mhz:
                 how += f", to {mean.clock_mhz:,.0f} of {mean.clock_limit_mhz:,.0f} MHz"
                 lost = parts[worst] * (1 - mean.clock_mhz / mean.clock_limit_mhz)
-            sentence = words.format(how=how, heat=mean.temperature_c, power=mean.power_limit_w)
+            heat = f" ({mean.temperature_c:.0f} C)" if mean.temperature_c > 0 else ""
+            power = f" (power limit {mean.power_limit_w:.0f} W)" if mean.power_limit_w > 0 else ""
+            sentence = words.format(how=how, heat=heat, power=power)
             yield Issue("throttled", where, 100 * parts[worst], sentence, lost)
             return
 

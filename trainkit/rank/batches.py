@@ -217,11 +217,7 @@ class WorkerBatches(Batches):
             order.first_step = 0
 
     def _samples(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Start a new pass of the loader; the first pass starts its processes.
-
-        Raises:
-            UserError: if they cannot be started.
-        """
+        """Start a new pass of the loader; the first pass starts its processes."""
         # Slurm signals every process of a job, but the training process decides when to stop. The workers
         # inherit the blocked signals and never see them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

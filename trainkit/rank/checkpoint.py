@@ -350,11 +350,7 @@ def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
 
 @torch.no_grad()
 def _lay_out(state: dict) -> None:
-    """Lay out in memory what an optimizer keeps as its parameters are: a fused one goes by the place.
-
-    Raises:
-        ValueError: if it has other shapes.
-    """
+    """Lay out in memory what an optimizer keeps as its parameters are: a fused one goes by the place."""
     for parameter, kept in state.items():
         for key in OF_ITS_SHAPE & kept.keys():
             if isinstance(value := kept[key], torch.Tensor):

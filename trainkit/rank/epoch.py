@@ -71,8 +71,8 @@ class PartialEpoch:
 def diverged(what: str) -> UserError:
     """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
     return UserError(
-        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with). "
-        "The earlier epochs are recorded."
+        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with), or look for "
+        "such numbers in the data. The earlier epochs are recorded."
     )
 
 

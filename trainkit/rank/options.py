@@ -36,9 +36,6 @@ def _option(
 
     `shapes_training`: a checkpoint cannot be resumed with another value.
     `column`: the column of the record that holds its value.
-
-    Raises:
-        ValueError: if the record has no such column, or if pooled runs may differ in it.
     """
     if column and (column not in COLUMNS or COLUMNS[column].role > Role.REPEAT):
         raise ValueError(f"column {column!r} is not a setting of a run: see trainkit/schema/columns.py.")

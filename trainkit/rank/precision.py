@@ -80,7 +80,8 @@ def set_precision(model: nn.Module, precision: str) -> None:
 
 
 def _of_weights(network: nn.Module) -> str:
-    return NAMES[next(network.parameters()).dtype]
+    types = [own.dtype for own in network.parameters() if own.is_floating_point()]
+    return NAMES.get(types[0], str(types[0]).removeprefix("torch.")) if types else "fp32"
 
 
 def _device(network: nn.Module) -> torch.device:

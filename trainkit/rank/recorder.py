@@ -21,7 +21,7 @@ from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
 from trainkit.schema.columns import OWN_LOOP
 
 # What has to be equal in a training that goes on.
-OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision")
+OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision", "lr")
 
 
 class Recorder:
@@ -108,8 +108,12 @@ class Recorder:
         try:
             own = {name: float(value) for name, value in given.items()}
             own |= {name: int(own[name]) for name in ("samples", "test_samples")}
+            for name, value in own.items():
+                below = value < 0 and name.endswith(("samples", "seconds", "accuracy"))
+                if math.isinf(value) or below or (name == "accuracy" and value > 100):
+                    raise ValueError(f"{name} is {value}")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            mistake = f"epoch {self._epoch} has a value that is not a number ({first_line(error)})"
+            mistake = f"epoch {self._epoch} has a value that makes no sense ({first_line(error)})"
             raise UserError(f"{mistake}: give one for each name.") from None
         of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
@@ -140,7 +144,7 @@ class Recorder:
             process_group.on_rank_0(lambda: self._log.go_on(state, same=OF_THE_TRAINING))
             self.first_epoch = self._epoch = len(state["rows"]) + 1
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"no Recorder made this state ({error}): give that of state_dict.") from None
+            raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
 
     def save(self, path: Path | str, parts: dict[str, object]) -> None:
         """Write the state_dict of each of `parts`, and that of this record, to `path`; rank 0's count.
@@ -148,6 +152,8 @@ class Recorder:
         Raises:
             UserError: if that fails; an earlier file is kept.
         """
+        if "record" in parts:
+            raise UserError("`record` is the name of the Recorder's own part: give another.")
         state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
         advice = "free the space, or give another. The earlier file and the record are kept."
         process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))

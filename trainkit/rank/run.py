@@ -137,6 +137,8 @@ class Run:
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        if not learning_rate >= 0:
+            raise UserError(f"the schedule's learning rate for epoch {epoch} is {learning_rate}: correct it.")
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         if done.steps and done.steps >= len(batches):
             told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"

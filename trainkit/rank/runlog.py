@@ -49,7 +49,7 @@ class RunLog:
         self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
-        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.") or "own"  # part of a file name
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:60] or "own"  # part of a file name
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
         self._facts = facts_of_run(options, here, dataset, model) | facts
         self._facts |= {
@@ -150,7 +150,7 @@ class RunLog:
         seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
         for name in same if rows else ():
-            if rows[-1][name] != self._facts[name]:
+            if str(rows[-1][name]) != str(self._facts[name]):  # NaN is NaN
                 raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
         if not self._recorder.may_continue(facts, rows, copied):
             tell(

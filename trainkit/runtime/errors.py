@@ -51,11 +51,10 @@ def run(main: Callable[[], int | None]) -> None:
     """
     startup.mark("imports")
     note("started")
-    for folder in Path(sys.argv[0]).resolve().parents:
-        ours = folder / "trainkit" / "runtime" / "errors.py"
+    for top in Path(sys.argv[0]).resolve().parents:
+        ours = top / "trainkit" / "runtime" / "errors.py"
         if os.path.exists(ours) and not ours.samefile(__file__):  # noqa: PTH110  it may be another's folder
-            here = shlex.quote(str(folder))
-            fail(f"this would run with the code of {CHECKOUT}: cd {here}, and export PYTHONPATH=$PWD")
+            fail(f"it would run the code of {CHECKOUT}: cd {shlex.quote(str(top))}, export PYTHONPATH=$PWD")
     if rank_of() is not None:  # NCCL aborts a rank that has waited too long
         with suppress(ValueError):  # a hard limit of 0
             # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.
@@ -208,7 +207,9 @@ def _in_a_sentence(error: Exception) -> str | None:
     if lacks := _no_memory(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if damaged := re.search("cannot identify image file .*", str(error)):
+    if damaged := re.search(
+        "cannot identify image file .*|image file is truncated.*|.*decompression bomb.*", str(error)
+    ):
         return f"one of the images is damaged ({damaged[0]}): replace it, or leave it out."
     if re.search(r"No working C\+\+ compiler found|Failed to find C\S* compiler", text):
         return "torch.compile needs a C++ compiler: load one (module load gcc), or leave out --compile."

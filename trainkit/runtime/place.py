@@ -87,10 +87,10 @@ def free_port() -> int:
 def _number(name: str, smallest: int, default: int | None = None) -> int:
     text = os.environ.get(name, default)
     try:
-        number = int(text)
+        number = int(str(text).replace("_", "?"))  # 1_0 is 10 to Python
     except (TypeError, ValueError):
         number = smallest - 1
-    if number < smallest:
+    if not smallest <= number < 2**31:
         raise ValueError(
             f"{name} is {text!r}, not a whole number from {smallest} on: start the processes with torchrun "
             "or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."

@@ -5,6 +5,7 @@ which have to save and stop. torchrun itself dies on USR2, and kills its ranks o
 signals are blocked until the run handles them: a script without a `Run` has to unblock them itself.
 """
 
+import os
 import signal
 import threading
 import time
@@ -28,9 +29,11 @@ def main() -> None:
 def _hand_on() -> None:
     while True:
         number = signal.sigwait(STOP_SIGNALS)
-        ranks = []
+        ranks, until = [], time.monotonic() + 20
         while not ranks:  # none has started yet
             time.sleep(0.1)
+            if number == signal.SIGTERM and time.monotonic() > until:  # torchrun waits for another node
+                os._exit(128 + number)
             with suppress(psutil.Error):  # one ends just now
                 # Importing PyTorch starts programs, too.
                 ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]

@@ -102,7 +102,7 @@ class Exercise:
             if not wait([ours, process.sentinel], patience):
                 seen = Wrong(TOO_LONG)
             elif ours.poll():
-                with suppress(EOFError):
+                with suppress(Exception):  # it has ended, or has written something else
                     seen = ours.recv()
         finally:
             for kill in (os.killpg, os.kill):  # with the ranks it started
@@ -137,7 +137,7 @@ class Exercise:
         if starter:
             shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
-            shutil.copytree(self.folder.parents[2] / given, mine / name)
+            shutil.copytree(self.folder.parents[2] / given, mine / name, dirs_exist_ok=True)
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
         (mine / ANSWERS).write_text(blank)
@@ -146,8 +146,8 @@ class Exercise:
         """Return the diff from the learner's files to those of the solution."""
         lines = []
         for name, text in self.solution.items():
-            path = self.mine.folder / name
-            mine, done = path.read_text(errors="replace") if path.exists() else "", text.splitlines()
+            there = os.path.lexists(self.mine.folder / name)
+            mine, done = self.mine.text(name) if there else "", text.splitlines()
             lines += difflib.unified_diff(
                 mine.splitlines(), done, f"mine/{name}", f"solution/{name}", lineterm=""
             )

@@ -57,6 +57,7 @@ class Workspace:
             parser.read_string(f"[answers]\n{self.text(ANSWERS)}")
         except Error as error:
             line = str(error).splitlines()[0].replace("<string>", f"mine/{ANSWERS}")
+            line = re.sub(r"(?<=\[line)( +\d+)", lambda number: f" {int(number[0]) - 1}", line)
             raise Wrong(
                 f"mine/{ANSWERS} has lines `name = value` and comments behind #, once each: {line}"
             ) from None
