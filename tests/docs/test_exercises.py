@@ -185,6 +185,19 @@ def test_hints_come_one_by_one_and_the_third_tells_of_the_solution(clock: Learne
     assert ["solution clock" in text for text in said] == [False, False, True, True]
 
 
+def test_answers_given_twice_and_files_without_end(clock: Learner) -> None:
+    clock.solve()
+    answers = clock.mine / "answers.txt"
+    answers.write_text("a = 1\na = 2\n")
+    assert "[line 2]" in clock.check()[1]
+    answers.unlink()
+    os.mkfifo(answers)
+    assert (
+        "answers.txt cannot be read (it is not a regular file)"
+        in clock.do("solution", "clock", "--yes").stderr
+    )
+
+
 def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
     for number, text in enumerate(["first", "second"], start=1):
         clock.do()

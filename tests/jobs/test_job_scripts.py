@@ -124,6 +124,10 @@ def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> No
             "the Python environment of this job does not work",
         ),
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
+        (
+            "SITE_CONTAINER=(env --unset=SLURM_PROCID)\n",
+            "the container does not pass on the variables SLURM_",
+        ),
     ],
 )
 def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Checkout) -> None:
@@ -131,6 +135,26 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
     log = on_cluster.fail("single", *SMALL)
     assert f"error: {sentence}" in log
     assert "epoch 1" not in log
+
+
+def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
+    """It was started by srun, in a job that had been requeued, and had trained by hand."""
+    left = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 SLURM_RESTART_COUNT=2 OMP_NUM_THREADS=1,2"
+    small = " ".join(map(str, SMALL))
+    command = f"srun --ntasks=1 env {left} sbatch --parsable slurm_submit.sh {small}"
+    done = succeeded(on_cluster.run("bash", "-c", command, cwd=on_cluster.folder / FOLDERS["ddp"]))
+    job = int(done.stdout)
+    assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
+    assert "mnist-ddp, restart 0, " in on_cluster.log(job)
+    assert {row["world_size"] for row in rows_of(on_cluster.folder / "results")} == {2}
+
+
+def test_a_job_that_is_cancelled_before_it_trains(on_cluster: Checkout) -> None:
+    on_cluster.site("activate_environment() { echo activating; sleep 5; }\n")
+    job = on_cluster.submit("single", *SMALL)
+    on_cluster.wait_for("activating", job)
+    on_cluster.run("scancel", job)
+    on_cluster.wait_for("error: ended from outside, by scancel or the time limit, in activate_env", job)
 
 
 def test_a_job_of_an_array(on_cluster: Checkout) -> None:

@@ -250,6 +250,15 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
     assert "left out (1): --batch-size 70001 does not divide among 2 processes" in done.stdout
 
 
+def test_a_file_system_without_locks(checkout: SweepCheckout) -> None:
+    checkout.pretend()
+    lack = "import fcntl; fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(37, 'No locks available'))"
+    checkout.insert("slurm/sweep.py", lack, before="own, arguments = _parse()")
+    arguments = ("--stages", "single", "--gpus", 1, "--dataset", "synthetic", "--no-cuda")
+    done = succeeded(checkout.start_sweep("--local", *arguments))
+    assert "[1/1] single-1gpu-batch256-r1 finished" in done.stdout
+
+
 def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
     done = checkout.start_sweep("--no-cuda", "--stages", "dp", "--dry-run")
     assert "left out (1): without GPUs, stage dp on several devices is the plain model" in done.stdout

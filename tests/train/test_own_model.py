@@ -141,6 +141,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
 
 RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
 NO_TEST = "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this"
+BELOW_0 = "the schedule's learning rate for epoch 2 is -0.1: correct it."
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
 
 
@@ -158,8 +159,9 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
         (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
         (('"critic_optimizer"', '"optimizer"'), OF_STORIES, "`also` has the name optimizer, as any"),
+        (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
     ],
-    ids=["precision", "loss not told", "loop left", "resident", "no test", "names", "taken"],
+    ids=["precision", "loss not told", "loop left", "resident", "no test", "names", "taken", "learning rate"],
 )
 def test_a_mistake_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
@@ -188,7 +190,10 @@ def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) 
 
 def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
     """A checkpoint refuses it, as it could not go on from it; what was trained is not lost for that."""
-    own, extra = tmp_path / "own.py", "get_extra_state = lambda self: Extra()"
+    own, extra = (
+        tmp_path / "own.py",
+        "get_extra_state = lambda self: Extra(); set_extra_state = lambda self, _: None",
+    )
     text = own_training(CLASSIFY).replace(
         "class Tables(nn.Sequential):", f"class Extra: pass\n\n\nclass Tables(nn.Sequential):\n    {extra}"
     )
@@ -196,7 +201,11 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     given = (own, *SMALL, "--results-dir", tmp_path)
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
     assert "tensors, numbers and texts can be saved, not __main__.Extra: convert it" in told
-    succeeded(script(*given, "--save-model", ranks=1))
+    own.write_text(text.replace("self: Extra()", "self: (i for i in ())"))
+    told = one_error(script(*given, "--checkpoint-dir", tmp_path / "others", ranks=1))
+    assert "tensors, numbers and texts can be saved (cannot pickle 'generator' object)" in told
+    own.write_text(text)
+    succeeded(script(*given, "--save-model", "--keep-best", 50, ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
 

@@ -33,6 +33,9 @@ seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
 seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
 seen.epoch(*sys.argv[1:])"""
+ANOTHER = """\
+other = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
+other.load(sys.argv[1], {})"""
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +133,31 @@ def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("after", "wrong"),
+    [
+        ("seen.save(sys.argv[1], {'record': model})", "`record` is the name of the Recorder's own part"),
+        ("seen.save(sys.argv[1], {'optimizer': optimizer})\noptimizer.defaults['lr'] = 0.5\n" + ANOTHER,
+         "this state is of another training, or of none (its lr is 0.1, not 0.5): start over"),
+    ],
+    ids=["record", "lr"],
+)  # fmt: skip
+def test_a_recorder_goes_on_with_its_own_training_only(
+    after: str, wrong: str, forking: Forking, tmp_path: Path
+) -> None:
+    program, env = tmp_path / "mine.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    program.write_text(UNEQUAL.rpartition("seen.epoch")[0] + after)
+    done = forking.run(program, tmp_path / "saved.pt", ranks=2, env=env)
+    assert done.returncode == 1 and f"error on rank 0: {wrong}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
     ("numbers", "wrong"),
     [
         ((30, 1, "nan"), "cannot be recorded (its row, column train_loss: 'nan' is not a"),
         ((30, 0, 1), "cannot be recorded (its row, column train_seconds: '0' is not a"),
         ((0, 1, 1), "cannot be recorded (its row, column images: '0' is not a"),
+        ((30, 1, "inf"), "has a value that makes no sense (loss is inf"),
+        ((-30, 1, 1), "has a value that makes no sense (samples is -30"),
         ((30, 1, "word"), "has a value that makes no sense (could not convert"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import sys
@@ -642,3 +643,32 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="single-1 is a link"):
         main()
     assert (tmp_path / "elsewhere" / "events.out.tfevents.1").exists()
+
+
+def test_a_report_replaces_no_record_and_no_picture_of_the_users(tmp_path: Path) -> None:
+    runs, out = write_run(tmp_path, "single-1", [300, 400]), tmp_path / "out"
+    out.mkdir()
+    mine = out / "comparison.csv"
+    shutil.copy(runs, mine)
+    with pytest.raises(UserError, match=r"comparison\.csv has the name of a report, not of a run"):
+        report([mine], out)
+    assert mine.read_bytes() == runs.read_bytes()
+    (out / "speedup.png").write_bytes(b"mine")
+    (out / "throughput.png").symlink_to(tmp_path / "elsewhere.png")
+    report([runs], out)  # of one run, which has no speedup
+    assert (out / "speedup.png").read_bytes() == b"mine"
+    assert not (tmp_path / "elsewhere.png").exists() and not (out / "throughput.png").is_symlink()
+
+
+def test_a_full_disk_leaves_the_figures_of_before(tmp_path: Path) -> None:
+    runs, out = write_run(tmp_path, "single-1", [300, 400]), tmp_path / "out"
+    report([runs], out)
+    before = (out / "throughput.png").read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
+    try:
+        with pytest.raises(UserError, match="cannot be written to"):
+            report([runs], out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (out / "throughput.png").read_bytes() == before

@@ -253,6 +253,28 @@ def test_what_no_run_has_written_is_not_packed(
     assert [*folder.parent.iterdir()] == [folder]
 
 
+def test_runs_of_an_earlier_version_and_renamed_ones_are_packed_too(pack: Script, folder: Path) -> None:
+    """What they lack is filled in as the reader does, and their ranks are found by the run's own name."""
+    old = pd.read_csv(folder / "slow.csv", dtype=str, keep_default_na=False)
+    old.drop(columns=["model", "lr_scale", "test_images"]).to_csv(folder / "slow.csv", index=False)
+    ranks = pd.read_csv(folder / "slow.ranks.tsv", sep="\t").drop(columns="data_seconds")
+    ranks.to_csv(folder / "slow.ranks.tsv", sep="\t", index=False)
+    for path in folder.glob("slow.*"):
+        path.rename(path.with_name(path.name.replace("slow", "renamed")))
+    single, _ = comparison.load([folder])
+    assert pack(folder).returncode == 0
+    many, none = comparison.load([folder.with_suffix(".csv")])
+    assert none == [] and many.slow_rank.astype(bool).sum() == 2
+    by = ["run_id", "epoch"]
+    one, other = (rows.drop(columns="file").sort_values(by).reset_index(drop=True) for rows in (single, many))
+    assert one.equals(other)
+
+
+def test_two_files_of_one_run_are_not_packed(pack: Script, folder: Path) -> None:
+    (folder / "copy.csv").write_bytes((folder / "one.csv").read_bytes())
+    assert "has several runs, or one that another file has" in one_error(pack(folder))
+
+
 def test_no_file_is_replaced_nor_one_behind_a_link_written(pack: Script, folder: Path) -> None:
     folder.with_suffix(".csv").symlink_to("mine")
     assert "is there already" in one_error(pack(folder))

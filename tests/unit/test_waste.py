@@ -246,6 +246,8 @@ def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path
     first = first_line(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2))
     assert first.startswith("something other than heat or a power cap") and "to 690 of 1,400 MHz" in first
     assert "a cap (" in first_line(made([Gpu(clock=690, slowed=("power+other", 1))]))
+    unknown = first_line(made([Gpu(clock=690, slowed=("heat", 1), celsius=math.nan)]))
+    assert unknown.startswith("heat slows down GPU 0 on n1")
     # At its limit a GPU has a lower clock, and full power.
     assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
 
@@ -442,10 +444,14 @@ def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp
     folder = made([FULL] * 2)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "a folder").mkdir()
+    early = records.read(samples.runs(folder)[0])
+    late = [row | {"recorded_at": "9999-12-31T23:59:59Z"} for row in early]
+    records.put_table(tmp_path / "late.csv", records.COLUMNS, late)
     paths = [tmp_path / "gone.csv", tmp_path / "other.csv", tmp_path / "a folder", "\x1b[31m\0.csv"]
+    paths.append(tmp_path / "late.csv")
     (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
     verdict = waste.judge(folder)
     assert verdict.lines("job 12")[:1] == ["no waste found"]
-    assert len(verdict.notes) == 4 and "(3 more)" in verdict.lines("job 12")[1]
+    assert len(verdict.notes) == 5 and "(4 more)" in verdict.lines("job 12")[1]
     waste.keep(folder, verdict)
     assert not list(tmp_path.glob("*.monitor.json"))
