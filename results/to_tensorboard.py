@@ -39,7 +39,7 @@ def main() -> None:
     table, skipped = comparison.load_some(args.paths)
     for run_id, rows in table.groupby("run_id"):
         # A file may name any place, and two runs have two folders.
-        folder = args.out / (re.sub(r"[^\w+-]", lambda char: f"%{ord(char[0]):x}", run_id) or "%")
+        folder = args.out / (re.sub(r"[^\w+-]", lambda char: f"%{ord(char[0]):06x}", run_id) or "%")
         file = Path(rows.file.iloc[0])
         own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
         if folder.is_symlink():

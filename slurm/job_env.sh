@@ -11,7 +11,6 @@
 #
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
-unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID # of the user's shell
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
@@ -27,12 +26,19 @@ else
 fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 trap 'ended_from_outside=1; exit 143' TERM HUP
+trap : USR2 # of --signal=B:USR2@60, which the ranks do not get
+here=$PWD
 activate
+cd "$here" || fail "activate_environment of slurm/site.sh has removed $here."
+# What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
+unset SLURM_CONSTRAINT SRUN_EXPORT_ENV
+[[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 facts=$(scontrol --oneliner show job "$SLURM_JOB_ID") || facts=""
 # A job that is sent by another has the other's number of restarts in its environment.
-[[ ! $facts =~ \ Restarts=([0-9]+)\  ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
-[[ -n $plain || $facts != *" TimeLimit=00:01:00 "* ]] ||
+[[ ! $facts =~ \ Requeue=[01]\ Restarts=([0-9]+)\ BatchFlag= ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
+[[ -n $plain || $facts != *" TimeLimit=00:01:00 TimeMin="* ]] ||
     fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
@@ -100,7 +106,7 @@ gpu_names=${gpu_names%$'\n'}
 echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"
 echo "code    $(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
 # By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
-srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
+checked=$(srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
 import importlib.metadata, importlib.util, os, sys
 if lost := [name for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "TRAINKIT_JOB_DIR") if name not in os.environ]:
     sys.exit("error: the container does not pass on the variables " + " ".join(lost))
@@ -108,9 +114,11 @@ missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is No
 if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
-print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}" ||
+print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}") || checked=""
+[[ $checked == *"python  "* ]] ||
     fail "the Python environment of this job does not work: fix activate_environment, SITE_CONTAINER or \
 SITE_SRUN_ARGS in slurm/site.sh."
+echo "$checked"
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
 
@@ -143,6 +151,7 @@ sample() {
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     tasks=${SLURM_TASKS_PER_NODE:-1}
+    rm -f "$watching"/{asked,log}
     echo "${SLURM_CPUS_PER_TASK:-0} ${tasks%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked" || true
     exec {own_output}>&1 # in place of which a coprocess has a pipe
     coproc SAMPLER { sample 1>&"$own_output" 2>"$watching/log"; }
@@ -232,7 +241,7 @@ finish() {
         why=$(tell_who_failed)
         [[ -z $why ]] || echo "$why"
         # The code of the rank that failed first; srun may report that of a rank that it ended itself.
-        [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([0-9]+) ]] || code=${BASH_REMATCH[1]}
+        [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([1-9]|[1-9][0-9]|1[0-9][0-9]|2[0-4][0-9]|25[0-5])$ ]] || code=${BASH_REMATCH[1]}
     elif [[ -e $TRAINKIT_JOB_DIR/preempted ]]; then
         mv "$TRAINKIT_JOB_DIR"/{preempted,ended-after-preemption}
     fi
@@ -240,6 +249,5 @@ finish() {
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
     exit "$code"
 }
-at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *Reason=TimeLimit* ]]; }
+at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *" Reason=TimeLimit Dependency="* ]]; }
 trap finish EXIT
-trap : USR2 # of --signal=B:USR2@60, which the ranks do not get

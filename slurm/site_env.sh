@@ -64,8 +64,9 @@ if [[ -e $site || -L $site ]]; then
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
     source "$REPOSITORY/slurm/site.sh"
     type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."
-    shopt -u failglob
 fi
+
+shopt -u failglob
 
 export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
@@ -86,6 +87,7 @@ activate() {
         fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
     activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
     trap - EXIT
+    shopt -u failglob
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from trainkit.compare import comparison
 from trainkit.compare.packed import OF_RUNS, TABLES, VERDICT
 from trainkit.runtime.command_line import Parser, given_path
 from trainkit.runtime.errors import UserError, run
@@ -40,6 +41,8 @@ def pack(folder: Path) -> None:
             cannot be read; if a file cannot be written.
     """
     paths, runs, verdicts = sorted(folder.glob("*.csv")), {}, {}
+    if f"{folder.name}.csv" in comparison.WRITTEN:
+        raise ValueError("its file would have the name of a report")
     if not (folder.name and paths):
         raise UserError(f"{folder} has no runs: give a folder with the CSVs of some.")
     for suffix in (*TABLES, VERDICT):
@@ -52,6 +55,8 @@ def pack(folder: Path) -> None:
         runs[run_id] = path
         if (file := records.verdict_file(path)).exists():
             verdicts[run_id] = json.loads(read_text(file))
+            if "joules_per_1000_images" not in verdicts[run_id]:
+                raise ValueError(f"{file.name} is no verdict on a job")
     text = json.dumps({OF_RUNS: verdicts}, indent=1)
     if len(text) > MOST:
         raise ValueError(f"its verdicts have more than {MOST:,} characters")

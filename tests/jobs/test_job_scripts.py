@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkout import FOLDERS, SCRIPTS, Checkout
+from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
 from conftest import rows_of, succeeded
 
@@ -154,7 +154,7 @@ def test_a_job_that_is_cancelled_before_it_trains(on_cluster: Checkout) -> None:
     job = on_cluster.submit("single", *SMALL)
     on_cluster.wait_for("activating", job)
     on_cluster.run("scancel", job)
-    on_cluster.wait_for("error: ended from outside, by scancel or the time limit, in activate_env", job)
+    wait_until(lambda: "error: ended from outside, by scancel or the time" in on_cluster.log(job))
 
 
 def test_a_job_of_an_array(on_cluster: Checkout) -> None:

@@ -630,7 +630,7 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
         main()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=board))
     main()
-    assert {folder for folder, *_ in written} == {"single-1", "%2e%2e%2f2"}
+    assert {folder for folder, *_ in written} == {"single-1", "%00002e%00002e%00002f2"}
     assert [row[1:] for row in written if "1" in row[0] and "images" in row[1]] == [
         ("images_per_s", 100, 1),
         ("images_per_s", 200, 2),

@@ -272,10 +272,7 @@ def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float)
 
 
 def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
-    """Return the costs, (draws, columns), none below 0, with the least relative errors.
-
-    As the columns are few, it tries all subsets, and takes the least errors without a negative cost.
-    """
+    """Return the costs, (draws, columns), none below 0, with the least relative errors of all subsets."""
     weights = 1 / np.median(seconds, axis=0) if weights is None else weights
     scale = np.abs(columns).max(axis=0)
     used = np.flatnonzero(scale)

@@ -46,7 +46,6 @@ def _figure(
     """Draw some panels for each section of the report, one section below the other.
 
     Args:
-        table: rows with the columns of `comparison.SECTION_BY`.
         plot: draws what `lines_of` returns on the panels, and remembers how its lines look.
         lines_of: returns what to draw for the rows of a section; if nothing, the section is left out.
         panels: the number of panels of a section, side by side.

@@ -371,10 +371,7 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
 
 
 def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -> int:
-    """Compare the finished runs, and with `constraints` print how many GPUs to ask for.
-
-    Return the exit code.
-    """
+    """Compare the finished runs, answer with `constraints` how many GPUs to ask for; return the exit code."""
     code, csvs, all_reduce = 0, sweep.finished(), sweep.site.results_dir / "all_reduce"
     if sweep.plain:
         csvs = [csv for csv, _ in sweep.csvs("*")]

@@ -40,7 +40,7 @@ def own_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> str:
     same = kind is type(of_recipe)
     usual = of_recipe.defaults if same else {"lr": options.scaled_lr}
     given = optimizer.defaults
-    other = {name: given[name] for name in usual.keys() - KERNELS if given.get(name) != usual[name]}
+    other = {name: given.get(name) for name in usual.keys() - KERNELS if given.get(name) != usual[name]}
     return in_words({} if same and not other else {"optimizer": kind.__name__} | dict(sorted(other.items())))
 
 

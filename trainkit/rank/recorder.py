@@ -63,7 +63,8 @@ class Recorder:
         here = process_group.joined(self._device)
         folder = results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS
         own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": Path(folder)}
-        lr = float(self._optimizer.defaults.get("lr", math.nan))
+        lr = self._optimizer.defaults.get("lr")  # None, or none, where it finds its own
+        lr = math.nan if lr is None else float(lr)
         opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
         text = f"{recipes.own_optimizer(opts, self._optimizer)} {options.in_words(settings or {})}".strip()
         facts = {"stage": name, "devices": here.size, "accumulate": 1, "flops_per_image": math.nan}
@@ -109,7 +110,7 @@ class Recorder:
             own = {name: float(value) for name, value in given.items()}
             own |= {name: int(own[name]) for name in ("samples", "test_samples")}
             for name, value in own.items():
-                below = value < 0 and name.endswith(("samples", "seconds", "accuracy"))
+                below = value < 0 and name in ("samples", "seconds", *known) and name != "test_loss"
                 if math.isinf(value) or below or (name == "accuracy" and value > 100):
                     raise ValueError(f"{name} is {value}")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -122,7 +123,7 @@ class Recorder:
         slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
         means = {name: _mean(of_ranks, name) for name in given}
         tested = Tested(tests, testing, means["test_loss"], means["accuracy"])
-        rate = float(self._optimizer.param_groups[0].get("lr", 0))
+        rate = float(self._optimizer.param_groups[0].get("lr") or 0)
         trained = Trained(max(1, count // self._batch_size), slowest, means["loss"], rate, count)
         of_epoch = [Metric(name, "epoch", means[name]) for name in metrics if name not in known]
         rows = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
@@ -169,7 +170,7 @@ class Recorder:
         try:
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: load_verified(Path(path)))
-            load_parts(parts | {"record": self}, process_group.broadcast(state))
+            load_parts({"record": self} | parts, process_group.broadcast(state))
             RESUMED.append(Path(path))
         except UserError:
             raise

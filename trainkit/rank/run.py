@@ -136,8 +136,8 @@ class Run:
             raise UserError("--keep-best needs batches that batches.training has made: leave it out.")
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        if not learning_rate >= 0:
+        learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
+        if not 0 <= learning_rate < math.inf:
             raise UserError(f"the schedule's learning rate for epoch {epoch} is {learning_rate}: correct it.")
         done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         if done.steps and done.steps >= len(batches):
@@ -211,7 +211,8 @@ class Run:
             before, now = ", ".join(self._noted), ", ".join(numbers)
             raise UserError(f"run.add got {before}, and then {now}: give it the same names in every step.")
         for name, value in numbers.items():
-            self._noted[name][self._added] = value.detach() if isinstance(value, torch.Tensor) else value
+            value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            self._noted[name][self._added] = value
         self._added += 1
 
     def _means(self) -> dict[str, torch.Tensor]:
@@ -257,6 +258,7 @@ class Run:
             recorded.append(Metric("loss", "validation", validated.loss))
         row = epoch, self.trained, tested, of_ranks, recorded, best_epoch
         process_group.on_rank_0(lambda: self._log.epoch(*row))
+        self.trained = None
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 

@@ -153,12 +153,17 @@ class RunFiles:
         for row in self.rows:
             _check(row, f"its row of epoch {row['epoch']}", OF_A_RUN)
         epochs = {row["epoch"] for row in rows}
-        with suppress(RecordError):  # it may have been removed
-            self.of_ranks = [row for row in read_ranks(self.path) if row["epoch"] in epochs]
-        with suppress(RecordError):  # most runs have none
-            self.metrics = [row for row in read_metrics(self.path) if row["epoch"] in epochs]
+        self.of_ranks = [row for row in self._earlier(read_ranks, "ranks") if row["epoch"] in epochs]
+        self.metrics = [row for row in self._earlier(read_metrics, "metrics") if row["epoch"] in epochs]
         if rows:
             self._write()
+
+    def _earlier(self, read: Callable[[Path], list], kind: str) -> list[dict[str, object]]:
+        with suppress(RecordError):
+            return read(self.path)
+        with suppress(OSError):  # there is none
+            beside(self.path, kind).rename(beside(self.path, f"{kind}.damaged"))
+        return []
 
     def _write(self) -> None:
         fix = "free the space or give another --results-dir. The earlier epochs are recorded."
