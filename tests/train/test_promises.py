@@ -190,7 +190,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     checkout.fake(
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
     )  # show hostnames; as addresses they resolve
-    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
+    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told; echo "python  here"')
     told = []
     for job in ("41", "42"):
         done = checkout.run(
