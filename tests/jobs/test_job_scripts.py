@@ -124,6 +124,7 @@ def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> No
             "the Python environment of this job does not work",
         ),
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
+        ("SITE_CONTAINER=(bash -c)\n", "the Python environment of this job does not work"),
         (
             "SITE_CONTAINER=(env --unset=SLURM_PROCID)\n",
             "the container does not pass on the variables SLURM_",
@@ -139,6 +140,7 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
 
 def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     """It was started by srun, in a job that had been requeued, and had trained by hand."""
+    on_cluster.site("activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; cd /; }\n")
     left = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 SLURM_RESTART_COUNT=2 OMP_NUM_THREADS=1,2"
     small = " ".join(map(str, SMALL))
     command = f"srun --ntasks=1 env {left} sbatch --parsable slurm_submit.sh {small}"

@@ -159,9 +159,24 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
         (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
         (('"critic_optimizer"', '"optimizer"'), OF_STORIES, "`also` has the name optimizer, as any"),
+        (
+            ("run.end_of_epoch(epoch)", "[run.end_of_epoch(epoch) for _ in '12']"),
+            OF_STORIES,
+            "epoch 1 was left",
+        ),
         (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
     ],
-    ids=["precision", "loss not told", "loop left", "resident", "no test", "names", "taken", "learning rate"],
+    ids=[
+        "precision",
+        "loss not told",
+        "loop left",
+        "resident",
+        "no test",
+        "names",
+        "taken",
+        "twice",
+        "learning rate",
+    ],
 )
 def test_a_mistake_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path

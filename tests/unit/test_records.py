@@ -270,6 +270,15 @@ def test_runs_of_an_earlier_version_and_renamed_ones_are_packed_too(pack: Script
     assert one.equals(other)
 
 
+def test_rows_next_to_a_record_that_cannot_be_read_are_set_aside(folder: Path) -> None:
+    rows = records.read(folder / "one.csv")
+    for kind in ("ranks", "metrics"):
+        (folder / f"one.{kind}.tsv").write_text(f"a note of {kind}")
+    records.RunFiles(folder.parent, rows[0]).go_on({"run_id": "one"}, rows)
+    for kind in ("ranks", "metrics"):
+        assert (folder / f"one.{kind}.damaged.tsv").read_text() == f"a note of {kind}"
+
+
 def test_two_files_of_one_run_are_not_packed(pack: Script, folder: Path) -> None:
     (folder / "copy.csv").write_bytes((folder / "one.csv").read_bytes())
     assert "has several runs, or one that another file has" in one_error(pack(folder))
