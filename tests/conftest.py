@@ -152,14 +152,22 @@ def run_stage(
     device: tuple[str, ...] = ("--no-cuda",),
 ) -> subprocess.CompletedProcess:
     """Run a stage to its end, on the CPU unless `device` is empty."""
-    return ran(*stage_command(stage, *arguments, *device, processes=processes), env=ENVIRONMENT | (env or {}))
+    command = stage_command(stage, *arguments, *device, processes=processes)
+    return ran(*command, env=ENVIRONMENT | code_of(stage) | (env or {}))
+
+
+def code_of(stage: str | Path) -> dict[str, str]:
+    """The variable by which a stage of a copied checkout runs the trainkit there."""
+    above = STAGES.get(stage, Path(stage)).resolve().parents
+    top = next((folder for folder in above if (folder / "trainkit").is_dir()), REPOSITORY)
+    return {"PYTHONPATH": f"{top}{os.pathsep}{STARTUP}"}
 
 
 def start_stage(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.Popen:
     """A stage on the CPU that goes on by itself; all that it says comes through its stdout."""
     command = stage_command(stage, *arguments, "--no-cuda")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT | (env or {}), **pipes)
+    return subprocess.Popen(command, env=ENVIRONMENT | code_of(stage) | (env or {}), **pipes)
 
 
 def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

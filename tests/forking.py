@@ -23,8 +23,10 @@ def run(arguments):
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             folder = os.path.dirname(os.path.abspath(arguments[0]))
-            # As Python does; and, for a stage of a copied checkout, its own trainkit.
-            sys.path[:1] = [folder, os.path.dirname(folder)]
+            top = folder
+            while top != "/" and not os.path.isdir(f"{top}/trainkit"):
+                top = os.path.dirname(top)
+            sys.path[:1] = [folder, top]  # as Python does; and a copied checkout has its own trainkit
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as left:
         if isinstance(left.code, str):

@@ -48,7 +48,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     place.insert("single", go_on, before="optimizer.zero_grad()")
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
-    first = start_stage(place.script("single"), *training, env={"PYTHONPATH": str(place.folder)})
+    first = start_stage(place.script("single"), *training)
     wait_for(lambda: list(tmp_path.glob("checkpoints/*.pt")), first)
     told = one_error(script("single", *training, "--resume", "auto"))
     (tmp_path / "go").touch()
