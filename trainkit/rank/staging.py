@@ -168,8 +168,8 @@ def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DIR, help="default: %(default)s")
-    with suppress(ValueError):  # the user's own limit is lower
-        # A proxy that answers without end must not fill the disk.
+    data_dir = parser.parse_args().data_dir
+    with suppress(ValueError):  # for a proxy that answers without end; the user's own limit may be lower
         resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    tell(put_in_place(parser.parse_args().data_dir))
+    tell(put_in_place(data_dir))
     return 0
