@@ -171,8 +171,6 @@ def main() -> None:
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
     best_file = opts.checkpoint_dir and opts.checkpoint_dir / "best.pt"
-    if best_file and best_file.exists() and not any(opts.checkpoint_dir.glob("epoch-*.pt")):
-        raise errors.UserError(f"{best_file} is not of this training: give another --checkpoint-dir.")
     best = Best(model, sharded, best_file)
     more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
     more |= {"unit": "tokens", "per_sample": opts.context}

@@ -77,8 +77,8 @@ OTHERS = {
     "tools/bench/sampler.py": "--data-dir --out",
     "tools/pack_runs.py": "",
     "trainkit/rank/data.py": "--data-dir",
-    "trainkit/doctor/checkup.py": "--data-dir --num-workers --results-dir",
-    "trainkit/doctor/cli.py": "--gpus --job --json --nodes --num-workers --time --wait",
+    "trainkit/doctor/checkup.py": "--data-dir --results-dir",
+    "trainkit/doctor/cli.py": "--gpus --job --json --nodes --time --wait",
 }
 EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
 WITHOUT = {

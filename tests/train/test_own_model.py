@@ -215,10 +215,10 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     own.write_text(text)
     given = (own, *SMALL, "--results-dir", tmp_path)
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
-    assert "tensors, numbers and texts can be saved, not __main__.Extra: convert it" in told
+    assert "tensors, numbers and texts can be saved, not all here (__main__.Extra): convert them" in told
     own.write_text(text.replace("self: Extra()", "self: (i for i in ())"))
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "others", ranks=1))
-    assert "tensors, numbers and texts can be saved (cannot pickle 'generator' object)" in told
+    assert "tensors, numbers and texts can be saved, not all here (cannot pickle 'generator' object)" in told
     own.write_text(text)
     succeeded(script(*given, "--save-model", "--keep-best", 50, ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -299,8 +300,13 @@ def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path)
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
     run, parts = recorder(tmp_path)
     part = SimpleNamespace(state_dict=lambda: {"scale": np.float64(2)})
-    with pytest.raises(UserError, match="can be saved, not numpy"):
+    with pytest.raises(UserError, match="can be saved, not all here .numpy"):
         run.save(tmp_path / "saved.pt", parts | {"scaler": part})
+    deep: dict = {}
+    for _ in range(sys.getrecursionlimit()):
+        deep = {"in": deep}
+    with pytest.raises(UserError, match="can be saved, not all here .maximum recursion"):
+        run.save(tmp_path / "saved.pt", parts | {"deep": SimpleNamespace(state_dict=lambda: deep)})
     assert not list(tmp_path.glob("*.pt"))
     with pytest.raises(UserError, match="d has 3 inputs and 2 targets"):
         Split("d", torch.zeros(3), torch.zeros(2))

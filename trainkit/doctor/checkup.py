@@ -10,7 +10,6 @@ imported before it is needed, and nothing waits without a limit.
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from trainkit.runtime import errors, files, job_folder
-from trainkit.runtime.command_line import Parser, at_least
+from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.place import node
 
@@ -40,7 +39,6 @@ FIXES = {
     "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
 NOTES_SECONDS = 15  # until other nodes see a new file; NFS caches listings for a while
-SHM_GB = 1.0
 GB = 1e9
 
 
@@ -84,7 +82,6 @@ def main() -> None:
     parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
-    parser.add_argument("--num-workers", type=at_least(0), default=0)
     options, _ = parser.parse_known_args()  # the job script's other options are the training's
     env = os.environ
     if "SLURM_STEP_NUM_TASKS" not in env:
@@ -95,7 +92,7 @@ def main() -> None:
     folders = {"results": options.results_dir, "job": job_folder.here()}
 
     send(size=size, folder=str(folders["job"]))
-    _step("cores", _cores, options.num_workers)
+    _step("cores", _cores)
     able = _step("names", _names)
     if speaks_for_node:
         _step("folders", _leave_notes, folders)
@@ -112,8 +109,7 @@ def main() -> None:
     able &= _step("gpus", checks.gpus, tasks if speaks_for_node else None)
     if speaks_for_node:
         _step("data", checks.mnist, options.data_dir)
-        _step("memory", checks.memory, tasks, options.num_workers)
-        _step("shm", _shared_memory, options.num_workers)
+        _step("memory", checks.memory, tasks)
         _step("folders", _look_for_notes, folders, nodes)
     if able and _step("group", checks.join):
         _step("all-reduce", checks.all_reduce, nodes)
@@ -162,19 +158,14 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
     return not has_fault(found)
 
 
-def _cores(num_workers: int) -> Iterator[Finding]:
-    """Check that this rank has the CPUs that it asked for, and enough of them for its loader."""
+def _cores() -> Iterator[Finding]:
+    """Check that this rank has the CPUs that it asked for."""
     asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
     if own < asked:
         message = f"asked for {asked} cores, but may run on {own} only"
         fix = "give --cpus-per-task to srun as well (Slurm 22.05 and later), and no --cpu-bind that pins all"
         yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
-    usable = min(asked, own)
-    if usable < num_workers:
-        message = f"{usable} CPU(s) per task for the training and {num_workers} loader workers"
-        fix = f"sbatch --cpus-per-task={num_workers + 1}, or fewer --num-workers"
-        yield Finding("cores", FAULT if usable == 1 else WARNING, message, fix)
-    yield Finding("cores", OK, f"{usable} per rank")
+    yield Finding("cores", OK, f"{min(asked, own)} per rank")
 
 
 def _names() -> Iterator[Finding]:
@@ -207,16 +198,6 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
             message = f"sees the files of {seen} of {nodes} nodes in the {name} folder: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
     yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
-
-
-def _shared_memory(num_workers: int) -> Iterator[Finding]:
-    """Check /dev/shm, through which the workers of a DataLoader hand over their batches."""
-    space = shutil.disk_usage("/dev/shm")
-    message = f"{space.free / GB:.2f} of {space.total / GB:.2f} GB free in /dev/shm, for loaders' batches"
-    if num_workers and space.free < SHM_GB * GB:
-        fix = "a larger /dev/shm (apptainer --bind, docker --shm-size), or fewer --num-workers"
-        yield Finding("shm", WARNING, message, fix)
-    yield Finding("shm", OK, message)
 
 
 def in_words(number_of_bytes: int) -> str:

@@ -22,9 +22,8 @@ from trainkit.runtime import clock, device, place, process_group
 from trainkit.runtime.place import node
 
 # Memory of a stage at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
-# main README), and about as much again for four loader workers, which share most of theirs. CUDA and NCCL
-# are reported to take 2 to 4 GB of the host's memory.
-RANK_GB, GPU_RANK_GB, LOADER_WORKER_GB = 1.0, 4.0, 0.25
+# main README). CUDA and NCCL are reported to take 2 to 4 GB of the host's memory.
+RANK_GB, GPU_RANK_GB = 1.0, 4.0
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 5  # the median of them
@@ -91,16 +90,13 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
 
 
-def memory(tasks: int, num_workers: int) -> Iterator[Finding]:
+def memory(tasks: int) -> Iterator[Finding]:
     """Check that the node's free memory, and the job's share of it, is enough for its ranks."""
     room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
-    least = tasks * (GPU_RANK_GB if device.gpus() else RANK_GB)
-    need = least + tasks * num_workers * LOADER_WORKER_GB
+    need = tasks * (GPU_RANK_GB if device.gpus() else RANK_GB)
     if room < need:
         message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
-        if num_workers:
-            message += f" with {num_workers} loader workers each"
-        yield Finding("memory", FAULT if room < least else WARNING, message, f"sbatch --mem={int(need) + 1}G")
+        yield Finding("memory", FAULT, message, f"sbatch --mem={int(need) + 1}G")
     yield Finding("memory", OK, f"{room:.1f} GB")
 
 

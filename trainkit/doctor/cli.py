@@ -84,8 +84,6 @@ def _parse() -> argparse.Namespace:
     add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
     in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
     add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
-    loader_processes = "loader processes of each task in the training (default: %(default)s)"
-    add("--num-workers", type=at_least(0), default=4, metavar="N", help=loader_processes)
     add("--json", action="store_true", help="print one JSON document and nothing else")
     add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
@@ -201,15 +199,14 @@ def _shape(options: argparse.Namespace) -> list[str]:
     return [*shape, *options.sbatch_options]
 
 
-def job_script(num_workers: int) -> str:
+def job_script() -> str:
     """Return stage 03's job script with the checkup as its training; a rank's exit does not end the others.
 
     Each rank ends by itself, as each step has a limit; --wait is for a rank that hangs even then.
     """
     text = JOB_SCRIPT.read_text()
     for training, ours in {
-        'python "${TRAINING[@]}"': "python -m trainkit.doctor.checkup "
-        f'--num-workers {num_workers} "${{TRAINING[@]:1}}"',
+        'python "${TRAINING[@]}"': 'python -m trainkit.doctor.checkup "${TRAINING[@]:1}"',
         "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
         "--wait=60": f"--wait={3 * checkup.LIMIT}",
     }.items():
@@ -223,7 +220,7 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
     """Submit the job and wait for its end; cancel it if it does not start in time, or on Ctrl-C."""
     settings = (f"--job-name={name}", f"--time={options.time}", "--no-requeue", f"--output={log}")
     try:
-        script = job_script(options.num_workers)
+        script = job_script()
         done = _sbatch(site, "--parsable", *_shape(options), *settings, script=script)
         if refusal := _refusal("job", done):
             return refusal

@@ -10,11 +10,11 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
@@ -56,6 +56,7 @@ class Rank:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.global_rank), str(job.num_tasks)
         os.environ["LOCAL_RANK"] = str(job.local_rank)
         os.environ["LOCAL_WORLD_SIZE"] = str(job.num_tasks // job.num_nodes)
+        os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
         if self.visible_gpus is not None:
             os.environ |= dict.fromkeys(VISIBLE, self.visible_gpus)
         if self.plain:
@@ -100,7 +101,7 @@ def start(
     if threads is None:
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)
         threads = os.environ.get("OMP_NUM_THREADS", share)
-    variables = os.environ | QUIET | {
+    variables = QUIET | {
         "TRAINKIT_DATA_DIR": str(data_dir),
         "TRAINKIT_RESULTS_DIR": str(results_dir),
         job_folder.VARIABLE: str(folder),
@@ -120,9 +121,9 @@ def start(
         (folder / job_folder.PLAIN).touch()
         (folder / "checkpoints").mkdir()
     try:
-        with environment(variables):
+        with patch.dict(os.environ, variables):  # which submitit's processes inherit
             job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints, plain))
-        with environment(variables | dict.fromkeys(VISIBLE, ",".join(visible))):
+        with patch.dict(os.environ, variables | dict.fromkeys(VISIBLE, ",".join(visible))):
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
@@ -181,16 +182,3 @@ def gpus_here() -> int:
     from trainkit.runtime.device import usable_gpus
 
     return len(usable_gpus())
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Replace the environment in the block; submitit's processes inherit it."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

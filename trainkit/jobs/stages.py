@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.runtime.command_line import check_divides
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import REPOSITORY, UserError
 from trainkit.schema.columns import DDP, DP, SINGLE, STAGE_FOLDERS
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 
 import argparse
 import io
+import os
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
@@ -225,7 +227,7 @@ def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
     variables.pop("SBATCH_WAIT", None)  # the job waits for what submitit writes after sbatch
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
-        with local.environment(variables), redirect_stderr(io.StringIO()):
+        with patch.dict(os.environ, variables, clear=True), redirect_stderr(io.StringIO()):
             stage = request.stage
             return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
     except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job

@@ -28,7 +28,7 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import check_loadable, save
+from trainkit.rank.weights import pack, save
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
@@ -129,9 +129,7 @@ class Checkpoints:
         state |= {"random_numbers": process_group.gather(random_states())}
         if self._each_rank:
             content = io.BytesIO()  # as bytes, whichever device its tensors are on
-            torch.save({name: one.state_dict() for name, one in self._each_rank.items()}, content)
-            content.seek(0)
-            check_loadable(content)
+            pack({name: one.state_dict() for name, one in self._each_rank.items()}, content)
             own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
             state |= {"each_rank": process_group.gather(own)}
         if self._sharded:
@@ -245,8 +243,9 @@ class Checkpoints:
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", state, path, advice)
-        for old in _checkpoints(self._folder)[:-KEPT]:
-            old.unlink(missing_ok=True)
+        with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
+            for old in _checkpoints(self._folder)[:-KEPT]:
+                old.unlink(missing_ok=True)
 
 
 def report_stop(text: str, folder: Path) -> None:

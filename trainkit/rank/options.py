@@ -13,10 +13,10 @@ from pathlib import Path
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, above_0, at_least, check_divides, given_path
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import REPOSITORY, UserError
 from trainkit.schema.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
-DEFAULT_RESULTS = Path(__file__).resolve().parents[2] / "results"
+DEFAULT_RESULTS = REPOSITORY / "results"
 DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
 LEARNING_RATES = ", ".join(f"{recipe} {lr}" for recipe, lr in DEFAULT_LR.items())
 MOST_IMAGES = 100_000_000  # per epoch: their order takes about 2 GB on every rank

@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from filelock import FileLock
 
 from trainkit.runtime.command_line import Parser, given_path
-from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.errors import REPOSITORY, UserError, tell
 from trainkit.runtime.files import explained
 
 DATASETS = ("mnist", "synthetic")
 TRAIN_IMAGES = 60_000  # of both
-DEFAULT_DIR = Path(__file__).resolve().parents[2] / "data"
+DEFAULT_DIR = REPOSITORY / "data"
 
 # File -> its size in bytes and its MD5 sum.
 FILES = {
@@ -83,9 +83,16 @@ def put_in_place(data_dir: Path) -> str:
                 tell(f"  {name} is {fault}")
             if not faults:
                 return already
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             # Inside data_dir, because a rename is atomic only within one file system.
             with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
-                source, fetched = _fetch(Path(temporary), raw)
+                with suppress(ValueError):  # the user's own limit is lower
+                    # For a proxy that answers without end.
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, limits[1]))
+                try:
+                    source, fetched = _fetch(Path(temporary), raw)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
                 raw.mkdir(parents=True, exist_ok=True)
                 for name in faults:
                     (fetched / name).replace(raw / name)
@@ -168,8 +175,5 @@ def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.rank.data", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DIR, help="default: %(default)s")
-    data_dir = parser.parse_args().data_dir
-    with suppress(ValueError):  # for a proxy that answers without end; the user's own limit may be lower
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    tell(put_in_place(data_dir))
+    tell(put_in_place(parser.parse_args().data_dir))
     return 0

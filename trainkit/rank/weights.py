@@ -23,9 +23,14 @@ class Best:
 
     With a `path` they are written to that file. Otherwise rank 0 has them in its memory, and its checkpoints
     by `state_dict`.
+
+    Raises:
+        UserError: if the file is there, without a checkpoint next to it that knows of it.
     """
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
+        if path and path.exists() and not any(path.parent.glob("epoch-*.pt")):
+            raise UserError(f"{path} is not of this training: give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
         self.epoch, self.loss, self.weights = 0, math.inf, {}
 
@@ -42,8 +47,11 @@ class Best:
         if self._path:
             process_group.on_rank_0(lambda: save("the weights", weights, self._path, "give another folder."))
         elif process_group.is_rank_0():
-            cpu = {name: one.to("cpu") for name, one in weights.items() if isinstance(one, torch.Tensor)}
-            self.weights = copy.deepcopy(weights | cpu)  # a network may have an extra state of any type
+            # Copies, as training goes on in the same memory. A network may have an extra state of any type.
+            self.weights = {
+                name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else copy.deepcopy(one)
+                for name, one in weights.items()
+            }
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""
@@ -68,11 +76,24 @@ class Best:
         self.weights = weights if process_group.is_rank_0() else {}
 
 
-def check_loadable(file: str | BinaryIO) -> None:
-    """Raise a UserError if what torch.save wrote holds what is never loaded, as it could run a program."""
-    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])  # PyTorch 2.6
-    if found := find(file):
-        raise UserError(f"tensors, numbers and texts can be saved, not {found[0]}: convert it in state_dict.")
+def pack(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
+    """Write `state` to `file`, as torch.save does; with `check`, refuse what could not be loaded again.
+
+    Raises:
+        UserError: if `state` has other than tensors, numbers and texts, which could run a program.
+    """
+    found = []
+    try:
+        torch.save(state, file)
+        if check:
+            file.seek(0)
+            # Of PyTorch 2.6 and newer.
+            find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])
+            found = find(getattr(file, "name", file))
+    except (TypeError, AttributeError, PicklingError, RecursionError) as error:
+        found = [first_line(error)]
+    if found:
+        raise UserError(f"tensors, numbers and texts can be saved, not all here ({found[0]}): convert them.")
 
 
 def save(what: str, state: dict[str, object], path: Path, advice: str, check: bool = True) -> None:
@@ -84,11 +105,6 @@ def save(what: str, state: dict[str, object], path: Path, advice: str, check: bo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "wb") as file:
-            torch.save(state, file)
-            if check:
-                file.flush()
-                check_loadable(file.name)
-    except (TypeError, AttributeError, PicklingError) as error:
-        raise UserError(f"tensors, numbers and texts can be saved ({first_line(error)}).") from None
+            pack(state, file, check)
     except (OSError, RuntimeError) as error:
         raise UserError(f"{what} cannot be written to {path} ({reason(error)}): {advice}") from None

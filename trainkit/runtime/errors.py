@@ -20,8 +20,8 @@ from trainkit.runtime.place import rank_of
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-CHECKOUT = Path(__file__).resolve().parents[2]
-FRONT_DOORS = {CHECKOUT / name for name in ("results", "slurm", "tools")}
+REPOSITORY = Path(__file__).resolve().parents[2]
+FRONT_DOORS = {REPOSITORY / name for name in ("results", "slurm", "tools")}
 RESUMED: list[Path] = []  # the saved trainings that this process goes on with
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -54,7 +54,7 @@ def run(main: Callable[[], int | None]) -> None:
     for top in Path(sys.argv[0]).resolve().parents:
         ours = top / "trainkit" / "runtime" / "errors.py"
         if os.path.exists(ours) and not ours.samefile(__file__):  # noqa: PTH110  it may be another's folder
-            fail(f"it would run the code of {CHECKOUT}: cd {shlex.quote(str(top))}, export PYTHONPATH=$PWD")
+            fail(f"it would run the code of {REPOSITORY}: cd {shlex.quote(str(top))}, export PYTHONPATH=$PWD")
     if rank_of() is not None:  # NCCL aborts a rank that has waited too long
         with suppress(ValueError):  # a hard limit of 0
             # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.

@@ -55,7 +55,7 @@ ALL_REDUCE_COLUMNS: Columns = {
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
 # What a training of one's own, or its environment, may choose freely.
 NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch", "job_id", "node_list")
-NAMES += ("git_commit",)
+NAMES += ("git_commit", "precision", "batch_per_device")
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
