@@ -12,6 +12,7 @@
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
+here=$PWD
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
@@ -27,9 +28,8 @@ fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 trap 'ended_from_outside=1; exit 143' TERM HUP
 trap : USR2 # of --signal=B:USR2@60, which the ranks do not get
-here=$PWD
 activate
-cd "$here" || fail "activate_environment of slurm/site.sh has removed $here."
+cd "$here" || fail "slurm/site.sh has removed $here."
 # What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
 unset SLURM_CONSTRAINT SRUN_EXPORT_ENV
@@ -50,8 +50,8 @@ if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
     mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)" ||
         fail "$TRAINKIT_JOB_DIR is there already, and not yours: set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 fi
-mkdir -p "$TRAINKIT_JOB_DIR" ||
-    fail "$TRAINKIT_JOB_DIR cannot be made: set SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
+problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
+    fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 # Newer Slurm (seen: 24.11) starts a preempted job once more after it has come back by itself, and ended.
 if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
     echo "this job has already ended, without an error, and does nothing more: to train again, submit it again"

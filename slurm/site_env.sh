@@ -7,6 +7,9 @@ fail() {
     exit 1
 }
 
+if [[ ${TRAINKIT_CHECKS_SITE:-} ]]; then
+    echo "problem: it sources site_env.sh, which reads it: leave that out" >&2 && exit 1
+fi
 REPOSITORY=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 SITE_SRUN_ARGS=()
 SITE_CONTAINER=()
@@ -23,10 +26,12 @@ site_problem() {
     # \0 is the end of it, also where a process that was left behind could still write.
     # shellcheck disable=SC2016  # for the inner shell
     IFS= read -r -d '' output < <(
-        REPOSITORY=$REPOSITORY timeout --signal=KILL 60 bash -c '
+        REPOSITORY=$REPOSITORY TRAINKIT_CHECKS_SITE=1 timeout --signal=KILL 60 bash -c '
             set -euo pipefail
+            readonly REPOSITORY
             SITE_SRUN_ARGS=() SITE_CONTAINER=() traps=$(trap)
             source "$1" >/dev/null </dev/null
+            set +o posix # which lists other traps
             if [[ $(trap) != "$traps" ]]; then
                 trap - EXIT
                 echo "problem: it sets a trap: leave that to the job"
@@ -56,17 +61,20 @@ if [[ -e $site || -L $site ]]; then
     [[ -f $site && -r $site ]] ||
         fail "slurm/site.sh cannot be read (no file, a link to nowhere, or not yours to read): fix or remove it."
     ! IFS= read -r -d '' _ <"$site" || fail "slurm/site.sh is no text: write it anew, from site.example.sh."
-    [[ $(<"$site") != *$'\r'* ]] ||
-        fail "slurm/site.sh has the line ends of Windows, which are text to bash: sed -i 's/\r\$//' slurm/site.sh"
+    [[ $(<"$site") != *$'\r'* && $(<"$site") != $'\xef\xbb\xbf'* ]] ||
+        fail "slurm/site.sh has the line ends or the byte order mark of Windows, which are text to bash: sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     problem=$(bash -n "$site" 2>&1) ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
+    exec {own_output}>&1 {own_errors}>&2 # which it may send elsewhere
     source "$REPOSITORY/slurm/site.sh"
+    exec >&"$own_output" 2>&"$own_errors" {own_output}>&- {own_errors}>&-
     type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."
 fi
 
 shopt -u failglob
+set +o posix
 
 export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}

@@ -206,6 +206,9 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
         assert (clock.folder / f"mine-{number}" / "clock.py").read_text() == text
         assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
     shutil.rmtree(clock.folder / "mine-1")
+    (clock.folder / "mine-1").symlink_to("/nowhere")
+    assert "mine-3" in clock.do("reset", "clock").stdout
+    (clock.folder / "mine-1").unlink()
     assert "mine-1" in clock.do("reset", "clock").stdout
     assert (clock.folder / "mine-2" / "clock.py").read_text() == "second"
 

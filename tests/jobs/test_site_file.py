@@ -14,10 +14,14 @@ from trainkit.runtime.errors import UserError
 
 FAILS = "slurm/site.sh fails, correct it: "
 ENDS = f"{FAILS}it ends the shell that reads it (exit, exec, or a command that fails), with exit code "
+WINDOWS = "slurm/site.sh has the line ends or the byte order mark of Windows"
 BAD = {
-    b"export SBATCH_PARTITION=practice\r\n": "slurm/site.sh has the line ends of Windows",
+    b"export SBATCH_PARTITION=practice\r\n": WINDOWS,
     b"if true; do\n": "slurm/site.sh is not valid shell code, correct it: ",
     b"\x7fELF\x00\r\n\x01": "slurm/site.sh is no text",
+    b"\xef\xbb\xbfexport SBATCH_PARTITION=practice\n": WINDOWS,
+    b'source "$REPOSITORY"/slurm/site_env.sh\n': f"{FAILS}it sources site_env.sh, which reads it",
+    b"REPOSITORY=/tmp\n": f"{FAILS}{{}}/slurm/site.sh: line 1: REPOSITORY: readonly variable",
     b"readonly DATA_DIR=/here\n": f"{FAILS}it makes DATA_DIR read-only",
     b"echo $NOT_SET_ANYWHERE\n": f"{FAILS}{{}}/slurm/site.sh: line 1: NOT_SET_ANYWHERE: unbound variable",
     b"module load cuda\n": f"{FAILS}{{}}/slurm/site.sh: line 1: module: command not found",
@@ -84,6 +88,11 @@ def test_variables_from_another_file(checkout: Checkout) -> None:
     (checkout.folder / "more.env").write_text("SBATCH_ACCOUNT=me\n")
     checkout.site(f"set -a\nsource '{checkout.folder}/more.env'\nset +a\nSBATCH_QOS=short\n")
     assert {"SBATCH_ACCOUNT": "me", "SBATCH_QOS": "short"}.items() <= site.read_site().sbatch.items()
+
+
+def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
+    checkout.site("set -o posix\ncd /\nexec >/dev/null 2>&1\nSBATCH_QOS=short\nexport SBATCH_QOS\n")
+    assert site.read_site().sbatch["SBATCH_QOS"] == "short"
 
 
 def test_text_that_is_not_utf8(checkout: Checkout) -> None:

@@ -234,24 +234,25 @@ def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["copied", "of another run"])
+@pytest.mark.parametrize("case", ["copied", "moved", "of another run"])
 def test_a_record_of_another_run_is_never_written_to(
     case: str, tmp_path: Path, never_stopped: Callable[..., Path], script: Script
 ) -> None:
-    """Checkpoints that were copied before the run went on; and some that name a run which is not theirs."""
+    """Checkpoints that stay in another folder, too; whose run went on without them; that name another run."""
     shutil.copytree(never_stopped() / "runs", tmp_path / "runs")
     shutil.copytree(never_stopped() / "checkpoints", tmp_path / "checkpoints")
-    (last,) = (tmp_path / "checkpoints").glob(f"epoch-{EPOCHS + 1}-*.pt")
+    before, last = sorted((tmp_path / "checkpoints").glob("epoch-*.pt"))
     (record,) = (tmp_path / "runs").glob("*.csv")
-    if case == "copied":
+    state = torch.load(before if case == "moved" else last)
+    if case == "moved":
         last.unlink()
-    else:
-        state = torch.load(last)
+        torch.save(state | {"folder": "/gone"}, before)
+    elif case == "of another run":
         state["run"]["facts"] |= {"started_at": "2020-01-01T00:00:00Z"}
         torch.save(state, last)
     before = record.read_bytes()
     done = succeeded(script("single", *options(tmp_path)))
-    assert f"{record.name} is the record of another run, or went on without this one" in done.stdout
+    assert f"{record.name} is the record of another run, or goes on without this one" in done.stdout
     assert record.read_bytes() == before
     (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
     rows = records.read(own)

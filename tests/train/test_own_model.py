@@ -142,6 +142,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
 RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
 NO_TEST = "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this"
 BELOW_0 = "the schedule's learning rate for epoch 2 is -0.1: correct it."
+LEFT = "epoch 1 was left early, or is not the one that was trained: let the loop over"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
 
 
@@ -154,7 +155,7 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
             "Tables computes in fp32 only: leave out --precision bf16",
         ),
         (("run.add(loss)", "pass"), SMALL, "0 losses after 1 steps: call run.add(loss) once in each"),
-        (("run.add(loss)", "run.add(loss); break"), SMALL, "epoch 1 was left early: let the loop"),
+        (("run.add(loss)", "run.add(loss); break"), SMALL, LEFT),
         (("", ""), (*OF_STORIES, "--loader", "resident"), RESIDENT),
         (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
         (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
@@ -165,6 +166,9 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
             "epoch 1 was left",
         ),
         (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
+        (("run.epochs()", "(2, 1)"), OF_STORIES, "epoch 2 in place of 1: take the epochs of run.epochs()"),
+        (("None, here.size,", "None, 0,"), OF_STORIES, "the devices cannot be recorded ('0' is not a number"),
+        (('"critic":', '"best":'), (*OF_STORIES, "--keep-best", 8), "`also` has the name best, as any"),
     ],
     ids=[
         "precision",
@@ -176,6 +180,9 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         "taken",
         "twice",
         "learning rate",
+        "epochs",
+        "no device",
+        "best",
     ],
 )
 def test_a_mistake_is_one_sentence(

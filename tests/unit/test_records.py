@@ -167,7 +167,8 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp
 
 @pytest.mark.parametrize("column", ["stage", "dataset", "job_id", "precision", "batch_per_device"])
 def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path, column: str) -> None:
-    facts = dict.fromkeys(COLUMNS, "Net 训练 $") | {"global_batch": 64, "batch_per_device": 64}
+    numbers = {"global_batch": 64, "batch_per_device": 64, "devices": 1}
+    facts = dict.fromkeys(COLUMNS, "Net 训练 $") | numbers
     RunFiles(tmp_path, facts)
     for name in ("a\nb", "x" * 201):
         with pytest.raises(UserError, match=f"the {column} cannot be recorded"):

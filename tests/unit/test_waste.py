@@ -135,6 +135,10 @@ def test_utilisation_alone_decides_nothing(made: Callable[..., Path]) -> None:
     folder = made([Gpu(utilisation=3, power=60)])
     change(folder, lambda row: row | {"power_w": ""})
     assert kinds(folder) == []
+    assert any("not seen: the power of the GPUs" in line for line in waste.judge(folder).lines(""))
+    folder = made([Gpu(utilisation=100, power=100)])
+    change(folder, lambda row: row | {"utilisation": ""})
+    assert " W, " in first_line(folder) and "utilisation" not in first_line(folder)
 
 
 SOME = Gpu(power=175, utilisation=70)  # a third of its power, and of its time without a kernel

@@ -189,7 +189,9 @@ class Sweep:
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)
-        elif (was := job_folder.read(known)) != mine:
+        elif not (was := job_folder.read(known)):
+            raise UserError(f"{known} cannot be read, or is empty: give another --out.")
+        elif was != mine:
             raise UserError(
                 f"{self.folder} belongs to a sweep with the options {was[:1000]}, not {mine}: "
                 "its rows could not be compared with these. Give another --out."
@@ -212,7 +214,7 @@ class Sweep:
             run.stage, run.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
         )
         folder = submission.new_folder(request, site)
-        check_writable(place, "the run", "free the space.")
+        check_writable(place, "the run", "free the space, or give another --out.")
         (place / "job").unlink(missing_ok=True)
         (place / "job").symlink_to(folder)  # before the job, so that `attach` always finds it
         return submission.submit(request, site, folder)

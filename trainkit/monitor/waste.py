@@ -164,6 +164,9 @@ def judge(folder: Path) -> Verdict:
     elif job.moments < LEAST_MOMENTS:
         samples = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         unknown = f"too short to tell: {samples}, and {LEAST_MOMENTS} are needed"
+    unseen = job.notes
+    if job.judged[GPU] and all(of.power_w.isna().all() for of in job.judged[GPU].values()):
+        unseen = [*unseen, "the power of the GPUs, without which gaps between kernels do not show"]
     return Verdict(
         findings=findings,
         unknown=unknown,
@@ -173,7 +176,7 @@ def judge(folder: Path) -> Verdict:
         energy_from=job.energy_from,
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
-        notes=job.notes,
+        notes=unseen,
         enough="" if unknown else _next_request(job, found.keys()),
     )
 
@@ -367,7 +370,7 @@ def _find_low_power(job: SampledJob, found: Found) -> Iterator[Issue]:
 
 
 def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
-    where, few = _name_places(GPU, gpus), job.mean(GPU, gpus, "utilisation") < KERNELS
+    where, few = _name_places(GPU, gpus), not job.mean(GPU, gpus, "utilisation") >= KERNELS
     busy = sum(map(job.load, gpus)) / len(gpus)
     number, lost = busy, 1 - busy
     words = f"{'gaps between' if few else 'short'} kernels leave {where}"
@@ -438,7 +441,7 @@ def _timed_work(job: SampledJob) -> pd.Series:
 
 def _power(job: SampledJob, gpus: list[Place]) -> str:
     power, limit, used = (job.mean(GPU, gpus, name) for name in ("power_w", "power_limit_w", "utilisation"))
-    return f"{power:.0f} of {limit:.0f} W, utilisation {used:.0f} %"
+    return f"{power:.0f} of {limit:.0f} W" + (f", utilisation {used:.0f} %" if used >= 0 else "")
 
 
 def _devices(job: SampledJob) -> str:

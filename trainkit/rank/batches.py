@@ -9,6 +9,7 @@ So N ranks together see exactly the batches that one process sees.
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -224,6 +225,7 @@ class WorkerBatches(Batches):
         try:
             samples = iter(self.loader)
         except OSError as error:
+            sys.unraisablehook = lambda _: None  # what PyTorch has half made complains at its end
             raise UserError(
                 f"the processes of --loader workers cannot be started ({first_line(error)}): lower "
                 "--num-workers, or ask your admin for more processes, open files or room in /dev/shm."

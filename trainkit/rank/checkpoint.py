@@ -7,6 +7,7 @@ CSV, so that the run continues under the same name. A network that is split over
 
 import io
 import math
+import os
 import pickle
 import re
 import signal
@@ -42,8 +43,9 @@ VERSION = 2
 # What optimizers keep for each number of a parameter.
 OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
 # The names that a checkpoint itself uses.
-TAKEN = {"model", "optimizer", "schedule", "version", "epoch", "part", "random_numbers"}
-TAKEN |= {"each_rank", "split", "options", "run", "precision", "folder"}
+ITS_OWN = {"version", "epoch", "part", "random_numbers", "each_rank", "split", "options", "run"}
+ITS_OWN |= {"precision", "folder"}
+TAKEN = ITS_OWN | {"model", "optimizer", "schedule"}
 LOCK = ".lock"
 KEPT = 2  # if the newest is damaged, the one before it is used
 
@@ -122,7 +124,7 @@ class Checkpoints:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-        finite = all(own.isfinite().all() for own in self._model.parameters())
+        finite = all(own.isfinite().all() for own in self._model.parameters() if own.requires_grad)
         if not all(process_group.gather(finite)):
             raise diverged(f"the weights are no longer numbers after {where}")
         state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
@@ -197,20 +199,23 @@ class Checkpoints:
             self._check_identity(path, was)
             if ("split" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'split' in state else 'not split'} over ranks")
+            if left := state.keys() - ITS_OWN - {"model", "optimizer"} - self._parts.keys():
+                raise ValueError(f"it also has the state of {min(left)}")
             load_parts(self._parts, state)
             if self._sharded:
                 before = self._optimizer.state_dict()["param_groups"]
                 self._sharded.load_state_dict(state)
                 for own, group in zip(before, self._optimizer.param_groups, strict=True):
                     _check_group(own, group)
-            if self._each_rank:
-                self._load_each_rank(state["each_rank"])
+            if self._each_rank or "each_rank" in state:
+                self._load_each_rank(state.get("each_rank", []))
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
             here = str(self._folder.resolve())
-            copied = state.get("folder", here) != here
-            process_group.on_rank_0(lambda: self._log.go_on(state["run"], copied))
+            there = state.get("folder", here)
+            moved, copied = there != here, there != here and os.path.exists(f"{there}/{path.name}")  # noqa: PTH110
+            process_group.on_rank_0(lambda: self._log.go_on(state["run"], moved, copied))
         except UserError:
             raise
         except Exception as error:  # PyTorch raises many kinds
@@ -231,7 +236,11 @@ class Checkpoints:
         wanted = self._options.precision
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        earlier = [f"{_option_name(name)} {was.get(name)}" for name in asked if was.get(name) != asked[name]]
+        differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
+        earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
+        unknown = [name for name in asked if name not in was and asked[name] is not None]
+        if unknown and not differ:
+            earlier = [f"another script, without {_option_name(unknown[0])}"]
         if earlier:
             earlier = ", ".join(earlier).replace("None", "not given")
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
@@ -256,7 +265,7 @@ def report_stop(text: str, folder: Path) -> None:
     """
     tell(text)
     what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
-    with explained(what, f"submit it again with --checkpoint-dir {folder.absolute()}."):
+    with explained(what, f"submit it again, to go on from {folder.absolute()}."):
         job_folder.note_stop(folder)
 
 

@@ -170,7 +170,10 @@ class Recorder:
         try:
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: load_verified(Path(path)))
-            load_parts({"record": self} | parts, process_group.broadcast(state))
+            state, parts = process_group.broadcast(state), {"record": self} | parts
+            if left := state.keys() - parts.keys():
+                raise ValueError(f"it also has the state of {min(left)}, which load is not given")
+            load_parts(parts, state)
             RESUMED.append(Path(path))
         except UserError:
             raise

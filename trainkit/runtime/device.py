@@ -98,7 +98,7 @@ def usable_gpus() -> list[torch.device]:
 def gpus_given() -> int | None:
     """Count the GPUs of this node that Slurm gave to all its tasks together; None if it gave none."""
     text = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def try_gpu(device: torch.device) -> None:
@@ -257,7 +257,8 @@ def git_commit() -> str:
     for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
         with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
             done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace", timeout=30)
-            if commit := done.stdout.strip():
+            commit = done.stdout.strip().rpartition("\n")[2]  # of a git that also says other things
+            if re.fullmatch(r"[\w.+-]{1,100}", commit):
                 return commit
     return ""
 

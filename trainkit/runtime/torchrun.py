@@ -5,6 +5,8 @@ which have to save and stop. torchrun itself dies on USR2, and kills its ranks o
 signals are blocked until the run handles them: a script without a `Run` has to unblock them itself.
 """
 
+import itertools
+import math
 import os
 import signal
 import threading
@@ -27,19 +29,23 @@ def main() -> None:
 
 
 def _hand_on() -> None:
+    waiting, until = [], math.inf  # signals for ranks that have not started yet
     while True:
-        number = signal.sigwait(STOP_SIGNALS)
-        ranks, until = [], time.monotonic() + 20
-        while not ranks:  # none has started yet
-            time.sleep(0.1)
-            if number == signal.SIGTERM and time.monotonic() > until:  # torchrun waits for another node
-                os._exit(128 + number)
-            with suppress(psutil.Error):  # one ends just now
-                # Importing PyTorch starts programs, too.
-                ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
+        if came := signal.sigtimedwait(STOP_SIGNALS, 0.1 if waiting else 3600):
+            waiting.append(came.si_signo)
+            if came.si_signo == signal.SIGTERM:
+                until = min(until, time.monotonic() + 20)
+        ranks = []
+        with suppress(psutil.Error):  # one ends just now
+            # Importing PyTorch starts programs, too.
+            ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]
+        if ranks:
+            for rank, number in itertools.product(ranks, waiting):
+                with suppress(psutil.NoSuchProcess):
+                    rank.send_signal(number)
+            waiting, until = [], math.inf
+        elif time.monotonic() > until:  # torchrun waits for another node
+            os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

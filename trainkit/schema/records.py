@@ -55,7 +55,7 @@ ALL_REDUCE_COLUMNS: Columns = {
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
 # What a training of one's own, or its environment, may choose freely.
 NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch", "job_id", "node_list")
-NAMES += ("git_commit", "precision", "batch_per_device")
+NAMES += ("precision", "devices", "batch_per_device")
 # Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
 ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
 ADDED_TO_RANKS = {"data_seconds": math.nan}
@@ -119,10 +119,13 @@ class RunFiles:
         self.metrics += metrics
         self._write()
 
-    def may_continue(self, facts: dict[str, object], rows: list[dict[str, object]], copied: bool) -> bool:
+    def may_continue(
+        self, facts: dict[str, object], rows: list[dict[str, object]], moved: bool, copied: bool
+    ) -> bool:
         """Return whether the file of the run with `facts` is missing, or has the `rows` of its checkpoint.
 
-        The file may have more rows, unless the checkpoints were `copied`: then another run wrote them.
+        The file may have more rows, unless the checkpoints were `moved`: then another run wrote them. If they
+        were `copied`, another run may write them at any time.
         """
         path = self.path.with_name(f"{facts['run_id']}.csv")
         if not path.exists():
@@ -133,7 +136,7 @@ class RunFiles:
             return False
         known, written = ([(row["epoch"], row.get("recorded_at", "")) for row in of] for of in (rows, found))
         same = found[0]["started_at"] == facts["started_at"] and written[: len(known)] == known
-        return same and not (copied and len(written) > len(known))
+        return same and not copied and not (moved and len(written) > len(known))
 
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
         """Continue the file of an earlier process of the run, which had written `rows`, and those next to it.

@@ -344,12 +344,12 @@ def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
 def _unused(path: Path) -> Path:
     """Return `path` with the first number that no other file has."""
     places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
-    return next(place for place in places if not place.exists())
+    return next(place for place in places if not os.path.lexists(place))
 
 
 def wrapped(text: str) -> str:
-    """Indent a text for the learner, and wrap long lines."""
-    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text.splitlines())
+    """Indent a text for the learner, and wrap long lines; what an error says may have no end."""
+    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text[:20_000].splitlines())
     return textwrap.indent("\n".join(lines), "  ")
 
 

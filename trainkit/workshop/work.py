@@ -181,7 +181,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
     try:
         what = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
-    except Exception:
+    except BaseException:
         what = type(error).__name__
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
