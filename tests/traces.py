@@ -149,7 +149,6 @@ def _rows(
         "cores": sum(gpu.cores + gpu.loader_cores for gpu in written.gpus[:ranks]),
         "core_list": f"0-{4 * ranks - 1}",
         "network_mb_s": written.network if training else 0.1,
-        "disk_mb_s": 0.0,
     }
     for number, gpu in enumerate(written.gpus):
         used = gpu.utilisation > 0

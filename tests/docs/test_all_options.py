@@ -61,7 +61,7 @@ OTHERS = {
     "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "",
-    "slurm/monitor.py": "--json --sample --verdict",
+    "slurm/monitor.py": "--sample --verdict",
     "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader

@@ -98,8 +98,7 @@ def test_a_command(checkout: Checkout) -> None:
     assert verdict == told(done.stdout)
     again = checkout.python(MONITOR, "--verdict", folder)
     assert [f"watch   {line}" for line in again.stdout.splitlines()] == verdict
-    facts = json.loads(checkout.python(MONITOR, "--verdict", folder / "monitor", "--json").stdout)
-    assert facts == json.loads((folder / "monitor" / "verdict.json").read_text())
+    assert json.loads((folder / "monitor" / "verdict.json").read_text())["findings"] == []
 
 
 def test_signals_go_to_the_command(checkout: Checkout) -> None:

@@ -176,8 +176,6 @@ class Machine:
         files = {"environ": env.replace(" ", "\0"), "stat": f"{pid} (a) b) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
-        counters = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
-        files |= {"io": "".join(f"{name}: {1_000_000 * ticks}\n" for name in counters)}
         files |= {"smaps_rollup": f"Rss: 1000000 kB\nPss: {pss} kB\n"}
         files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
         self.write({f"proc/{pid}/{name}": text for name, text in files.items()})
@@ -263,7 +261,6 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     machine.process(7, 53 * second, one="1007000 1007000 2", two="2000000 0 1")
     node, rank = job.sample()
     assert node["cores"] == rank["cores"] == 1.5
-    assert node["disk_mb_s"] == 2 * 3 * second / 2
     assert rank["waiting"] == 0.25
     shutil.rmtree(machine.folder / "proc/7/task")
     machine.now += 1

@@ -67,9 +67,9 @@ def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
     table, marks = words.table(words.options())
     made = [page.escaped(words.answered()), page.markdown(table)]
     made.append(page.listed([LEGEND, *marks, *words.unknown(), *notes]))
-    made += [page.heading(TRUST), page.escaped(" ".join(words.trust()))]
+    made += [page.escaped(f"## {TRUST}"), page.escaped(" ".join(words.trust()))]
     if runs := words.next_runs():
-        made.append(page.heading(NEXT_RUNS))
+        made.append(page.escaped(f"## {NEXT_RUNS}"))
     for use, command in runs:
         made += [page.escaped(f"{use}:"), f"```\n{command}\n```"]
     return made

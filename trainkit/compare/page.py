@@ -43,11 +43,6 @@ def writing_to(out: Path) -> Iterator[None]:
         yield
 
 
-def heading(text: str) -> str:
-    """Return the title of a section."""
-    return f"## {escaped(text)}"
-
-
 def listed(sentences: Iterable[str]) -> str:
     """Return a list of sentences."""
     return "\n".join(f"- {escaped(sentence)}" for sentence in sentences)

@@ -80,7 +80,7 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings = comparison.common(section)
-        blocks += [page.heading(title), page.escaped(settings), page.markdown(shown.loc[section.index])]
+        blocks += [*map(page.escaped, (f"## {title}", settings)), page.markdown(shown.loc[section.index])]
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]

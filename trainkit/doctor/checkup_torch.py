@@ -126,7 +126,7 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
         if wrong:
             message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
-        if process_group.largest(wrong, own):  # on any rank: all ranks stop here
+        if any(process_group.gather(wrong)):  # on any rank: all ranks stop here
             return
         values, times = torch.zeros(number_of_bytes // 4, device=own), []
         for _ in range(REPEATS):

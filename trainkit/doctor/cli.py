@@ -66,10 +66,9 @@ def main() -> int:
     else:
         if rows:
             tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
-        for row in rows:
-            milliseconds, algorithm, bus = row["seconds"] * 1e3, row["algorithm_gb_s"], row["bus_gb_s"]
-            tell(f"{checkup.in_words(row['bytes']):>10} {milliseconds:11.3f} {algorithm:16.3f} {bus:10.3f}")
-        if rows:
+            for row in rows:
+                rates = f"{row['algorithm_gb_s']:16.3f} {row['bus_gb_s']:10.3f}"
+                tell(f"{checkup.in_words(row['bytes']):>10} {1000 * row['seconds']:11.3f} {rates}")
             tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0

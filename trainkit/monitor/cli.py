@@ -7,7 +7,6 @@ JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_M
 """
 
 import argparse
-import json
 import os
 import select
 import shutil
@@ -50,7 +49,7 @@ def main(own_job: str | None) -> int:
 
         judged = waste.judge(_find_samples(own.verdict))
         lines = judged.lines(f"job {own.verdict}" if own.verdict.isdigit() else own.verdict)
-        tell(json.dumps(judged.facts(), indent=2) if own.json else "\n".join(lines))
+        tell("\n".join(lines))
     return 0
 
 
@@ -62,7 +61,6 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     what = parser.add_mutually_exclusive_group(required=not command)
     what.add_argument("--verdict", metavar="JOB", type=given, help="say what it wasted")
     what.add_argument("--sample", metavar="FOLDER", type=given_path, help="what jobs call")
-    parser.add_argument("--json", action="store_true", help="of --verdict: as JSON")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
     return parser.parse_args(arguments[:end]), command
 

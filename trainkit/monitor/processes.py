@@ -34,8 +34,6 @@ class Process:
     shared: int = 0  # bytes of these that count for other processes: each has an equal share
     cpu_seconds: float = 0
     cores: float = 0
-    disk_bytes: int = 0  # in all
-    disk_bytes_s: float = 0
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
@@ -57,10 +55,6 @@ class Process:
         self.core_list = ",".join(ranges)
         self.resident = process.memory_info().rss
         self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
-        with suppress(psutil.AccessDenied):
-            disk, before = process.io_counters(), self.disk_bytes
-            self.disk_bytes = disk.read_bytes + disk.write_bytes
-            self.disk_bytes_s = (self.disk_bytes - before) / seconds
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
@@ -135,7 +129,6 @@ class Processes:
             "cores": sum(one.cores for one in processes),
             "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
-            "disk_mb_s": sum(one.disk_bytes_s for one in processes) / 1e6,
         }
         return [node, *(_rank_row(*family) for family in families)]
 

@@ -237,11 +237,10 @@ class Checkpoints:
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
         differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
-        earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
         unknown = [name for name in asked if name not in was and asked[name] is not None]
-        if unknown and not differ:
-            earlier = [f"another script, without {_option_name(unknown[0])}"]
-        if earlier:
+        earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
+        if earlier or unknown:
+            earlier = earlier or [f"another script, without {_option_name(unknown[0])}"]
             earlier = ", ".join(earlier).replace("None", "not given")
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
         set_precision(self._model, was["precision"])

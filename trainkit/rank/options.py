@@ -272,7 +272,7 @@ def _completed(values: dict[str, object]) -> dict[str, object]:
         raise UserError(
             "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own: leave it out."
         )
-    if values["num_workers"] and values["loader"] == "resident":
+    if values["num_workers"] and values["loader"] != "workers":
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
     if values["resume"] == "auto" and not values["checkpoint_dir"]:
         raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")

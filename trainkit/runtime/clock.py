@@ -18,4 +18,4 @@ def start(device: torch.device) -> float:
 def stop(device: torch.device, started: float) -> float:
     """Return the seconds since `started`, on the slowest rank."""
     wait_for(device)
-    return process_group.largest(time.perf_counter() - started, device)
+    return max(process_group.gather(time.perf_counter() - started))

@@ -174,15 +174,6 @@ def sum_in_place(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def largest(value: float, device: torch.device) -> float:
-    """Return the largest `value` of any rank: the slowest rank's seconds, the fullest device's memory."""
-    if not dist.is_initialized():
-        return value
-    number = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
-
-
 def broadcast(value: object, source: int = 0) -> object:
     """Return the `value` of rank `source` on every rank; it must be picklable."""
     if not dist.is_initialized():

@@ -45,7 +45,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
     "temperature_c": (GPU,),
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
-    "disk_mb_s": (NODE,),  # read and written, by the job's processes
 }
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
