@@ -142,7 +142,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
 RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
 NO_TEST = "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this"
 BELOW_0 = "the schedule's learning rate for epoch 2 is -0.1: correct it."
-LEFT = "epoch 1 was left early, or is not the one that was trained: let the loop over"
+LEFT = "epoch 1 was left early, or not trained: end the loop over run.steps"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
 
 

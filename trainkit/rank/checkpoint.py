@@ -7,7 +7,6 @@ CSV, so that the run continues under the same name. A network that is split over
 
 import io
 import math
-import os
 import pickle
 import re
 import signal
@@ -212,10 +211,7 @@ class Checkpoints:
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
-            here = str(self._folder.resolve())
-            there = state.get("folder", here)
-            moved, copied = there != here, there != here and os.path.exists(f"{there}/{path.name}")  # noqa: PTH110
-            process_group.on_rank_0(lambda: self._log.go_on(state["run"], moved, copied))
+            process_group.on_rank_0(lambda: self._log.go_on(state["run"], *self._came_from(state)))
         except UserError:
             raise
         except Exception as error:  # PyTorch raises many kinds
@@ -225,6 +221,14 @@ class Checkpoints:
         RESUMED.append(path)
         if process_group.is_rank_0():
             tell(f"resumed from {path}")
+
+    def _came_from(self, state: dict) -> tuple[bool, bool]:
+        """Return whether the checkpoint was made in another folder, and whether that still has some."""
+        there = Path(state.get("folder", self._folder))
+        with suppress(OSError):  # it is gone, or another user's
+            same = there.samefile(self._folder)  # perhaps by another name
+            return not same, not same and bool(_checkpoints(there))
+        return True, False
 
     def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
         if len(packed) != process_group.count():

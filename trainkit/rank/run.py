@@ -242,8 +242,7 @@ class Run:
             Stopped: if a signal asked to stop.
         """
         if self.trained is None or epoch != self._epoch:
-            told = f"epoch {epoch} was left early, or is not the one that was trained"
-            raise UserError(f"{told}: let the loop over run.steps come to its end.")
+            raise UserError(f"epoch {epoch} was left early, or not trained: end the loop over run.steps.")
         by_test = self.options.stop_at or self.options.patience
         if (tested is NOT_TESTED and by_test) or (self._best and not tested.again):
             raise UserError(

