@@ -10,7 +10,7 @@ from pathlib import Path
 from trainkit.compare import comparison
 from trainkit.compare.packed import OF_RUNS, TABLES, VERDICT
 from trainkit.runtime.command_line import Parser, given_path
-from trainkit.runtime.errors import UserError, run
+from trainkit.runtime.errors import UserError, reason, run
 from trainkit.runtime.files import read_text, replacing
 from trainkit.schema import records
 
@@ -54,8 +54,8 @@ def pack(folder: Path) -> None:
             raise ValueError(f"{path.name} has several runs, or one that another file has")
         runs[run_id] = path
         if (file := records.verdict_file(path)).exists():
-            verdicts[run_id] = json.loads(read_text(file))
-            if "joules_per_1000_images" not in verdicts[run_id]:
+            verdict = verdicts[run_id] = json.loads(read_text(file))
+            if not isinstance(verdict, dict) or "joules_per_1000_images" not in verdict:
                 raise ValueError(f"{file.name} is no verdict on a job")
     text = json.dumps({OF_RUNS: verdicts}, indent=1)
     if len(text) > MOST:
@@ -64,13 +64,19 @@ def pack(folder: Path) -> None:
     for suffix, (read, _) in READERS.items():  # all of it is read before anything is written
         having = {name: path for name, path in runs.items() if path.with_suffix(suffix).exists()}
         tables[suffix] = [row | {"run_id": name} for name, path in having.items() for row in read(path)]
-    for suffix, (_, columns) in READERS.items():
-        if tables[suffix]:
-            separator = {"delimiter": TABLES[suffix]["sep"]}
-            records.put_table(folder.with_name(folder.name + suffix), columns, tables[suffix], **separator)
-    if verdicts:
-        with replacing(folder.with_name(folder.name + VERDICT)) as file:
-            file.write(text)
+    try:
+        for suffix, (_, columns) in READERS.items():
+            if tables[suffix]:
+                separator = {"delimiter": TABLES[suffix]["sep"]}
+                place = folder.with_name(folder.name + suffix)
+                records.put_table(place, columns, tables[suffix], **separator)
+        if verdicts:
+            with replacing(folder.with_name(folder.name + VERDICT)) as file:
+                file.write(text)
+    except OSError as error:
+        for suffix in (*TABLES, VERDICT):  # half a pack would seem to be one
+            folder.with_name(folder.name + suffix).unlink(missing_ok=True)
+        raise UserError(f"{folder} cannot be packed ({reason(error)}): free the space.") from None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """A run that is stopped, killed or moved goes on as if nothing had happened."""
 
 import copy
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from conftest import (
     start_stage,
     succeeded,
 )
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 
 from trainkit.rank.checkpoint import load_parts
 from trainkit.schema import records
@@ -219,6 +222,21 @@ def test_what_an_optimizer_keeps_is_laid_out_as_the_weights() -> None:
     torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
+def test_another_schedule_is_named() -> None:
+    """What it adds to the optimizer does not make that another one."""
+    kinds = [partial(StepLR, step_size=3), partial(ExponentialLR, gamma=0.9)]
+    kinds += [partial(CosineAnnealingLR, T_max=9), partial(OneCycleLR, max_lr=1, total_steps=9)]
+    for one, other in itertools.permutations(kinds, 2):
+        before, after = ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)} for _ in "12")
+        before |= {"schedule": one(before["optimizer"])}
+        state = {name: part.state_dict() for name, part in before.items()}
+        load_parts({"optimizer": after["optimizer"]}, state)
+        with pytest.raises(ValueError, match="it is of another schedule, by "):
+            load_parts(after | {"schedule": other(after["optimizer"])}, state)
+    with pytest.raises(ValueError, match="it has no state of schedule"):
+        load_parts(before, {"optimizer": state["optimizer"]})
+
+
 def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     """With dropout off, two ranks that become one end where one process ends."""
     exact = ("--lr", 0.1, "--train-size", 1000)
@@ -252,7 +270,7 @@ def test_a_record_of_another_run_is_never_written_to(
         torch.save(state, last)
     before = record.read_bytes()
     done = succeeded(script("single", *options(tmp_path)))
-    assert f"{record.name} is the record of another run, or goes on without this one" in done.stdout
+    assert f"{record.name} is damaged, of another run, or goes on without this one" in done.stdout
     assert record.read_bytes() == before
     (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
     rows = records.read(own)

@@ -195,12 +195,27 @@ def test_a_mistake_is_one_sentence(
     assert one_error(done).startswith(f"error on rank 0: {sentence}")
 
 
-def test_ranks_with_other_options_do_not_train_together(script: Script, tmp_path: Path) -> None:
-    own, parse = tmp_path / "own.py", 'options.parse("")'
-    by_rank = "import sys; sys.argv += ['--lr', f'0.{os.environ[\"RANK\"]}1']; opts = "
-    own.write_text(STORIES.replace(f"opts = {parse}", by_rank + parse))
-    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
-    assert "error on rank 0: rank 1 was started with another --lr: start all ranks alike." in told
+@pytest.mark.parametrize(
+    ("before", "line", "told"),
+    [
+        ("opts = ", "sys.argv += ['--lr', os.environ['RANK'] + '.1']", "another --lr: start all"),
+        (
+            "opts = ",
+            "sys.argv += ['--recipe', 'fast'] * int(os.environ['RANK'])",
+            "another --recipe, ",
+        ),
+        ("run = Run", "Stories.name = f'stories {here.rank}'", "another --dataset: start all ranks alike."),
+        ("model, second", "reader = nn.GRU(2, 3 + here.rank)", "the ranks have networks of different sizes"),
+    ],
+    ids=["lr", "recipe", "dataset", "width"],
+)
+def test_ranks_with_other_options_do_not_train_together(
+    before: str, line: str, told: str, script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(STORIES.replace(f"    {before}", f"    import sys; {line}\n    {before}"))
+    errors = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert told in errors
 
 
 def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) -> None:
@@ -240,8 +255,14 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
         done = succeeded(script(*given, ranks=2, env={"STOP": stop}))
         if stop:
             assert "stopped after step 3 of epoch 1" in done.stdout
-            sentence = "each of its 2 ranks has its own state: start as many ranks"
-            assert sentence in one_error(script(*given, ranks=1))
+            for left_out, sentence in (
+                ("nothing", "each of its 2 ranks has its own state: start as many ranks"),
+                (', "critic_optimizer": other', "it also has the state of critic_optimizer"),
+                ('"each_rank": each_rank, ', "it has a state of each rank"),
+            ):
+                own.write_text(STORIES.replace(left_out, ""))
+                assert sentence in one_error(script(*given, ranks=1))
+            own.write_text(STORIES)
             done = succeeded(script(*given, ranks=2))
         assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.M)
         rows = rows_of(tmp_path / name)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, Script, one_error
+from conftest import ENVIRONMENT, REPOSITORY, Script, one_error, ran
 from forking import Forking
 
 from trainkit.compare import comparison, packed
@@ -179,6 +179,7 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
 
 
 JOULES = {"one": 40.0, "two": None}
+NO_RUN = ("a\n1\t2" + "[" * 100_000, "null", '["joules_per_1000_images"]')
 
 
 @pytest.fixture
@@ -244,13 +245,23 @@ def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(pack: Script, fol
 
 
 @pytest.mark.parametrize("name", ["odd.csv", "one.ranks.tsv", "one.monitor.json"])
-@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.write_text("a\n1\t2" + "[" * 100_000)])
+@pytest.mark.parametrize("put", [os.mkfifo, *(partial(Path.write_text, data=text) for text in NO_RUN)])
 def test_what_no_run_has_written_is_not_packed(
     pack: Script, folder: Path, name: str, put: Callable[[Path], object]
 ) -> None:
     (folder / name).unlink(missing_ok=True)
     put(folder / name)
     assert str(folder) in one_error(pack(folder))
+    assert [*folder.parent.iterdir()] == [folder]
+
+
+def test_half_a_pack_is_none(folder: Path) -> None:
+    """The limit on the size of a file stands in for a full disk."""
+    verdict = {"joules_per_1000_images": 30, "findings": ["x" * 50_000]}
+    (folder / "one.monitor.json").write_text(json.dumps(verdict))
+    command = f"ulimit -f 30; '{sys.executable}' '{REPOSITORY}/tools/pack_runs.py' '{folder}'"
+    told = one_error(ran("bash", "-c", command, env=ENVIRONMENT))
+    assert told == f"error: {folder} cannot be packed (File too large): free the space."
     assert [*folder.parent.iterdir()] == [folder]
 
 

@@ -30,7 +30,6 @@ AS_GOOD = 0.05  # of the cost: a choice that costs at most this much more is as 
 SURE = 0.9  # the share of the draws in which the choice has to be as good as the best
 NEXT_EPOCHS = 3  # of a run that measures a speed: one to warm up, two to measure
 EPOCHS_SCATTER = 0.3  # in logarithms, of the epochs needed: per doubling from a batch that was tried
-UNLIKELY = 0.05  # the share of the draws from which on a thing counts as possible
 ENOUGH_RUNS = 3  # that are equal: another would add little
 BINS = 5  # of the possible results of a run, to estimate what will be known after it
 # What is equal in all runs of a set. The models describe the batch; of the learning rate only the part that
@@ -157,8 +156,6 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     next_runs = []
     if choice.best and choice.sure < SURE:
         next_runs = _runs_to_be_sure(choice)
-    elif not choice.best and not only_one_device and _is_any_efficiency_known(options):
-        next_runs = _runs_that_may_keep_the_rules(choice)
     if choice.sure < SURE:
         next_runs = sorted(next_runs or missing.values(), key=attrgetter("hours"))
     return Answer(runs.goal, options, choice.best, choice.why, choice.sure, next_runs, unknown, models)
@@ -410,14 +407,6 @@ def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
                 found.append((then - now, option.next_run(shows)))
     most = max((gain for gain, _ in found), default=0)
     return [run for gain, run in found if gain >= most / 2]
-
-
-def _runs_that_may_keep_the_rules(choice: Choice) -> list[NextRun]:
-    return [
-        option.next_run(f"the limits may be kept after all, in {100 * share:.0f} % of cases")
-        for option, share in zip(choice.options, choice.kept.mean(axis=1), strict=True)
-        if share >= UNLIKELY and option.runs < ENOUGH_RUNS
-    ]
 
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:

@@ -147,14 +147,13 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
 
 
 def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:
-    """Return the row of an all-reduce: bytes, seconds, algorithm_gb_s and bus_gb_s (1 GB = 1e9 bytes).
+    """Return the row of an all-reduce: bytes, seconds and bus_gb_s (1 GB = 1e9 bytes).
 
-    For n ranks algorithm bandwidth is size / time, and bus bandwidth that times 2 (n - 1) / n: the rate
-    of the slowest link, to be compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
+    For n ranks the bus bandwidth is size / time times 2 (n - 1) / n: the rate of the slowest link, to be
+    compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    algorithm = number_of_bytes / seconds / GB
-    rates = {"algorithm_gb_s": algorithm, "bus_gb_s": algorithm * 2 * (ranks - 1) / ranks}
-    return {"bytes": number_of_bytes, "seconds": seconds} | rates
+    bus = number_of_bytes / seconds / GB * 2 * (ranks - 1) / ranks
+    return {"bytes": number_of_bytes, "seconds": seconds, "bus_gb_s": bus}
 
 
 def _network_finding(rows: list[dict], nodes: int) -> Finding:

@@ -65,10 +65,10 @@ def main() -> int:
         tell(json.dumps(document, indent=1))
     else:
         if rows:
-            tell("\nall-reduce     time ms   algorithm GB/s   bus GB/s")
+            tell("\nall-reduce     time ms   bus GB/s")
             for row in rows:
-                rates = f"{row['algorithm_gb_s']:16.3f} {row['bus_gb_s']:10.3f}"
-                tell(f"{checkup.in_words(row['bytes']):>10} {1000 * row['seconds']:11.3f} {rates}")
+                size, milliseconds = checkup.in_words(row["bytes"]), 1000 * row["seconds"]
+                tell(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
             tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
@@ -224,6 +224,8 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
         if refusal := _refusal("job", done):
             return refusal
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
+        if not job_id.isdecimal():
+            return Finding("job", FAULT, "sbatch names no job", "leave out --quiet and the like behind --")
         return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)
     finally:
         # By name, since Ctrl-C may come before the number is known.
@@ -238,11 +240,11 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
             why = f": {state.detail}" if state.name == "queued" else ""
             tell(f"job {job.job_id} {state.name}{why}", sys.stderr)
             shown = state
-        if state.name == "queued" and time.monotonic() - began > most_seconds:
-            message = (
-                f"job {job.job_id} did not start within {most_seconds} s, Slurm's reason: {state.detail}"
-            )
-            fix = "wait longer with --wait, or ask for less; `man squeue` explains the reasons"
+        never = state.detail in slurm.NEVER
+        if state.name == "queued" and (never or time.monotonic() - began > most_seconds):
+            message = f"job {job.job_id} did not start (--wait {most_seconds}); Slurm says: {state.detail}"
+            longer = "wait longer with --wait, or ask for less; `man squeue` explains the reasons"
+            fix = slurm.advice(state.detail) if never else longer
             return Finding("job", FAULT, message, fix)
         time.sleep(job.poll_seconds)
     if not job.log.exists():

@@ -27,6 +27,7 @@ from trainkit.runtime.errors import UserError, printable, tell
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
+LOG_SECONDS = 60  # until a shared file system shows the end of a log
 PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
 
 # The last words of a job script and of a Python program; the first pattern found counts.
@@ -104,6 +105,7 @@ class SlurmHandle(Handle):
     """A job of Slurm."""
 
     answered_at: float = field(default_factory=time.monotonic)
+    ended_at: float | None = None
 
     def _look(self) -> State:
         facts = slurm.job_facts(self.job_id)
@@ -125,8 +127,11 @@ class SlurmHandle(Handle):
         well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
         if state == "GONE" and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
+        # Or it is another job with its number.
         if state == "COMPLETED" and not well and (self.folder / job_folder.PLAIN).exists():
-            return State("running", f"it has ended, but {self.log} does not say so yet")  # or it is another
+            self.ended_at = self.ended_at or time.monotonic()
+            late = time.monotonic() - self.ended_at > LOG_SECONDS
+            return State("failed" if late else "running", f"it has ended, but {self.log} does not say so")
         if state == "COMPLETED":
             return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:

@@ -189,12 +189,10 @@ class Sweep:
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)
-        elif not (was := job_folder.read(known)):
-            raise UserError(f"{known} cannot be read, or is empty: give another --out.")
-        elif was != mine:
+        elif (was := job_folder.read(known)) != mine:
             raise UserError(
-                f"{self.folder} belongs to a sweep with the options {was[:1000]}, not {mine}: "
-                "its rows could not be compared with these. Give another --out."
+                f"{self.folder} belongs to a sweep with the options {was[:1000] or '(not to be read)'}, "
+                f"not {mine}: its rows could not be compared with these. Give another --out."
             )
         return lock
 

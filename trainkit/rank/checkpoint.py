@@ -77,8 +77,7 @@ class Checkpoints:
         if sharded:
             del self._parts["model"], self._parts["optimizer"]
         # What identifies this training.
-        names = {"dataset": dataset, "model": class_name(model)}
-        self._identity = options.shaping() | names
+        self._identity = options.shaping() | {"dataset": dataset, "model": class_name(model)}
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
         self._sharded, self._each_rank = sharded, each_rank or {}
         self._first_epoch, self._part = 1, None
@@ -206,8 +205,10 @@ class Checkpoints:
                 self._sharded.load_state_dict(state)
                 for own, group in zip(before, self._optimizer.param_groups, strict=True):
                     _check_group(own, group)
-            if self._each_rank or "each_rank" in state:
-                self._load_each_rank(state.get("each_rank", []))
+            if bool(self._each_rank) != ("each_rank" in state):
+                raise ValueError(f"it has {'a' if 'each_rank' in state else 'no'} state of each rank")
+            if self._each_rank:
+                self._load_each_rank(state["each_rank"])
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
@@ -332,16 +333,18 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
             fit, PyTorch also raises other errors, some in a later step (errors.by_what_was_saved).
     """
     for name, part in parts.items():
+        if name not in state:
+            raise ValueError(f"it has no state of {name}")
         if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            methods = [key for key in state[name] if callable(getattr(type(part), key, None))]
-            if methods:
-                raise ValueError(f"its schedule has a {methods[0]}")
+            differ = {key for key in part.state_dict().keys() ^ state[name].keys() if not key.startswith("_")}
+            if differ := differ - {"verbose"}:  # of an earlier PyTorch
+                raise ValueError(f"it is of another schedule, by {min(differ)}")
         is_optimizer = isinstance(part, torch.optim.Optimizer)
         before = part.state_dict()["param_groups"] if is_optimizer else []
         part.load_state_dict(state[name])
         if is_optimizer:
             for own, group in zip(before, part.param_groups, strict=True):
-                if missing := own.keys() - group.keys():
+                if missing := own.keys() & part.defaults.keys() - group.keys():  # a schedule adds some
                     raise ValueError(f"it is of another optimizer, without {min(missing)}")
                 _check_group(own, group)
             if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise

@@ -19,6 +19,7 @@ from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
 from trainkit.rank.options import Options
+from trainkit.rank.precision import precision_of
 from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import Best
@@ -81,8 +82,10 @@ class Run:
         unit = self.unit, self.per_sample
         given = (self.options, self.here, dataset, self.model, self._facts(), unit)
         self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
-        for rank, other in enumerate(process_group.gather(self.options.shaping())):
-            if differ := [name for name, value in self.options.shaping().items() if other[name] != value]:
+        mine = self.options.shaping() | {"test_size": self.options.test_size}
+        mine |= {"dataset": dataset, "precision": precision_of(self.model)}
+        for rank, other in enumerate(process_group.gather(mine)):
+            if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
         self._best = Best(self.model, self.sharded) if self.options.keep_best else None

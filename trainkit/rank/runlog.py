@@ -154,8 +154,8 @@ class RunLog:
                 raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
         if not self._recorder.may_continue(facts, rows, moved, copied):
             tell(
-                f"{facts['run_id']}.csv is the record of another run, or goes on without this one: this one "
-                f"is recorded as {self.run_id}."
+                f"{facts['run_id']}.csv is damaged, of another run, or goes on without this one: this one is "
+                f"recorded as {self.run_id}."
             )
             own = {"run_id": self.run_id}
             facts, rows = facts | own, [row | own for row in rows]

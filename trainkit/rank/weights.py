@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 class Best:
     """The weights of the epoch with the lowest validation loss so far; `epoch` is 0 before the first.
 
-    With a `path` they are written to that file. Otherwise rank 0 has them in its memory, and its checkpoints
-    by `state_dict`.
-
-    Raises:
-        UserError: if the file is there, without a checkpoint next to it that knows of it.
+    With a `path` they are written to that file; it may be there only next to checkpoints, else a UserError.
+    Otherwise rank 0 has them in its memory, and its checkpoints by `state_dict`.
     """
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:

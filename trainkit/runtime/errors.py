@@ -141,7 +141,8 @@ def first_line(error: Exception) -> str:
     text = str(error).strip()
     by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
     by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
-    return by_nccl[1].rstrip(" .") if by_nccl else text.partition("\n")[0]
+    # Of a network that is loaded, the second line has the cause.
+    return by_nccl[1].rstrip(" .") if by_nccl else text.replace(":\n\t", ": ", 1).partition("\n")[0]
 
 
 def reason(error: Exception) -> str:
@@ -223,6 +224,8 @@ def _in_a_sentence(error: Exception) -> str | None:
             f"loader processes hand over batches through /dev/shm and open files ({full[0].strip()}): "
             "lower --num-workers, raise `ulimit -n`, or give a container more (docker run --shm-size=1g)."
         )
+    if "appears not to match sizes" in text:
+        return "the ranks have networks of different sizes: start all of them with the same options."
     if unused := re.search(r"Parameter.* which did not receive grad for rank \d+: .*", text):
         return (
             "the last step left out some of the network, and DistributedDataParallel waits for its gradients "

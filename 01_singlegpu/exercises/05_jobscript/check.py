@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit.runtime.command_line import time_limit
 from trainkit.jobs import slurm
+from trainkit.runtime.files import read_text
 from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 
 JOB = "job.sh"
@@ -76,6 +77,7 @@ WRONG = [
     ("job.sh", "00:15:00", "soon", "neither HH:MM:SS"),
     ("job.sh", "--mem=8G", "--mem=8", "in MB"),
     ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "sbatch refuses it"),
+    ("job.sh", "#!/bin/bash\n", "\ufeff#!/bin/bash\n", "sbatch refuses it"),
     ("job.sh", "-euo pipefail", "-eu", "goes on after an error"),
     ("job.sh", "first-%j.log", "first.log", "would write into the same log"),
     ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
@@ -93,7 +95,8 @@ def check(mine: Workspace) -> str:
     prediction = answers.word("prediction", "terminal", "file")
     ignored = answers.word("ignored", "name", "nodes", "memory", "time")
     text = mine.text(JOB)
-    if b"\r" in (mine.folder / JOB).read_bytes() or not text.startswith("#!/bin/bash\n"):
+    content = (mine.folder / JOB).read_bytes()
+    if not content.startswith(b"#!/bin/bash\n") or b"\r" in content or b"\0" in content:
         raise Wrong(
             f"mine/{JOB} begins with the line #!/bin/bash, and no line ends as in Windows: sbatch refuses it."
         )
@@ -206,11 +209,15 @@ def _check_commands(path: Path, commands: str) -> None:
 
 def _log(options: dict[str, str], stage: Path) -> str:
     name = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
-    logs = [log for log in stage.glob(re.sub("(%j)+", "[0-9]*", name)) if log.is_file()]
+    name, place = re.sub("(%j)+", "[0-9]*", name), Path("/") if name.startswith("/") else stage
+    logs = [log for log in place.glob(name.strip("/") or "*") if log.is_file()]
     logs.sort(key=lambda log: log.stat().st_mtime)
     if not logs:
         return "Submit it now, if you have a cluster."
-    code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
+    try:
+        code = re.findall(r"with exit code (\d+)", read_text(logs[-1], most=10**8))
+    except ValueError as error:
+        return f"{logs[-1].name} is no log of this job ({error})."
     if not code:
         return f"{logs[-1].name} has no line `ended` yet: the job is running, or its script was killed."
     if code[-1] != "0":
