@@ -171,9 +171,9 @@ class Recorder:
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: load_verified(Path(path)))
             state, parts = process_group.broadcast(state), {"record": self} | parts
+            load_parts(parts, state)
             if left := state.keys() - parts.keys():
                 raise ValueError(f"it also has the state of {min(left)}, which load is not given")
-            load_parts(parts, state)
             RESUMED.append(Path(path))
         except UserError:
             raise

@@ -88,9 +88,9 @@ class Run:
             if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
-        self._best = Best(self.model, self.sharded) if self.options.keep_best else None
-        if taken := self.also.keys() & (TAKEN | ({"best"} if self._best else set())):
+        if taken := self.also.keys() & TAKEN:
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
+        self._best = Best(self.model, self.sharded) if self.options.keep_best else None
         state = {"optimizer": self.optimizer, "schedule": self.schedule, "best": self._best} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
         given = self._log, self.sharded, self.each_rank
@@ -138,8 +138,9 @@ class Run:
             raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
         self.trained = None
         self._validation = getattr(batches, "validation", None)
-        if self._best and self._validation is None:
-            raise UserError("--keep-best needs batches that batches.training has made: leave it out.")
+        if self._best and (self._validation is None or "best" in self.also):
+            needs = "batches that batches.training has made, and no `best` in `also`"
+            raise UserError(f"--keep-best needs {needs}: leave it out.")
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
