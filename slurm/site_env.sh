@@ -96,6 +96,7 @@ activate() {
     activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
     trap - EXIT
     shopt -u failglob
+    set +o posix
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }
