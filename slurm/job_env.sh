@@ -115,7 +115,7 @@ if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
 print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}") || checked=""
-[[ $checked == *"python  "* ]] ||
+[[ $'\n'$checked == *$'\npython  '* ]] ||
     fail "the Python environment of this job does not work: fix activate_environment, SITE_CONTAINER or \
 SITE_SRUN_ARGS in slurm/site.sh."
 echo "$checked"

@@ -19,17 +19,26 @@ activate_environment() {
     fi
 }
 
+# What a site file can turn off or on, and those that source this one cannot bear.
+usual_shell() {
+    shopt -u failglob
+    set +o posix
+    set +fk
+    IFS=$' \t\n'
+}
+
 # Print why a job cannot read this site file, if so. It is read by another shell first, since what ends or replaces
 # a shell, or never ends, would do that to the job without a word.
 site_problem() {
-    local output code
+    local output code began=$SECONDS most=60
     # \0 is the end of it, also where a process that was left behind could still write.
     # shellcheck disable=SC2016  # for the inner shell
     IFS= read -r -d '' output < <(
-        REPOSITORY=$REPOSITORY TRAINKIT_CHECKS_SITE=1 timeout --signal=KILL 60 bash -c '
+        REPOSITORY=$REPOSITORY TRAINKIT_CHECKS_SITE=1 timeout --signal=KILL "$most" bash -c '
             set -euo pipefail
             readonly REPOSITORY
             SITE_SRUN_ARGS=() SITE_CONTAINER=() traps=$(trap)
+            activate_environment() { :; }
             source "$1" >/dev/null </dev/null
             set +o posix # which lists other traps
             if [[ $(trap) != "$traps" ]]; then
@@ -37,7 +46,9 @@ site_problem() {
                 echo "problem: it sets a trap: leave that to the job"
             elif [[ $(jobs -p) ]]; then
                 echo "problem: it leaves a process behind: start that in activate_environment"
-            elif [[ $(readonly -p) =~ \ (TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
+            elif ! declare -F activate_environment >/dev/null; then
+                echo "problem: it takes away activate_environment: leave that out"
+            elif [[ $(readonly -p) =~ \ (IFS|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
                 echo "problem: it makes ${BASH_REMATCH[1]} read-only, and jobs set that: leave it out"
             else
                 echo "read to its end"
@@ -45,8 +56,10 @@ site_problem() {
         printf '\n%s\0' "$?"
     )
     code=${output##*$'\n'} output=$(printf '%s' "${output%$'\n'*}")
-    if [[ $code == 137 ]]; then
-        echo "it does not end, and was stopped after 60 seconds"
+    if [[ ! $code =~ ^[0-9]+$ ]]; then
+        echo "it prints a zero byte, which is no text: leave that out"
+    elif ((code == 137 && SECONDS - began >= most)); then
+        echo "it does not end, and was stopped after $most seconds"
     elif [[ $output != *"read to its end"* ]]; then
         output=${output##*$'\n'}
         [[ $output == "problem: "* || $output == *"site.sh: line "* ]] ||
@@ -63,18 +76,18 @@ if [[ -e $site || -L $site ]]; then
     ! IFS= read -r -d '' _ <"$site" || fail "slurm/site.sh is no text: write it anew, from site.example.sh."
     [[ $(<"$site") != *$'\r'* && $(<"$site") != $'\xef\xbb\xbf'* ]] ||
         fail "slurm/site.sh has the line ends or the byte order mark of Windows, which are text to bash: sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
-    problem=$(bash -n "$site" 2>&1) ||
+    # Of a here-document without its end bash only warns.
+    problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
     exec {own_output}>&1 {own_errors}>&2 # which it may send elsewhere
-    source "$REPOSITORY/slurm/site.sh"
+    source "$REPOSITORY/slurm/site.sh" </dev/null
+    usual_shell
     exec >&"$own_output" 2>&"$own_errors" {own_output}>&- {own_errors}>&-
     type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."
+    env >/dev/null 2>&1 || fail "no command starts after slurm/site.sh: export nothing of 100 KB or more in it."
 fi
-
-shopt -u failglob
-set +o posix
 
 export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
@@ -95,8 +108,7 @@ activate() {
         fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
     activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
     trap - EXIT
-    shopt -u failglob
-    set +o posix
+    usual_shell
     # Before bash 4.4 an empty array counts as not set.
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)) || set -u
 }

@@ -34,6 +34,12 @@ BAD = {
     b"readonly SITE_CONTAINER\n": f"{FAILS}it makes SITE_CONTAINER read-only",
     b"SITE_DATA_DIR='~/data'\n": "slurm/site.sh names the folder ~/data, which depends on where you are",
     b"PATH=/nowhere\n": "slurm/site.sh leaves PATH without the usual commands",
+    b"export BIG=$(printf %0150000d 1)\n": "no command starts after slurm/site.sh",
+    b"cat <<X >/dev/null\nexport SBATCH_QOS=short\n": "slurm/site.sh is not valid shell code, correct it: ",
+    b"kill -KILL $$\n": f"{ENDS}137",
+    b"unset -f activate_environment\n": f"{FAILS}it takes away activate_environment",
+    b"readonly IFS\n": f"{FAILS}it makes IFS read-only",
+    b"printf 'a\\0b' >&2\n": f"{FAILS}it prints a zero byte",
     b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",
 }
 
@@ -45,8 +51,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     for module in (site, login_node):
         monkeypatch.setattr(module, "REPOSITORY", place.folder)
     reader = place.folder / "slurm" / "site_env.sh"
-    assert "--signal=KILL 60 " in reader.read_text()
-    reader.write_text(reader.read_text().replace("--signal=KILL 60 ", "--signal=KILL 2 "))
+    assert " most=60\n" in reader.read_text()
+    reader.write_text(reader.read_text().replace(" most=60\n", " most=2\n"))
     return place
 
 
@@ -91,7 +97,8 @@ def test_variables_from_another_file(checkout: Checkout) -> None:
 
 
 def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
-    checkout.site("set -o posix\ncd /\nexec >/dev/null 2>&1\nSBATCH_QOS=short\nexport SBATCH_QOS\n")
+    changed = "set -o posix -kf\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n"
+    checkout.site(f"{changed}SBATCH_QOS=short\nexport SBATCH_QOS\n")
     assert site.read_site().sbatch["SBATCH_QOS"] == "short"
 
 

@@ -93,6 +93,11 @@ def test_samples(tmp_path: Path, content: bytes) -> None:
     in_one_line(lambda: waste.judge(tmp_path))
 
 
+def test_zeros_that_a_power_cut_left_in_samples(tmp_path: Path) -> None:
+    (tmp_path / "n1.csv").write_bytes(SAMPLES + b"\n" + b"\0" * 300_000)
+    assert len(samples.read(tmp_path)) == 3
+
+
 @many
 @given(damaged(b'{"done": ["clock"], "hints": {"loader": 1}}') | ANYTHING.map(json.dumps).map(str.encode))
 def test_the_progress_of_a_learner(tmp_path: Path, content: bytes) -> None:

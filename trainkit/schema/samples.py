@@ -105,7 +105,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                 first = file.readline()
                 if first != HEADER and HEADER.startswith(first):
                     continue  # a full disk, or the end of the node: the other nodes' files are still good
-                lines = csv.reader(file)
+                lines = csv.reader(line for line in file if "\0" not in line)
                 header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
