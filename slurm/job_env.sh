@@ -12,7 +12,7 @@
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
 unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
-here=$PWD
+job_began_in=$PWD
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
@@ -26,10 +26,15 @@ else
     DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
 fi
 [[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
-trap 'ended_from_outside=1; exit 143' TERM HUP
-trap : USR2 # of --signal=B:USR2@60, which the ranks do not get
+hear_signals() {
+    trap 'ended_from_outside=1; exit 143' TERM HUP
+    trap : USR1 USR2 # of --signal=B:USR2@60, which the ranks do not get
+}
+hear_signals
 activate
-cd "$here" || fail "slurm/site.sh has removed $here."
+hear_signals # the script of an environment may trap some, too
+cd "$job_began_in" || fail "slurm/site.sh has removed $job_began_in."
+[[ ${SLURM_JOB_ID:-} ]] || fail "activate_environment takes away Slurm's variables, which srun needs: leave that out."
 # What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
 unset SLURM_CONSTRAINT SRUN_EXPORT_ENV
@@ -205,7 +210,7 @@ tell_what_was_seen() {
         echo "watch   no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
     elif ! wait "$sampler" && [[ ! -e $watching/verdict.json ]]; then
         # Not what srun says of every step that fails, or is ended.
-        why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination' "$watching/log" | tail -n 1)
+        why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination| CANCELLED AT ' "$watching/log" | tail -n 1)
         echo "watch   not sampled: ${why:-it had not begun when the job ended}"
     fi
 }
@@ -215,7 +220,7 @@ told_where="; results in $TRAINKIT_RESULTS_DIR/runs"
 [[ -z $plain && " $* " != *" --results-dir"[\ =]* ]] || told_where=""
 
 finish() {
-    local code=$? saved="" again="submit again" why
+    local code=$? saved="" again="submit again" why tries
     set +e
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
@@ -229,14 +234,19 @@ finish() {
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
         echo "stopped; back to the queue, to go on from the checkpoint"
-        [[ $(scontrol show job "$SLURM_JOB_ID") != *PreemptTime=[0-9]* ]] || touch "$TRAINKIT_JOB_DIR/preempted"
-        scontrol requeue "$SLURM_JOB_ID" || {
+        ! was_preempted || touch "$TRAINKIT_JOB_DIR/preempted"
+        for ((tries = 1; ; tries++)); do
+            why=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break
+            # Slurm's controller may be restarting.
+            if [[ $why == *"to contact"* ]] && ((tries < 6)); then sleep 10 && continue; fi
             tell_what_was_seen
-            fail "this job may not be requeued: $again"
-        }
+            fail "this job is not requeued (${why%%$'\n'*}): $again"
+        done
     elif [[ -n ${ended_from_outside:-} ]]; then
         echo "ended from outside: by scancel, preemption or the time limit"
         [[ -z $saved ]] || echo "if it does not come back by itself, $again"
+    elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted; then
+        echo "ended from outside: by preemption, for a job of higher priority; $again"
     elif ((code)); then
         why=$(tell_who_failed)
         [[ -z $why ]] || echo "$why"
@@ -249,5 +259,6 @@ finish() {
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
     exit "$code"
 }
+was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID") == *PreemptTime=[0-9]* ]]; }
 at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *" Reason=TimeLimit Dependency="* ]]; }
 trap finish EXIT

@@ -39,6 +39,8 @@ site_problem() {
             readonly REPOSITORY
             SITE_SRUN_ARGS=() SITE_CONTAINER=() traps=$(trap)
             activate_environment() { :; }
+            fail() { echo "problem: $1" >&2 && exit 1; }
+            ours=$(declare -f fail)
             source "$1" >/dev/null </dev/null
             set +o posix # which lists other traps
             if [[ $(trap) != "$traps" ]]; then
@@ -46,6 +48,8 @@ site_problem() {
                 echo "problem: it sets a trap: leave that to the job"
             elif [[ $(jobs -p) ]]; then
                 echo "problem: it leaves a process behind: start that in activate_environment"
+            elif [[ $(declare -f fail) != "$ours" ]]; then
+                echo "problem: it has its own function fail: give that another name"
             elif ! declare -F activate_environment >/dev/null; then
                 echo "problem: it takes away activate_environment: leave that out"
             elif [[ $(readonly -p) =~ \ (IFS|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then

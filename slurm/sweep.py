@@ -39,8 +39,9 @@ the others. With another --precision none has to wait.
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.
 
-Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH_EXCLUSIVE=1` for whole
-nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1 does.
+Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH_EXCLUSIVE=exclusive` for
+whole nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1
+does.
 
 Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
 in for them, one thread each.

@@ -43,6 +43,8 @@ def pack(folder: Path) -> None:
     paths, runs, verdicts = sorted(folder.glob("*.csv")), {}, {}
     if f"{folder.name}.csv" in comparison.WRITTEN:
         raise ValueError("its file would have the name of a report")
+    if below := next(folder.glob("*/**/*.csv"), None):
+        raise ValueError(f"it has folders with more, such as {below.parent.name}, to be packed first")
     if not (folder.name and paths):
         raise UserError(f"{folder} has no runs: give a folder with the CSVs of some.")
     for suffix in (*TABLES, VERDICT):

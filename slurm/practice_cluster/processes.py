@@ -55,7 +55,7 @@ def _living(name: str) -> set[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             # Behind the name in brackets, which may contain anything: state, parent, ...
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state in "ZX":
                 continue
             parents[int(process.name)] = int(parent)

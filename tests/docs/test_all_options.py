@@ -45,11 +45,11 @@ SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --
 PLAIN = "--batch-size --data-dir --epochs"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
-    "01_singlegpu/exercises/check.py": "--yes",
+    "01_singlegpu/exercises/check.py": "",
     "01_singlegpu/submit.py": SUBMIT,
-    "02_multigpu_dp/exercises/check.py": "--yes",
+    "02_multigpu_dp/exercises/check.py": "",
     "02_multigpu_dp/submit.py": SUBMIT,
-    "03_multigpu_ddp/exercises/check.py": "--yes",
+    "03_multigpu_ddp/exercises/check.py": "",
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
     f"{BEYOND}/recorded.py": PLAIN,

@@ -19,7 +19,6 @@ from conftest import REPOSITORY
 from trainkit.doctor import checkup, checkup_torch, cli, login_node
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.jobs import site, slurm
-from trainkit.monitor import processes
 from trainkit.runtime import device, process_group
 from trainkit.runtime.errors import UserError
 from trainkit.schema.records import read_all_reduce
@@ -241,7 +240,7 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def node(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A node with so much, and GPUs (of so much `free` memory) that compute."""
 
-    def make(gpus: int = 0, free: int = 140, cores: int = 8, gb: float = 99, **env: int) -> None:
+    def make(gpus: int = 0, free: int = 140, cores: int = 8, **env: int) -> None:
         in_a_job(**{name: str(value) for name, value in env.items()})
         place = {"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 0}
         gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, **place)
@@ -254,7 +253,6 @@ def node(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         monkeypatch.setattr(device, "build", lambda: "CUDA 12.1")
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
         monkeypatch.setattr(checkup.os, "sched_getaffinity", lambda _: set(range(cores)))
-        monkeypatch.setattr(processes, "memory_limit", lambda: gb * 1e9)
 
     return make
 
@@ -269,7 +267,7 @@ def given(gpus: int, seen: int) -> dict[str, object]:
 
 
 CORES = (checkup._cores,)
-GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2)  # of two tasks
+GPUS = (checkup_torch.gpus, 2)  # of two tasks
 
 
 @pytest.mark.parametrize(
@@ -294,9 +292,6 @@ GPUS, MEMORY = (checkup_torch.gpus, 2), (checkup_torch.memory, 2)  # of two task
             "warning: 75% of its GPU's memory is taken before the training starts -> another program "
             "computes there; to avoid the node: sbatch --exclude=n2",
         ),
-        ({"gb": 3}, MEMORY, "ok: 3.0 GB"),
-        ({"gb": 3, "gpus": 2}, MEMORY, "fault: 3.0 GB for 2 rank(s), which take about 8.0 GB"),
-        ({"gb": 0.5}, MEMORY, "-> sbatch --mem=3G"),
     ],
 )
 def test_what_a_node_has(found_there: dict, check: tuple, words: str, node: Callable) -> None:

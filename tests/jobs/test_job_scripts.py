@@ -123,6 +123,7 @@ def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> No
             "SITE_CONTAINER=(no-such-container-tool exec)\n",
             "the Python environment of this job does not work",
         ),
+        ("activate_environment() { unset ${!SLURM_@}; }\n", "activate_environment takes away Slurm's"),
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
         ("SITE_CONTAINER=(bash -c)\n", "the Python environment of this job does not work"),
         (
@@ -140,7 +141,7 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
 
 def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     """It was started by srun, in a job that had been requeued, and had trained by hand."""
-    on_cluster.site("activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; cd /; }\n")
+    on_cluster.site("activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; here=/; cd /; }\n")
     left = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 SLURM_RESTART_COUNT=2 OMP_NUM_THREADS=1,2"
     small = " ".join(map(str, SMALL))
     command = f"srun --ntasks=1 env {left} sbatch --parsable slurm_submit.sh {small}"

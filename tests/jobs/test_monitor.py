@@ -101,6 +101,15 @@ def test_a_command(checkout: Checkout) -> None:
     assert json.loads((folder / "monitor" / "verdict.json").read_text())["findings"] == []
 
 
+@pytest.mark.full
+def test_a_driver_that_hangs_does_not_hold_the_command(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text("import time\ndef nvmlInit():\n    time.sleep(600)\n")
+    given = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{tmp_path}:{checkout.environment['PYTHONPATH']}"}
+    done = checkout.python(MONITOR, "--", "bash", "-c", "exit 3", **given)
+    assert done.returncode == 3
+    assert done.stdout.startswith("watch   not sampled: there are no samples in ")
+
+
 def test_signals_go_to_the_command(checkout: Checkout) -> None:
     """Ctrl-C once, as the terminal sends it to both; and what somebody sends to monitor.py alone."""
     program = """
@@ -284,7 +293,9 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
     log = on_cluster.log(job)
     assert "\nall of mine have ended\n" in log, log
     assert told(log)[-1].startswith(f"watch   job {job} "), log
-    assert "error: this job may not be requeued: submit again with --checkpoint-dir here\n" in log
+    assert re.search(
+        r"^error: this job is not requeued \(.+\): submit again with --checkpoint-dir here$", log, re.M
+    )
 
 
 def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:

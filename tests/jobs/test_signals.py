@@ -148,6 +148,8 @@ def test_scancel_saves_and_the_job_stays_away(on_cluster: Checkout) -> None:
     on_cluster.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
     job = on_cluster.submit("srun", *TRAINING, "--epochs", 1000)
     on_cluster.wait_for("epoch 1/", job)
+    on_cluster.cluster.run(["scancel", "--batch", "--signal=USR1", job])  # some scripts ask for it
+    on_cluster.wait_for("epoch 2/", job)
     on_cluster.cluster.run(["scancel", job])
     state = on_cluster.cluster.wait(job)
     log = on_cluster.log(job)

@@ -38,6 +38,7 @@ BAD = {
     b"cat <<X >/dev/null\nexport SBATCH_QOS=short\n": "slurm/site.sh is not valid shell code, correct it: ",
     b"kill -KILL $$\n": f"{ENDS}137",
     b"unset -f activate_environment\n": f"{FAILS}it takes away activate_environment",
+    b"fail() { echo $1; }\n": f"{FAILS}it has its own function fail",
     b"readonly IFS\n": f"{FAILS}it makes IFS read-only",
     b"printf 'a\\0b' >&2\n": f"{FAILS}it prints a zero byte",
     b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",

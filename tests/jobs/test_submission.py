@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -385,6 +386,16 @@ def test_what_does_not_make_a_forgotten_job_done(
     if "stopped" in there:
         job.log.write_text("ended   today with exit code 0; results")
     assert job.state() == State("failed", slurm.FAILED["GONE"])
+
+
+def test_a_job_that_never_ran_and_another_with_its_number(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout.fake("scontrol", _show("COMPLETED"))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    monkeypatch.setattr(following, "LOG_SECONDS", 0)
+    job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
+    assert job.state().name == "failed" and "does not say so" in job.state().detail
 
 
 class Script(SlurmHandle):

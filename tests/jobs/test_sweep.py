@@ -68,6 +68,9 @@ def on_cluster(tmp_path: Path, cluster: RunningCluster) -> SweepCheckout:
     return SweepCheckout(tmp_path / "a checkout", cluster)
 
 
+APART = {"SBATCH_EXCLUSIVE": "exclusive"}  # as the documents say
+
+
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
@@ -116,7 +119,7 @@ def most_at_a_time(checkout: SweepCheckout) -> int:
 def test_compare_chooses_its_epochs_on_gpus_and_scales_strong_and_weak(on_cluster: SweepCheckout) -> None:
     """On two GPUs in Slurm."""
     on_cluster.pretend()
-    done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1))
+    done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1, **APART))
     assert "measured on one GPU: 300,000 images/s\n" in done.stdout
     assert "batch 4096 on each GPU, epochs of 900,000 images (15 passes over MNIST)" in done.stdout
     # As long as the run on one GPU by its record: 4 epochs of 3 + 1 s, and 13 around them.

@@ -255,10 +255,10 @@ def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) ->
 
 def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script) -> None:
     """A pipe, which would be waited for."""
-    raw, name = staging.raw_dir(tmp_path / "data"), "t10k-labels-idx1-ubyte"
+    raw, name = tmp_path / "data" / "MNIST" / "raw", "t10k-labels-idx1-ubyte"
     raw.mkdir(parents=True)
     for other in staging.FILES.keys() - {name}:
-        (raw / other).symlink_to(staging.raw_dir(mnist_dir) / other)
+        (raw / other).symlink_to(mnist_dir / "MNIST" / "raw" / other)
     os.mkfifo(raw / name)
     done = script("single", "--results-dir", tmp_path, "--data-dir", tmp_path / "data")
     fault = f"{name} is cut short, or too long (0 of 10008 bytes)"

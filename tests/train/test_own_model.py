@@ -295,9 +295,11 @@ def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.Mo
 
 def test_noise_is_new_in_every_step() -> None:
     opts, here = options.parse("", ["--batch-size", "4"]), SimpleNamespace(rank=0, size=1, device="cpu")
-    run = {"options": opts, "here": here, "_before": 0}
-    drawn = [Run.noise(SimpleNamespace(**run, _added=step), 2) for step in (0, 1, 1)]
+    run = {"options": opts, "here": here, "_before": 0, "_noise": None}
+    steps = [SimpleNamespace(**run, _added=step) for step in (0, 1, 1)]
+    drawn = [Run.noise(step, 2) for step in steps]
     assert drawn[0].shape == (4, 2) and drawn[1].equal(drawn[2]) and not drawn[0].eq(drawn[1]).any()
+    assert not Run.noise(steps[1], 2).eq(drawn[1]).any()
 
 
 def test_it_is_compared_apart_from_mnist(script: Script, tmp_path: Path) -> None:

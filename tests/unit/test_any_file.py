@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from trainkit.rank.recorder import Recorder
 from trainkit.runtime import errors, job_folder
 from trainkit.runtime.errors import STOP_SIGNALS, UserError
 from trainkit.runtime.files import read_text
-from trainkit.schema import samples
+from trainkit.schema import records, samples
 from trainkit.workshop.exercises import PROGRESS, Workbook
 from trainkit.workshop.work import Workspace
 
@@ -284,6 +285,17 @@ def test_a_state_that_no_recorder_has_saved(
     assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
 
 
+def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, tmp_path: Path) -> None:
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    before = record.read_bytes()
+    shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt")
+    other, parts = recorder(tmp_path)
+    other.load(tmp_path / "copy.pt", parts)
+    other.epoch(4, 1.0, 0.25)
+    assert record.read_bytes() == before
+    assert sorted(len(records.read(path)) for path in (tmp_path / "runs").glob("*.csv")) == [1, 2]
+
+
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adafactor, torch.optim.LBFGS, type("Own", (torch.optim.SGD,), {})]
 )
@@ -298,9 +310,11 @@ def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path)
         assert run.first_epoch == first_epoch
         run.epoch(4, 1.0, 0.5)
         run.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+    with pytest.raises(UserError, match="another training goes on from .*saved.pt: wait for its end"):
+        Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {})
+    del run
     with pytest.raises(UserError, match="its global_batch is 4, not 8"):
-        other = Recorder(name, model, optimizer, **told | {"batch_size": 8})
-        other.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+        Recorder(name, model, optimizer, **told | {"batch_size": 8}).load(tmp_path / "saved.pt", {})
     with pytest.raises(UserError, match="it also has the state of model"):
         Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {"optimizer": optimizer})
 

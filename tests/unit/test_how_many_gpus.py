@@ -171,6 +171,7 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
         (mixed, "--set", 3): "Choose one with --set N",
         (law, "--gpus", 3): "can be predicted (no batch divides evenly among the devices)",
         (runs(tmp_path / "two", counts=(2,)), "--epochs", 5): "no run on one device was measured",
+        (law, "--epochs", 5, "--batch-size", "256,9999999"): "--batch-size 9999999 is more than ",
         (law, "--target", 99.9): "no run has reached 99.9 %",
         (law, "--deadline", 0.01): "nothing keeps the deadline of 0.01 min.",
         (law, "--deadline", "soon"): "'soon' is neither HH:MM:SS nor a number of minutes",

@@ -252,9 +252,8 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     verdict = text.splitlines()[-1]
     assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
     assert f"Do not rely on every speed: {loud} (rows with doubt q): measure again with --rep" in verdict
-    assert (
-        "on exclusive nodes" in verdict and f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
-    )
+    assert f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
+    assert "each job alone on its nodes" in verdict
     assert verdict.endswith(", in runs of your own.")
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
@@ -299,6 +298,13 @@ def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     printed = capsys.readouterr().out
     assert f"{folders[2]} has no runs." in printed and "Skipped" not in printed
     assert f"| {ada} | ddp | 2 | 256 |" in (tmp_path / "out" / "each.md").read_text()
+    assert "dataset" not in printed
+    write_run(tmp_path / "eve" / "runs", "three", [50, 100], dataset="synthetic")
+    report_each(folders, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "SYNTHETIC DATA" in printed and f"{folders[2]}  synthetic  single" in printed
+    shutil.rmtree(folders[2])
+    folders[2].mkdir()
     with pytest.raises(UserError, match="no runs found in .*eve"):
         report_each(folders[2:], tmp_path / "out")
 

@@ -81,7 +81,7 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
         ("binary", bytes(range(256)) * 8, ""),
         ("cut", f"{header}\n{first}\n{first[: len(first) // 2]}".encode(), ""),
         ("twice", f"{header},images_per_s\n{first},1\n".encode(), "it has the column images_per_s twice"),
-        ("excel", f"{header}\n{first}\n".replace(",", ";").encode(), "its cells are separated by semicolons"),
+        ("excel", f"{header}\n{first}\n".replace(",", ";").encode(), "its cells are not separated by commas"),
         ("no-column", f"{header.replace('images_per_s', 'speed')}\n{first}\n".encode(), ""),
     ):
         reasons[folder / f"{name}.csv"] = reason
@@ -294,6 +294,12 @@ def test_rows_next_to_a_record_that_cannot_be_read_are_set_aside(folder: Path) -
 def test_two_files_of_one_run_are_not_packed(pack: Script, folder: Path) -> None:
     (folder / "copy.csv").write_bytes((folder / "one.csv").read_bytes())
     assert "has several runs, or one that another file has" in one_error(pack(folder))
+
+
+def test_runs_in_folders_below_are_not_left_out_of_a_pack(pack: Script, folder: Path) -> None:
+    (folder / "more").mkdir()
+    (folder / "one.csv").rename(folder / "more" / "one.csv")
+    assert "has folders with more, such as more, to be packed first" in one_error(pack(folder))
 
 
 def test_no_file_is_replaced_nor_one_behind_a_link_written(pack: Script, folder: Path) -> None:

@@ -157,7 +157,7 @@ class Machine:
     def write(self, files: dict[str, str]) -> None:
         for name, text in files.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text)
+            (self.folder / name).write_text(text, errors="surrogateescape")
 
     def process(
         self,
@@ -170,10 +170,10 @@ class Machine:
     ) -> None:
         """One that has loaded PyTorch and has 1 GB resident, `pss` kB its share; `threads`: their schedstat.
 
-        A larger number has started later.
+        A larger number has started later. The kernel cuts names within a letter.
         """
         cells = ["R", str(parent), *["0"] * 9, str(ticks), *["0"] * 7, str(500 + pid), *["0"] * 30]
-        files = {"environ": env.replace(" ", "\0"), "stat": f"{pid} (a) b) {' '.join(cells)}"}
+        files = {"environ": env.replace(" ", "\0"), "stat": f"{pid} (a) \udcc3) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
         files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
         files |= {"smaps_rollup": f"Rss: 1000000 kB\nPss: {pss} kB\n"}

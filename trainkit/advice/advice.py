@@ -257,6 +257,8 @@ class RunSet:
         per_node = max(s.devices // s.nodes for s in seen) if several else max(counts)
         per_node = constraints.gpus_per_node or per_node
         batches = constraints.batches or sorted({s.devices * s.batch for s in model.measured})
+        if max(batches) > self._images:
+            raise UserError(f"--batch-size {max(batches)} is more than {self._images:,} images: lower it.")
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
         layouts |= {(count, math.ceil(count / per_node)) for count in counts}
         if constraints.gpus_per_node:

@@ -102,7 +102,6 @@ def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
     axes.grid(alpha=0.3)
     for i, (name, group) in enumerate(layouts.items()):
         _plot_options(axes, i, name, group)
-    axes.plot(*_pareto(sum(layouts.values(), [])), label="nothing is both faster and cheaper", **style.IDEAL)
     if best:
         ring = {"marker": "o", "markersize": 15, "fillstyle": "none", "linestyle": ""}
         here = interval(best.seconds / 60)[1], interval(best.hours)[1]
@@ -127,11 +126,3 @@ def _plot_options(axes: Axes, group: int, name: str, options: list[Option]) -> N
     predicted = [k for k, option in enumerate(options) if not option.runs]
     white = {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "", "zorder": 3}
     axes.plot(across[predicted, 1], up[predicted, 1], marker=look["marker"], **white)
-
-
-def _pareto(options: list[Option]) -> np.ndarray:
-    """Return minutes and device-hours, (2, n), of the options that no other option beats in both."""
-    points = np.array([(interval(option.seconds / 60)[1], interval(option.hours)[1]) for option in options])
-    points = points[np.lexsort(points.T[::-1])]
-    least = np.minimum.accumulate(points[:, 1])
-    return points[np.r_[True, points[1:, 1] < least[:-1]]].T

@@ -76,8 +76,8 @@ def markdown(shown: pd.DataFrame) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape the text for Markdown: no name may open a tag, a link, a code span or a cell."""
-    return re.sub(r"[\\`|*$]|(?<=\])\(", r"\\\g<0>", html.escape(text, quote=False))
+    """Escape the text for Markdown: no name may open a tag, a link, code or a cell."""
+    return re.sub(r"[\\`|*$]|^~|(?<=\])[(:]", r"\\\g<0>", html.escape(text, quote=False))
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:

@@ -102,13 +102,14 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     Raises:
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
     """
-    tables, notes = [], [LEGEND]
+    tables, every, left_out, empty = [], [], [], []
     for folder in folders:
         rows, skipped = comparison.load([folder])
-        notes += [f"Skipped: {sentence}" for sentence in skipped]
+        left_out += skipped
         if rows.empty:
-            notes.append(f"{folder} has no runs.")
+            empty.append(f"{folder} has no runs.")
         else:
+            every.append(rows)
             tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
@@ -116,9 +117,10 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     shown, reasons = as_text(table, target)
     shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
     shown.insert(0, "folder", table.folder)
-    if table.device_name.nunique() > 1:
-        shown.insert(1, "device", table.device_name)
-    notes += reasons
+    for column, header in (("device_name", "device"), ("model", "model"), ("dataset", "dataset")):
+        if table[column].nunique() > 1:
+            shown.insert(1, header, table[column])
+    notes = reasons + _notes(pd.concat(every), left_out) + empty
     tell(f"{page.plain(shown)}\n\n" + "\n".join(map(page.wrapped, notes)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")

@@ -39,7 +39,6 @@ FIXES = {
     "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
 NOTES_SECONDS = 15  # until other nodes see a new file; NFS caches listings for a while
-GB = 1e9
 
 
 class Finding(NamedTuple):
@@ -109,7 +108,6 @@ def main() -> None:
     able &= _step("gpus", checks.gpus, tasks if speaks_for_node else None)
     if speaks_for_node:
         _step("data", checks.mnist, options.data_dir)
-        _step("memory", checks.memory, tasks)
         _step("folders", _look_for_notes, folders, nodes)
     if able and _step("group", checks.join):
         _step("all-reduce", checks.all_reduce, nodes)

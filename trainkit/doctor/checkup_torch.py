@@ -11,19 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from trainkit.doctor.checkup import FAULT, FIXES, GB, LIMIT, OK, WARNING, Finding, in_words, send
-from trainkit.monitor import processes
+from trainkit.doctor.checkup import FAULT, FIXES, LIMIT, OK, WARNING, Finding, in_words, send
 from trainkit.rank import data, run  # noqa: F401  as a rank imports it
 from trainkit.runtime import clock, device, place, process_group
 from trainkit.runtime.place import node
-
-# Memory of a stage at its default settings: 0.95 GB at the peak (mem. MB in the comparison of the
-# main README). CUDA and NCCL are reported to take 2 to 4 GB of the host's memory.
-RANK_GB, GPU_RANK_GB = 1.0, 4.0
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 5  # the median of them
@@ -90,16 +84,6 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
 
 
-def memory(tasks: int) -> Iterator[Finding]:
-    """Check that the node's free memory, and the job's share of it, is enough for its ranks."""
-    room = min(psutil.virtual_memory().available, processes.memory_limit()) / GB
-    need = tasks * (GPU_RANK_GB if device.gpus() else RANK_GB)
-    if room < need:
-        message = f"{room:.1f} GB for {tasks} rank(s), which take about {need:.1f} GB"
-        yield Finding("memory", FAULT, message, f"sbatch --mem={int(need) + 1}G")
-    yield Finding("memory", OK, f"{room:.1f} GB")
-
-
 def join() -> Iterator[Finding]:
     """Join the process group as the training does; report NCCL's network."""
     # A private folder, since anybody may write to the temporary folder, and guess a name there.
@@ -134,7 +118,10 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
             process_group.sum_in_place(values)
             times.append(clock.stop(own, started))
         seconds = statistics.median(times)
-        rows.append(facts | bandwidth(size, number_of_bytes, seconds))
+        # The bus bandwidth is the rate of the slowest link, to be compared with the hardware's. Source:
+        # nccl-tests, doc/PERFORMANCE.md.
+        bus = number_of_bytes / seconds / 1e9 * 2 * (size - 1) / size
+        rows.append(facts | {"bytes": number_of_bytes, "seconds": seconds, "bus_gb_s": bus})
         if seconds > SLOW_SECONDS:
             break
     if process_group.is_rank_0() and process_group.count() == 1:
@@ -144,16 +131,6 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
             send(row=row)
         yield _network_finding(rows, nodes)
     process_group.leave()
-
-
-def bandwidth(ranks: int, number_of_bytes: int, seconds: float) -> dict[str, float]:
-    """Return the row of an all-reduce: bytes, seconds and bus_gb_s (1 GB = 1e9 bytes).
-
-    For n ranks the bus bandwidth is size / time times 2 (n - 1) / n: the rate of the slowest link, to be
-    compared with the hardware's. Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    bus = number_of_bytes / seconds / GB * 2 * (ranks - 1) / ranks
-    return {"bytes": number_of_bytes, "seconds": seconds, "bus_gb_s": bus}
 
 
 def _network_finding(rows: list[dict], nodes: int) -> Finding:

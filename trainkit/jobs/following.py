@@ -128,7 +128,8 @@ class SlurmHandle(Handle):
         if state == "GONE" and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
         # Or it is another job with its number.
-        if state == "COMPLETED" and not well and (self.folder / job_folder.PLAIN).exists():
+        unknown = not self.folder.exists() or (self.folder / job_folder.PLAIN).exists()
+        if state == "COMPLETED" and not well and unknown:
             self.ended_at = self.ended_at or time.monotonic()
             late = time.monotonic() - self.ended_at > LOG_SECONDS
             return State("failed" if late else "running", f"it has ended, but {self.log} does not say so")

@@ -11,12 +11,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from trainkit.advice.constraints import Constraints
 from trainkit.jobs import submission
@@ -27,7 +25,7 @@ from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import check_writable, replacing
+from trainkit.runtime.files import check_writable, locked, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
 
@@ -179,13 +177,8 @@ class Sweep:
         others = [path for path in self.folder.iterdir() if path.name != ".lock" and path.suffix != ".tmp"]
         if others and not known.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
-        lock = FileLock(self.folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another sweep.py is at work in {self.folder}: wait, or stop it.") from None
-        except (OSError, NotImplementedError):
-            lock = nullcontext()  # a file system without locks
+        held = f"another sweep.py is at work in {self.folder}: wait, or stop it."
+        lock = locked(self.folder / ".lock", held)
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)

@@ -84,7 +84,7 @@ class Evidence:
         if words == "aborted":
             aborted = (found.groups() for found in map(ABORTED.search, self._lines) if found)
             words += next((f" ({cause})" for of, cause in aborted if int(of) == rank), "")
-        return words and f"rank {rank} on {self._nodes.get(rank, node)} {words}"
+        return words and f"rank {rank} on {self._nodes.get(rank) or node} {words}"
 
     def _gave_up(self) -> str | None:
         if not self._waited:

@@ -13,11 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from trainkit.jobs import local
+from trainkit.jobs.following import VERDICT_SECONDS
 from trainkit.jobs.site import read_site
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least, given, given_path
@@ -109,10 +111,10 @@ def _run(command: list[str]) -> int:
             child.wait(seconds)
         return child.returncode is not None
 
-    try:
-        collector.sample(folder, mine, ended)
-    finally:  # whatever becomes of the samples
-        ended(None)
+    watch = threading.Thread(target=collector.sample, args=(folder, mine, ended), daemon=True)
+    watch.start()
+    ended(None)
+    watch.join(VERDICT_SECONDS)  # a reading may hang in the driver
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _keep_and_tell(folder, str(job))
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

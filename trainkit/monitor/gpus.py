@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainkit.runtime.errors import first_line
 from trainkit.schema import samples
 
 # Which of a clock's "throttle reasons" are heat, and which are power; GpuIdle is not throttling.
@@ -39,8 +40,8 @@ class Gpus:
             self._handles = _visible_gpus(pynvml)
         except ImportError:
             why = "there is no nvidia-ml-py in this environment"
-        except pynvml.NVMLError as error:
-            why = str(error)
+        except Exception as error:  # NVML's, or of a damaged module
+            why = first_line(error)
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         expected = chosen not in ("", "-1", "NoDevFiles")
         if chosen is None:
@@ -63,8 +64,8 @@ class Gpus:
         for word, read in READINGS.items():
             try:
                 row |= read(nvml, gpu)
-            except nvml.NVMLError as error:
-                missing.setdefault(str(error), []).append(word)
+            except Exception as error:  # NVML's, or of a module of another version
+                missing.setdefault(first_line(error), []).append(word)
         for error, words in missing.items():
             self._tell(f"GPU {number}: NVML does not report {', '.join(words)} ({error})")
         if "ranks" in row:

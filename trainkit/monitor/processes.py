@@ -54,7 +54,7 @@ class Process:
         ranges = (f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
         self.core_list = ",".join(ranges)
         self.resident = process.memory_info().rss
-        self.state = (_proc(self.pid) / "stat").read_text().rpartition(") ")[2][0].upper()
+        self.state = (_proc(self.pid) / "stat").read_text(errors="replace").rpartition(") ")[2][0].upper()
         before, self.cpu_seconds = self.cpu_seconds, cpu.user + cpu.system
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()

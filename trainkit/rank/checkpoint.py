@@ -13,13 +13,12 @@ import signal
 import sys
 import time
 import zipfile
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from filelock import FileLock, Timeout
 from torch import nn
 
 from trainkit.rank.epoch import PartialEpoch, diverged
@@ -32,7 +31,7 @@ from trainkit.rank.weights import pack, save
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
-from trainkit.runtime.files import check_regular, check_writable, explained
+from trainkit.runtime.files import check_regular, check_writable, explained, locked
 from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
@@ -162,19 +161,12 @@ class Checkpoints:
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
 
-    def _open_folder(self) -> FileLock | None:
+    def _open_folder(self) -> AbstractContextManager:
         """Claim the folder for this run, for as long as the lock is held."""
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
-        lock = FileLock(self._folder / LOCK)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"another run saves its checkpoints in {self._folder}: wait for its end (if there is none, "
-                f"remove {lock.lock_file}), or give another --checkpoint-dir."
-            ) from None
-        except (OSError, NotImplementedError):  # a file system without locks
-            lock = None
+        file = self._folder / LOCK
+        wait = f"wait for its end (if there is none, remove {file}), or give another --checkpoint-dir."
+        lock = locked(file, f"another run saves its checkpoints in {self._folder}: {wait}")
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
@@ -212,7 +204,8 @@ class Checkpoints:
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
-            process_group.on_rank_0(lambda: self._log.go_on(state["run"], *self._came_from(state)))
+            there = Path(state.get("folder", self._folder))  # which earlier versions do not say
+            process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
         except UserError:
             raise
         except Exception as error:  # PyTorch raises many kinds
@@ -222,14 +215,6 @@ class Checkpoints:
         RESUMED.append(path)
         if process_group.is_rank_0():
             tell(f"resumed from {path}")
-
-    def _came_from(self, state: dict) -> tuple[bool, bool]:
-        """Return whether the checkpoint was made in another folder, and whether that still has some."""
-        there = Path(state.get("folder", self._folder))
-        with suppress(OSError):  # it is gone, or another user's
-            same = there.samefile(self._folder)  # perhaps by another name
-            return not same, not same and bool(_checkpoints(there))
-        return True, False
 
     def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
         if len(packed) != process_group.count():
@@ -303,6 +288,14 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
     if found:
         raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
     return None, {}
+
+
+def came_from(there: Path, here: Path) -> tuple[bool, bool]:
+    """Return whether a state that is loaded `here` was saved elsewhere, and whether `there` still is one."""
+    with suppress(OSError):  # it is gone, or another user's
+        same = there.samefile(here)  # perhaps by another name
+        return not same, not same and (there.is_file() or bool(_checkpoints(there)))
+    return True, False
 
 
 def load_verified(file: Path | io.BytesIO) -> object:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from trainkit.rank import staging, synthetic
@@ -60,23 +59,21 @@ def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
         UserError: if MNIST is missing, unreadable or damaged.
     """
     # The checksums take 0.15 s: a file may have changed since it was staged.
-    staging.check(dataset, data_dir, sums=True)
+    files = staging.check(dataset, data_dir, read=True)
     if dataset == "synthetic":
         parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
     else:
-        with staging.disk_errors("read from", data_dir):
-            parts = _read(data_dir, "train"), _read(data_dir, "t10k")
+        parts = _tensors(files, "train"), _tensors(files, "t10k")
     train, test = (Split(dataset, *part, normalize, normalize_one) for part in parts)
     return train, test
 
 
-def _read(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(files: dict[str, bytearray], part: str) -> tuple[torch.Tensor, torch.Tensor]:
     # After a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
     # here rather than by torchvision, whose import takes longer than reading all of MNIST.
-    raw = staging.raw_dir(data_dir)
-    pixels = np.fromfile(raw / f"{part}-images-idx3-ubyte", np.uint8, offset=16)
-    labels = np.fromfile(raw / f"{part}-labels-idx1-ubyte", np.uint8, offset=8)
-    return torch.from_numpy(pixels).view(-1, 1, 28, 28), torch.from_numpy(labels).long()
+    pixels = torch.frombuffer(files[f"{part}-images-idx3-ubyte"], dtype=torch.uint8, offset=16)
+    labels = torch.frombuffer(files[f"{part}-labels-idx1-ubyte"], dtype=torch.uint8, offset=8)
+    return pixels.view(-1, 1, 28, 28), labels.long()
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:

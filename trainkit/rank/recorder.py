@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.rank import options, recipes
-from trainkit.rank.checkpoint import load_parts, load_verified, report_stop
+from trainkit.rank.checkpoint import came_from, load_parts, load_verified, report_stop
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
@@ -18,6 +18,7 @@ from trainkit.rank.weights import save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
+from trainkit.runtime.files import locked
 from trainkit.schema.columns import OWN_LOOP
 
 # What has to be equal in a training that goes on.
@@ -142,7 +143,8 @@ class Recorder:
             UserError: if it is not such a state, or the record cannot be written.
         """
         try:
-            process_group.on_rank_0(lambda: self._log.go_on(state, same=OF_THE_TRAINING))
+            process_group.on_rank_0(lambda: self._log.check_same(state["rows"], OF_THE_TRAINING))
+            process_group.on_rank_0(lambda: self._log.go_on(state, *state.get("came_from", ())))
             self.first_epoch = self._epoch = len(state["rows"]) + 1
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
@@ -155,7 +157,8 @@ class Recorder:
         """
         if "record" in parts:
             raise UserError("`record` is the name of the Recorder's own part: give another.")
-        state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
+        record = self.state_dict() | {"file": str(Path(path).resolve())}
+        state = {name: part.state_dict() for name, part in parts.items()} | {"record": record}
         advice = "free the space, or give another. The earlier file and the record are kept."
         process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
 
@@ -163,24 +166,36 @@ class Recorder:
         """Continue on every rank from what `save` has written, if `path` exists.
 
         Raises:
-            UserError: if it cannot be read, or is of another training.
+            UserError: if it cannot be read, is of another training, or of one that goes on.
         """
+        path = Path(path)
+        held = f"another training goes on from {path}: wait for its end, or give another file."
+        self._lock = process_group.on_rank_0(lambda: locked(path.with_name(f".{path.name}.lock"), held))
         if not process_group.broadcast(os.path.lexists(path)):
             return
         try:
             # Rank 0's file, as another node may have another of this name, or none yet.
-            state = process_group.on_rank_0(lambda: load_verified(Path(path)))
-            state, parts = process_group.broadcast(state), {"record": self} | parts
+            state = process_group.on_rank_0(lambda: self._read(path))
+            state, parts = process_group.broadcast(state), parts | {"record": self}
             load_parts(parts, state)
             if left := state.keys() - parts.keys():
                 raise ValueError(f"it also has the state of {min(left)}, which load is not given")
-            RESUMED.append(Path(path))
-        except UserError:
-            raise
+            RESUMED.append(path)
         except Exception as error:  # PyTorch raises many kinds for a damaged file
+            self._lock = None
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): move it away to start over."
             ) from None
+
+    def _read(self, path: Path) -> dict:
+        """Return what `save` has written, and whether it was written there."""
+        state = load_verified(path)
+        record = state["record"]
+        self._log.check_same(record["rows"], OF_THE_TRAINING)
+        record["came_from"] = came_from(Path(record.get("file", path)), path)
+        return state
 
     def finish(self, saved: Path | str | None = None) -> None:
         """Print where the record is, or where a stopped training has `saved`: its job is then requeued.

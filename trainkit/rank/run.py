@@ -151,6 +151,7 @@ class Run:
             told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"
             raise UserError(f"{told}: give another --checkpoint-dir.")
         batches.set_epoch(epoch, done.steps)
+        self._noise = None
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._noted = {}
         for name, values in {"loss": done.losses, **done.metrics}.items():
@@ -220,7 +221,7 @@ class Run:
         for name, value in numbers.items():
             value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             self._noted[name][self._added] = value
-        self._added += 1
+        self._added, self._noise = self._added + 1, None
 
     def _means(self) -> dict[str, torch.Tensor]:
         """Return the mean over the ranks of what they noted at each step."""
@@ -230,9 +231,9 @@ class Run:
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""
-        # The numbers from 1 on are for the orders of the epochs.
-        random = generator(self.options.seed, -1 - self._before - self._added)
-        noise = torch.randn(self.options.batch_size, *shape, generator=random)
+        if self._noise is None:  # the numbers from 1 on are for the orders of the epochs
+            self._noise = generator(self.options.seed, -1 - self._before - self._added)
+        noise = torch.randn(self.options.batch_size, *shape, generator=self._noise)
         return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
 
     def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:

@@ -134,7 +134,13 @@ class RunLog:
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
 
-    def go_on(self, state: dict, moved: bool = False, copied: bool = False, same: Iterable[str] = ()) -> None:
+    def check_same(self, rows: list[dict[str, object]], names: Iterable[str]) -> None:
+        """Raise a ValueError if a run with these `rows` differs from this one in a column of `names`."""
+        for name in names if rows else ():
+            if str(rows[-1][name]) != str(self._facts[name]):  # NaN is NaN
+                raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
+
+    def go_on(self, state: dict, moved: bool = False, copied: bool = False) -> None:
         """Continue the run whose `state` was saved; epochs written after that are discarded.
 
         A record that is not this run's is left alone, as is that of a run whose checkpoints were `moved`
@@ -142,16 +148,12 @@ class RunLog:
 
         Raises:
             UserError: if the CSV cannot be written.
-            ValueError: if `state` would write to another place, no run has left it, or it differs in a column
-                of `same`.
+            ValueError: if `state` would write to another place, or no run has left it.
         """
         if not re.fullmatch(r"\w[\w.-]*", state["facts"]["run_id"]):
             raise ValueError("its run_id is not a file name")
         seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
-        for name in same if rows else ():
-            if str(rows[-1][name]) != str(self._facts[name]):  # NaN is NaN
-                raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
         if not self._recorder.may_continue(facts, rows, moved, copied):
             tell(
                 f"{facts['run_id']}.csv is damaged, of another run, or goes on without this one: this one is "

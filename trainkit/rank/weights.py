@@ -3,7 +3,7 @@
 import copy
 import math
 from pathlib import Path
-from pickle import PicklingError
+from pickle import PickleError
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
@@ -26,7 +26,7 @@ class Best:
     """
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
-        if path and path.exists() and not any(path.parent.glob("epoch-*-step-*.pt")):
+        if path and (path.is_symlink() or path.exists()) and not any(path.parent.glob("epoch-*-step-*.pt")):
             raise UserError(f"{path} is not of this training: give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
         self.epoch, self.loss, self.weights = 0, math.inf, {}
@@ -69,6 +69,8 @@ class Best:
             raise ValueError("its best weights are of another network")
         if not self._path and bool(kept) != math.isfinite(loss):
             raise ValueError("its best weights and their loss do not fit together")
+        if self._path and math.isfinite(loss) and not process_group.on_rank_0(self._path.exists):
+            raise ValueError(f"{self._path.name} is not beside it")
         self.epoch, self.loss = epoch, loss
         self.weights = weights if process_group.is_rank_0() else {}
 
@@ -87,7 +89,7 @@ def pack(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
             # Of PyTorch 2.6 and newer.
             find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])
             found = find(getattr(file, "name", file))
-    except (TypeError, AttributeError, PicklingError, RecursionError) as error:
+    except (TypeError, AttributeError, PickleError, RecursionError) as error:
         found = [first_line(error)]
     if found:
         raise UserError(f"tensors, numbers and texts can be saved, not all here ({found[0]}): convert them.")

@@ -23,7 +23,8 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 REPOSITORY = Path(__file__).resolve().parents[2]
 FRONT_DOORS = {REPOSITORY / name for name in ("results", "slurm", "tools")}
 RESUMED: list[Path] = []  # the saved trainings that this process goes on with
-# PyTorch's errors of communication between ranks.
+# Pillow's errors for damaged images, and PyTorch's of communication between ranks.
+OF_IMAGES = ("OSError", "SyntaxError", "UnidentifiedImageError", "DecompressionBombError")
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -166,15 +167,15 @@ def _which_rank() -> str:
 
 
 def by_what_was_saved(error: BaseException) -> str | None:
-    """Explain an error of PyTorch's optimizers and schedules in a process that goes on with a saved training.
+    """Explain an error of PyTorch's optimizers, schedules and scalers that go on with a saved training.
 
     They take what a file has for them, and fail with it in a later step.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if not RESUMED or not any("/torch/optim/" in frame.filename for frame in frames):
+    if not RESUMED or not any(re.search("/torch/(optim|amp)/", frame.filename) for frame in frames):
         return None
     return (
-        f"the optimizer or its schedule cannot go on from {RESUMED[-1]} ({type(error).__name__}: "
+        f"the optimizer, its schedule or scaler cannot go on from {RESUMED[-1]} ({type(error).__name__}: "
         f"{first_line(error)}): go on from another, or start over."
     )
 
@@ -208,10 +209,11 @@ def _in_a_sentence(error: Exception) -> str | None:
     if lacks := _no_memory(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if damaged := re.search(
-        "cannot identify image file .*|image file is truncated.*|.*decompression bomb.*", str(error)
-    ):
-        return f"one of the images is damaged ({damaged[0]}): replace it, or leave it out."
+    # The frames of a loader process are in the text.
+    trace = "".join([*map(str, traceback.extract_tb(error.__traceback__)), str(error)])
+    if type(error).__name__ in OF_IMAGES and "/PIL/" in trace and not getattr(error, "errno", None):
+        last = str(error).strip().rpartition("\n")[2]
+        return f"one of the images is damaged ({last}): replace it, or leave it out."
     if re.search(r"No working C\+\+ compiler found|Failed to find C\S* compiler", text):
         return "torch.compile needs a C++ compiler: load one (module load gcc), or leave out --compile."
     if "out of memory" in text or "ALLOC_FAILED" in text:

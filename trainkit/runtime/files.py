@@ -5,7 +5,7 @@ import io
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -85,6 +85,25 @@ def explained(what: str, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what} ({error.strerror or error}): {fix}") from None
+
+
+def locked(path: Path, held: str) -> AbstractContextManager:
+    """Hold `path`, a lock file, for as long as what is returned is kept.
+
+    Raises:
+        UserError: with the text `held`, if another process holds it.
+    """
+    from filelock import FileLock, Timeout  # the doctor does without
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(held) from None
+    except (OSError, NotImplementedError):  # a file system without locks
+        return nullcontext()
+    return lock
 
 
 def check_writable(folder: Path, what: str, fix: str) -> None:

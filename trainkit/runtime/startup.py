@@ -10,7 +10,7 @@ _printed: list[bool] = []
 
 def process_start() -> float:
     """Return when this process started, by `time.monotonic`, which never goes back (proc(5), stat)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
 

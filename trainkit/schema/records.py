@@ -270,8 +270,8 @@ def _read(
         names, rows = lines.fieldnames or [], []
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"it has the column {min(twice)} twice")
-        if len(names) == 1 and names[0].count(";") > 3:
-            raise ValueError("its cells are separated by semicolons: export it with commas")
+        if len(names) == 1 and max(map(names[0].count, ";\t")) > 3:
+            raise ValueError("its cells are not separated by commas: export it with those")
         for line in lines:
             where = f"line {lines.line_num}"
             if None in line or None in line.values():

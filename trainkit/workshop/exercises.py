@@ -29,7 +29,6 @@ import shutil
 import signal
 import sys
 import textwrap
-from argparse import Namespace
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -42,7 +41,7 @@ from trainkit.runtime.files import read_text, replacing
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
-HEADER = re.compile(r"\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ")
+HEADER = re.compile(r"^# (.+)\n\n\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ", re.MULTILINE)
 EXTRA = 99  # its step on the core path: after all others
 PATIENCE = 120  # seconds for a check, on an otherwise idle machine
 TOO_LONG = (
@@ -58,9 +57,11 @@ class Exercise:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
         self.mine = Workspace(folder / "mine")
-        title, _, header, *_ = (folder / "README.md").read_text().splitlines()
-        step, minutes = HEADER.match(header).groups()
-        self.title, self.minutes, self.step = title.removeprefix("# "), int(minutes), int(step or EXTRA)
+        header = HEADER.search((folder / "README.md").read_text(errors="replace"))
+        if header is None:
+            raise UserError(f"{folder / 'README.md'} has lost its title and the line below: git checkout it.")
+        self.title, step, minutes = header.groups()
+        self.minutes, self.step = int(minutes), int(step or EXTRA)
         self.kind = "core" if step else "extra"
 
     @cached_property
@@ -120,10 +121,10 @@ class Exercise:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
             seen = self.program["check"](self.mine)
-        except UserError as error:
-            seen = error
         except BaseException as error:
-            seen = explain(error, self.mine)
+            # The learner's own classes are unknown to the other process.
+            ours = isinstance(error, UserError) and type(error).__module__.startswith("trainkit.")
+            seen = error if ours else explain(error, self.mine)
         with suppress(Exception):  # the program may have closed it
             sys.stdout.flush()
         answer.send(seen)
@@ -251,19 +252,17 @@ def main(folder: Path, description: str) -> int:
         with_name = commands.add_parser(command, help=what, description=what)
         with_name.set_defaults(act=act)
         with_name.add_argument("name", help="the exercise: its name or number")
-        if command == "solution":
-            with_name.add_argument("--yes", action="store_true", help="show it without asking")
     args = parser.parse_args()
     workbook = Workbook(folder)
     for exercise in workbook.exercises:
         exercise.begin()
     if args.command:
-        return args.act(workbook, workbook.find(args.name), args)
+        return args.act(workbook, workbook.find(args.name))
     tell(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
 
-def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
+def _check(workbook: Workbook, exercise: Exercise) -> int:
     try:
         seen = exercise.check()
     except Wrong as wrong:
@@ -279,7 +278,7 @@ def _check(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     return 0
 
 
-def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
+def _hint(workbook: Workbook, exercise: Exercise) -> int:
     most = len(exercise.hints)
     number = workbook.hints[exercise.name] = min(workbook.hints.get(exercise.name, 0) + 1, most)
     tell(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
@@ -289,7 +288,7 @@ def _hint(workbook: Workbook, exercise: Exercise, _: Namespace) -> int:
     return 0
 
 
-def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
+def _reset(_: Workbook, exercise: Exercise) -> int:
     mine = exercise.mine.folder
     kept = mine.rename(_unused(mine)) if mine.exists() else None
     exercise.begin()
@@ -299,7 +298,7 @@ def _reset(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     return 0
 
 
-def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
+def _recorded(_: Workbook, exercise: Exercise) -> int:
     """Copy the recorded runs to the place of the learner's own, which are kept under another name."""
     recorded = exercise.program.get("RECORDED")
     if not recorded:
@@ -318,12 +317,7 @@ def _recorded(_: Workbook, exercise: Exercise, __: Namespace) -> int:
     return 0
 
 
-def _solution(_: Workbook, exercise: Exercise, args: Namespace) -> int:
-    if not args.yes:
-        if not sys.stdin.isatty():
-            raise UserError("it asks before it shows the solution, and there is no terminal: give --yes.")
-        if input(f"Show the solution of {exercise.name}? [y/N] ").strip().lower() not in ("y", "yes"):
-            return 0
+def _solution(_: Workbook, exercise: Exercise) -> int:
     tell(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
     return 0
 
