@@ -37,7 +37,7 @@ cd "$job_began_in" || fail "slurm/site.sh has removed $job_began_in."
 [[ ${SLURM_JOB_ID:-} ]] || fail "activate_environment takes away Slurm's variables, which srun needs: leave that out."
 # What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
-unset SLURM_CONSTRAINT SRUN_EXPORT_ENV
+unset SLURM_CONSTRAINT SLURM_LABELIO SLURM_STDOUTMODE SLURM_TASK_PROLOG SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK
 [[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 facts=$(scontrol --oneliner show job "$SLURM_JOB_ID") || facts=""
@@ -122,7 +122,7 @@ torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch"
 print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}") || checked=""
 [[ $'\n'$checked == *$'\npython  '* ]] ||
     fail "the Python environment of this job does not work: fix activate_environment, SITE_CONTAINER or \
-SITE_SRUN_ARGS in slurm/site.sh."
+SITE_SRUN_ARGS in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., SRUN_...)."
 echo "$checked"
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
@@ -211,7 +211,11 @@ tell_what_was_seen() {
     elif ! wait "$sampler" && [[ ! -e $watching/verdict.json ]]; then
         # Not what srun says of every step that fails, or is ended.
         why=$(grep -vE ': tasks? [0-9,-]+: |^Try |forcing job termination| CANCELLED AT ' "$watching/log" | tail -n 1)
-        echo "watch   not sampled: ${why:-it had not begun when the job ended}"
+        if ((begun)); then
+            echo "watch   sampled only in part (${why:-killed}): python slurm/monitor.py --verdict $SLURM_JOB_ID"
+        else
+            echo "watch   not sampled: ${why:-it had not begun when the job ended}"
+        fi
     fi
 }
 
@@ -237,8 +241,8 @@ finish() {
         ! was_preempted || touch "$TRAINKIT_JOB_DIR/preempted"
         for ((tries = 1; ; tries++)); do
             why=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break
-            # Slurm's controller may be restarting.
-            if [[ $why == *"to contact"* ]] && ((tries < 6)); then sleep 10 && continue; fi
+            # If it is not refused, Slurm's controller may be restarting.
+            if [[ $why != *disabled* && $why != *nvalid* ]] && ((tries < 6)); then sleep 10 && continue; fi
             tell_what_was_seen
             fail "this job is not requeued (${why%%$'\n'*}): $again"
         done
@@ -246,7 +250,7 @@ finish() {
         echo "ended from outside: by scancel, preemption or the time limit"
         [[ -z $saved ]] || echo "if it does not come back by itself, $again"
     elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted; then
-        echo "ended from outside: by preemption, for a job of higher priority; $again"
+        echo "why     a job of higher priority took its place (preemption): $again"
     elif ((code)); then
         why=$(tell_who_failed)
         [[ -z $why ]] || echo "$why"
@@ -259,6 +263,6 @@ finish() {
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
     exit "$code"
 }
-was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID") == *PreemptTime=[0-9]* ]]; }
-at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID") == *" Reason=TimeLimit Dependency="* ]]; }
+was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
+at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
 trap finish EXIT

@@ -106,6 +106,17 @@ def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster:
     assert "watch   job" in log and "--num-workers" not in log and "results in" not in log
 
 
+def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
+    script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
+    fate = "print('begun', flush=True); time.sleep(600)"
+    job = on_cluster.submit("single", "--plain", script, fate, sbatch=nodes)
+    on_cluster.wait_for("begun", job)
+    on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
+    assert on_cluster.cluster.wait(job)["JobState"] == "FAILED"
+    why = "\nwhy     a job of higher priority took its place (preemption): submit again\n"
+    assert why in on_cluster.log(job), on_cluster.log(job)
+
+
 def test_accelerate_as_a_plain_job(checkout: Checkout) -> None:
     """The script of the page on two ranks: it trains as one, and every test image counts once."""
     pytest.importorskip("accelerate")

@@ -145,6 +145,7 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) ->
 
 
 def test_scancel_saves_and_the_job_stays_away(on_cluster: Checkout) -> None:
+    on_cluster.site("activate_environment() { trap '' TERM HUP; }\n")  # as some scripts do
     on_cluster.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
     job = on_cluster.submit("srun", *TRAINING, "--epochs", 1000)
     on_cluster.wait_for("epoch 1/", job)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
+from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -296,6 +297,21 @@ def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, 
     assert sorted(len(records.read(path)) for path in (tmp_path / "runs").glob("*.csv")) == [1, 2]
 
 
+def test_one_saved_training_after_another_in_one_process(saved: dict, tmp_path: Path) -> None:
+    """Each keeps its record; a copy of a third has one of its own."""
+    again, parts = recorder(tmp_path)
+    again.load(tmp_path / "saved.pt", parts)
+    other, parts = recorder(tmp_path)
+    other.epoch(4, 1.0, 0.75)
+    other.save(tmp_path / "other.pt", parts)
+    shutil.copy(tmp_path / "other.pt", tmp_path / "copy.pt")
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*.csv")}
+    again.load(tmp_path / "copy.pt", parts)
+    again.epoch(4, 1.0, 0.25)
+    after = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*.csv")}
+    assert len(before) == 2 and before.items() <= after.items() and len(after) == 3
+
+
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adafactor, torch.optim.LBFGS, type("Own", (torch.optim.SGD,), {})]
 )
@@ -310,9 +326,11 @@ def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path)
         assert run.first_epoch == first_epoch
         run.epoch(4, 1.0, 0.5)
         run.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
-    with pytest.raises(UserError, match="another training goes on from .*saved.pt: wait for its end"):
-        Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {})
+    run.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})  # back to what it saved
     del run
+    held = pytest.raises(UserError, match="another training goes on from .*saved.pt: wait for its end")
+    with FileLock(tmp_path / "saved.lock"), held:  # as another process would
+        Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {})
     with pytest.raises(UserError, match="its global_batch is 4, not 8"):
         Recorder(name, model, optimizer, **told | {"batch_size": 8}).load(tmp_path / "saved.pt", {})
     with pytest.raises(UserError, match="it also has the state of model"):

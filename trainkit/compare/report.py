@@ -102,12 +102,12 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     Raises:
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
     """
-    tables, every, left_out, empty = [], [], [], []
+    tables, every, left_out = [], [], []
     for folder in folders:
         rows, skipped = comparison.load([folder])
         left_out += skipped
         if rows.empty:
-            empty.append(f"{folder} has no runs.")
+            left_out.append(f"{folder} has no runs.")
         else:
             every.append(rows)
             tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
@@ -120,7 +120,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     for column, header in (("device_name", "device"), ("model", "model"), ("dataset", "dataset")):
         if table[column].nunique() > 1:
             shown.insert(1, header, table[column])
-    notes = reasons + _notes(pd.concat(every), left_out) + empty
+    notes = reasons + _notes(pd.concat(every), left_out)
     tell(f"{page.plain(shown)}\n\n" + "\n".join(map(page.wrapped, notes)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")

@@ -28,6 +28,7 @@ from trainkit.runtime.errors import UserError, printable, tell
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
 LOG_SECONDS = 60  # until a shared file system shows the end of a log
+MOST_OF_A_LOG = 2**24  # bytes that are read
 PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
 
 # The last words of a job script and of a Python program; the first pattern found counts.
@@ -234,4 +235,9 @@ def follow(handle: Handle) -> int:
 
 
 def _lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines() if log.exists() else []
+    """Return the last lines of a log, which may be long, or have become a pipe."""
+    if not log.is_file():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))
+        return file.read(MOST_OF_A_LOG).decode(errors="replace").splitlines()

@@ -38,9 +38,7 @@ class Gpus:
             self._nvml: ModuleType = pynvml
             pynvml.nvmlInit()
             self._handles = _visible_gpus(pynvml)
-        except ImportError:
-            why = "there is no nvidia-ml-py in this environment"
-        except Exception as error:  # NVML's, or of a damaged module
+        except Exception as error:  # NVML's, or of a module that is damaged, or not there
             why = first_line(error)
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         expected = chosen not in ("", "-1", "NoDevFiles")

@@ -23,6 +23,7 @@ ENERGY_MOMENTS = 10  # with fewer, the seconds at both ends, only partly trainin
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
 NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
+SEEN = 0.9  # of the time of all devices, to know their energy
 UNSEEN = 0.9  # of the time, without a rank on a GPU: it is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
@@ -195,12 +196,6 @@ class SampledJob:
         pause = (~goes_on).cumsum()
         return rows[pause == pause.mode()[0]] if goes_on.any() else rows[:0]
 
-    @property
-    def energy_from(self) -> str:
-        """Return whether the energy of all GPUs is from their "counter" or their "power"; "" if unknown."""
-        counted = all(rows.energy_j.notna().any() for rows in self.rows[GPU].values())
-        return "" if math.isnan(self.joules()) else "counter" if counted else "power"
-
     def joules(self, began: float = -math.inf, ended: float = math.inf) -> float:
         """Return the energy of all GPUs in that time; NaN if that of one is unknown, or there are no GPUs."""
         every = [_energy_of_gpu(rows, began, ended) for rows in self.rows[GPU].values()]
@@ -209,16 +204,24 @@ class SampledJob:
     def joules_per_1000_images(self, trainings: list["TrainingRecord"]) -> float:
         """Return the energy from the first epoch to the end of the last; NaN below `ENERGY_MOMENTS` samples.
 
-        Also NaN if another training ran at the same time, as the energy cannot be divided between them.
+        Also NaN if a part was not sampled, or another training ran meanwhile: its energy is not known apart.
         """
-        spans = _merge_windows(training.span for training in trainings)
+        sampled = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD
+        # A job that goes on with a training has not seen its earlier epochs.
+        seen = [epochs for one in trainings if len(epochs := one.epochs[one.epochs.began >= sampled])]
+        spans = _merge_windows((epochs.began.iloc[0], epochs.tested.iloc[-1]) for epochs in seen)
         others = [training.span for training in self.trainings if training not in trainings]
         if any(began < until and since < ended for began, ended in spans for since, until in others):
             return math.nan
         times = next(iter(self.rows[NODE].values())).time
         if not spans or any(times.between(*span).sum() < ENERGY_MOMENTS for span in spans):
             return math.nan
-        images = sum(training.epochs.images.sum() for training in trainings)
+        every = self.table[self.table.what == GPU]
+        for of in seen:
+            taken = (of.devices * (of.train_seconds + of.eval_seconds)).sum()
+            if every.seconds[every.time.between(of.began.iloc[0], of.tested.iloc[-1])].sum() < SEEN * taken:
+                return math.nan
+        images = sum(epochs.images.sum() for epochs in seen)
         return sum(self.joules(*span) for span in spans) / images * 1000
 
 

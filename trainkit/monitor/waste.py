@@ -99,10 +99,9 @@ class Issue:
 class Verdict:
     """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged, why.
 
-    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, and
-    `energy_from` the "counter" or the "power", or "" with NaN. `joules_per_1000_images` is of all its
-    trainings together, `of_runs` of each, by its CSV; NaN if unknown. `notes` say what could
-    not be seen, and `enough` what less to ask for next time, if anything.
+    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job,
+    `joules_per_1000_images` of all its trainings together, `of_runs` of each, by its CSV; NaN if unknown.
+    `notes` say what could not be seen, and `enough` what less to ask for next time, if anything.
     """
 
     findings: list[Issue]
@@ -110,7 +109,6 @@ class Verdict:
     seconds: float
     devices: str
     energy_kwh: float
-    energy_from: str
     joules_per_1000_images: float
     of_runs: dict[Path, float]
     notes: list[str]
@@ -127,8 +125,6 @@ class Verdict:
         for number, unit in ((self.energy_kwh, "kWh"), (self.joules_per_1000_images, "J per 1,000 images")):
             if number >= 0:
                 watched.append(f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}")
-        if self.energy_from == "power":
-            watched.append("summed up from the power, as there is no counter")
         return [printable(line) for line in (*lines, ", ".join(watched))]
 
     def facts(self) -> dict[str, object]:
@@ -173,7 +169,6 @@ def judge(folder: Path) -> Verdict:
         seconds=job.seconds,
         devices=_devices(job),
         energy_kwh=job.joules() / 3.6e6,
-        energy_from=job.energy_from,
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
         notes=unseen,

@@ -164,9 +164,8 @@ class Checkpoints:
     def _open_folder(self) -> AbstractContextManager:
         """Claim the folder for this run, for as long as the lock is held."""
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
-        file = self._folder / LOCK
-        wait = f"wait for its end (if there is none, remove {file}), or give another --checkpoint-dir."
-        lock = locked(file, f"another run saves its checkpoints in {self._folder}: {wait}")
+        wait = "wait for its end, or give another --checkpoint-dir."
+        lock = locked(self._folder / LOCK, f"another run saves its checkpoints in {self._folder}: {wait}")
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         if _checkpoints(self._folder) and self._options.resume == "never":

@@ -46,6 +46,8 @@ class Recorder:
             cannot be written.
     """
 
+    _asked = False  # to stop, of all in this process
+
     def __init__(
         self,
         name: str,
@@ -73,7 +75,7 @@ class Recorder:
         facts |= {"precision": precision} if precision else {}
         self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
         self.first_epoch = self._epoch = 1
-        self._agreement, self._asked, self._stop = None, False, False
+        self._agreement, self._stop = None, False
 
     def should_stop(self) -> bool:
         """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
@@ -86,11 +88,11 @@ class Recorder:
                 signal.signal(number, self._ask_to_stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not self._stop and self._agreement.due():
-            (self._stop,) = self._agreement.ask(self._asked)
+            (self._stop,) = self._agreement.ask(Recorder._asked)
         return self._stop
 
     def _ask_to_stop(self, *_: object) -> None:
-        self._asked = True
+        Recorder._asked = True
 
     def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
         """Write the row of the next epoch, from each rank's own numbers.
@@ -157,10 +159,11 @@ class Recorder:
         """
         if "record" in parts:
             raise UserError("`record` is the name of the Recorder's own part: give another.")
-        record = self.state_dict() | {"file": str(Path(path).resolve())}
+        path = Path(path)
+        record = self.state_dict() | {"file": str(path.parent.resolve() / path.name)}
         state = {name: part.state_dict() for name, part in parts.items()} | {"record": record}
         advice = "free the space, or give another. The earlier file and the record are kept."
-        process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
+        process_group.on_rank_0(lambda: save("the training", state, path, advice))
 
     def load(self, path: Path | str, parts: dict[str, object]) -> None:
         """Continue on every rank from what `save` has written, if `path` exists.
@@ -170,7 +173,7 @@ class Recorder:
         """
         path = Path(path)
         held = f"another training goes on from {path}: wait for its end, or give another file."
-        self._lock = process_group.on_rank_0(lambda: locked(path.with_name(f".{path.name}.lock"), held))
+        self._lock = process_group.on_rank_0(lambda: locked(path.resolve().with_suffix(".lock"), held))
         if not process_group.broadcast(os.path.lexists(path)):
             return
         try:

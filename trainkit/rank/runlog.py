@@ -35,6 +35,8 @@ class RunLog:
     Raises UserError if the results directory cannot be written to.
     """
 
+    _begun = False  # a training, in this process
+
     def __init__(
         self,
         options: Options,
@@ -45,7 +47,9 @@ class RunLog:
         unit: tuple[str, int] = ("images", 1),
     ) -> None:
         self._options, (self._unit, self._per_sample) = options, unit
-        self._started = startup.process_start()
+        # A second training of a process does not begin with it.
+        self._started = time.monotonic() if RunLog._begun else startup.process_start()
+        RunLog._begun = True
         self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
@@ -154,15 +158,15 @@ class RunLog:
             raise ValueError("its run_id is not a file name")
         seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
-        if not self._recorder.may_continue(facts, rows, moved, copied):
-            tell(
-                f"{facts['run_id']}.csv is damaged, of another run, or goes on without this one: this one is "
-                f"recorded as {self.run_id}."
-            )
-            own = {"run_id": self.run_id}
+        back = self.run_id == facts["run_id"]  # this process goes back to what it has saved
+        if not back and not self._recorder.may_continue(facts, rows, moved, copied):
+            own = {"run_id": f"{self.run_id.rpartition('-')[0]}-{secrets.token_hex(4)}"}
+            why = f"{facts['run_id']}.csv is damaged, of another run, or goes on without this one"
+            tell(f"{why}: this one is recorded as {own['run_id']}.")
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts
-        self.run_id, self._before_s = self._facts["run_id"], seconds
+        if not back:
+            self.run_id, self._before_s = self._facts["run_id"], seconds
         if rows:  # the limits may have changed
             rows[-1]["ended"] = why_ended(rows, self._options)
         self._recorder.go_on(facts, rows)

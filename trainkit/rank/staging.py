@@ -49,9 +49,7 @@ LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 
 
 def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearray]:
-    """Check that `dataset` can be loaded: MNIST's files by their sizes, or `read` them, and by their MD5.
-
-    Return what was read of each file.
+    """Check MNIST's files by their sizes, or `read` them, check their MD5, too, and return them by name.
 
     Raises:
         UserError: if MNIST is missing, unreadable or damaged.

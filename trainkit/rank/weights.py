@@ -69,8 +69,6 @@ class Best:
             raise ValueError("its best weights are of another network")
         if not self._path and bool(kept) != math.isfinite(loss):
             raise ValueError("its best weights and their loss do not fit together")
-        if self._path and math.isfinite(loss) and not process_group.on_rank_0(self._path.exists):
-            raise ValueError(f"{self._path.name} is not beside it")
         self.epoch, self.loss = epoch, loss
         self.weights = weights if process_group.is_rank_0() else {}
 

@@ -97,7 +97,7 @@ def locked(path: Path, held: str) -> AbstractContextManager:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
+        lock = FileLock(path, is_singleton=True)  # this process may take it again
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(held) from None
