@@ -179,7 +179,7 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
 
 
 JOULES = {"one": 40.0, "two": None}
-NO_RUN = ("a\n1\t2" + "[" * 100_000, "null", '["joules_per_1000_images"]')
+NO_RUN = ("a\n1\t2" + "[" * 100_000, "null", '["joules_per_1000_images"]', '{"joules_per_1000_images": "x"}')
 
 
 @pytest.fixture
