@@ -295,8 +295,9 @@ def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.Mo
 
 def test_noise_is_new_in_every_step() -> None:
     opts, here = options.parse("", ["--batch-size", "4"]), SimpleNamespace(rank=0, size=1, device="cpu")
-    run = {"options": opts, "here": here, "_before": 0, "_noise": None}
-    steps = [SimpleNamespace(**run, _added=step) for step in (0, 1, 1)]
+    steps = [
+        SimpleNamespace(options=opts, here=here, _noise=batches.generator(0, -step)) for step in (1, 2, 2)
+    ]
     drawn = [Run.noise(step, 2) for step in steps]
     assert drawn[0].shape == (4, 2) and drawn[1].equal(drawn[2]) and not drawn[0].eq(drawn[1]).any()
     assert not Run.noise(steps[1], 2).eq(drawn[1]).any()

@@ -384,6 +384,7 @@ def test_the_energy_of_images_that_were_not_seen_is_not_that_of_the_others(made:
     whole = waste.judge(folder).joules_per_1000_images
     middle = traces.BEGAN + 20
     change(folder, lambda row: row if float(row["time"]) >= middle else None)  # as a job that goes on
+    assert len(sampled_job.SampledJob(folder).steady) < 3
     assert waste.judge(folder).joules_per_1000_images == pytest.approx(whole, rel=0.1)
     change(folder, lambda row: row if float(row["time"]) <= middle + 12 else None)  # the sampler was killed
     assert math.isnan(waste.judge(folder).joules_per_1000_images)

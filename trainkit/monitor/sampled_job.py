@@ -78,9 +78,10 @@ class SampledJob:
         self.table = table.assign(seconds=seconds[seconds.between(1e-9, (3 * usual).clip(lower=GAP))])
         self.rows = _by_place(self.table)
         self.trainings, self.notes = [], job_folder.read(folder / samples.NOTES).splitlines()
+        since = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD
         for path in samples.runs(folder):
             try:
-                self.trainings.append(TrainingRecord(path))
+                self.trainings.append(TrainingRecord(path, since))
             except (UserError, OSError, ValueError) as error:  # too long a name; a date out of bounds
                 self.notes.append(str(error))
         self.shares = _shares(self.trainings)
@@ -206,10 +207,7 @@ class SampledJob:
 
         Also NaN if a part was not sampled, or another training ran meanwhile: its energy is not known apart.
         """
-        sampled = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD
-        # A job that goes on with a training has not seen its earlier epochs.
-        seen = [epochs for one in trainings if len(epochs := one.epochs[one.epochs.began >= sampled])]
-        spans = _merge_windows((epochs.began.iloc[0], epochs.tested.iloc[-1]) for epochs in seen)
+        spans = _merge_windows(training.span for training in trainings)
         others = [training.span for training in self.trainings if training not in trainings]
         if any(began < until and since < ended for began, ended in spans for since, until in others):
             return math.nan
@@ -217,32 +215,35 @@ class SampledJob:
         if not spans or any(times.between(*span).sum() < ENERGY_MOMENTS for span in spans):
             return math.nan
         every = self.table[self.table.what == GPU]
-        for of in seen:
-            taken = (of.devices * (of.train_seconds + of.eval_seconds)).sum()
-            if every.seconds[every.time.between(of.began.iloc[0], of.tested.iloc[-1])].sum() < SEEN * taken:
+        for training in trainings:
+            taken = training.epochs.eval("devices * (train_seconds + eval_seconds)").sum()
+            if every.seconds[every.time.between(*training.span)].sum() < SEEN * taken:
                 return math.nan
-        images = sum(epochs.images.sum() for epochs in seen)
+        images = sum(training.epochs.images.sum() for training in trainings)
         return sum(self.joules(*span) for span in spans) / images * 1000
 
 
 class TrainingRecord:
-    """The record of a training: a row for each of its `epochs`, `steady` those past the warm-up, if any.
+    """The record of a training `since` then: a row for each of its `epochs`, `steady` those past the warm-up.
 
     An epoch is trained from `began` to `trained`, and tested until `tested`: s since 1970, NaN in files
     without them. `of_ranks` has a row for each epoch and rank. `span` is the whole training, and `windows`
     are the times of training, without evaluations, unless the epochs are too short for that.
 
     Raises:
-        UserError, OSError: if it cannot be read.
+        UserError, OSError: if it cannot be read, or has no such epoch.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, since: float) -> None:
         self.path, epochs = path, pd.DataFrame(records.read(path))
         self.of_ranks = pd.DataFrame(records.read_ranks(path) if records.beside(path).exists() else [])
         tested = pd.to_datetime(epochs.recorded_at, utc=True, format="ISO8601", errors="coerce")
         tested = (tested - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
         epochs = epochs.assign(tested=tested, trained=tested - epochs.eval_seconds)
-        self.epochs = epochs.assign(began=epochs.trained - epochs.train_seconds)
+        epochs = epochs.assign(began=epochs.trained - epochs.train_seconds)
+        self.epochs = epochs[~(epochs.began < since)]
+        if self.epochs.empty:
+            raise UserError(f"{path}: no epoch of it was sampled.")
         self.steady = self.epochs if self.epochs.warmup.all() else self.epochs[~self.epochs.warmup]
         self.span = self.epochs.began.iloc[0], self.epochs.tested.iloc[-1]
         trained = self.steady[self.steady.began < self.steady.trained]

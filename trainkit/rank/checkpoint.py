@@ -291,10 +291,11 @@ def _newest(folder: Path) -> tuple[Path | None, dict]:
 
 def came_from(there: Path, here: Path) -> tuple[bool, bool]:
     """Return whether a state that is loaded `here` was saved elsewhere, and whether `there` still is one."""
-    with suppress(OSError):  # it is gone, or another user's
+    try:
         same = there.samefile(here)  # perhaps by another name
         return not same, not same and (there.is_file() or bool(_checkpoints(there)))
-    return True, False
+    except OSError as error:  # it is gone, or in a folder of another user
+        return True, isinstance(error, PermissionError)
 
 
 def load_verified(file: Path | io.BytesIO) -> object:

@@ -151,13 +151,12 @@ class Run:
             told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"
             raise UserError(f"{told}: give another --checkpoint-dir.")
         batches.set_epoch(epoch, done.steps)
-        self._noise = None
         # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
         self._noted = {}
         for name, values in {"loss": done.losses, **done.metrics}.items():
             self._noted[name] = torch.zeros(len(batches), device=device)
             self._noted[name][: done.steps] = values
-        self._before, self._added, seconds = (epoch - 1) * len(batches), done.steps, done.seconds
+        before, self._added, seconds = (epoch - 1) * len(batches), done.steps, done.seconds
         self._data_seconds, first = 0.0, done.steps
         bar = tqdm(
             self._timed(batches),
@@ -172,6 +171,8 @@ class Run:
         started = clock.start(device)
         self._compute_time.begin()
         for step, batch in enumerate(bar, start=first + 1):
+            # The numbers from 1 on are for the orders of the epochs.
+            self._noise = generator(self.options.seed, -before - step)
             yield batch
             if self._added != step:
                 raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
@@ -221,7 +222,7 @@ class Run:
         for name, value in numbers.items():
             value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             self._noted[name][self._added] = value
-        self._added, self._noise = self._added + 1, None
+        self._added += 1
 
     def _means(self) -> dict[str, torch.Tensor]:
         """Return the mean over the ranks of what they noted at each step."""
@@ -231,8 +232,6 @@ class Run:
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""
-        if self._noise is None:  # the numbers from 1 on are for the orders of the epochs
-            self._noise = generator(self.options.seed, -1 - self._before - self._added)
         noise = torch.randn(self.options.batch_size, *shape, generator=self._noise)
         return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
 

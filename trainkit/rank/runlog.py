@@ -35,7 +35,7 @@ class RunLog:
     Raises UserError if the results directory cannot be written to.
     """
 
-    _begun = False  # a training, in this process
+    _begun = False  # a training, in this process: a second one does not begin with the process
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class RunLog:
         unit: tuple[str, int] = ("images", 1),
     ) -> None:
         self._options, (self._unit, self._per_sample) = options, unit
-        # A second training of a process does not begin with it.
         self._started = time.monotonic() if RunLog._begun else startup.process_start()
         RunLog._begun = True
         self._before_s = 0.0  # seconds of earlier processes of this run

@@ -23,8 +23,7 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 REPOSITORY = Path(__file__).resolve().parents[2]
 FRONT_DOORS = {REPOSITORY / name for name in ("results", "slurm", "tools")}
 RESUMED: list[Path] = []  # the saved trainings that this process goes on with
-# Pillow's errors for damaged images, and PyTorch's of communication between ranks.
-OF_IMAGES = ("OSError", "SyntaxError", "UnidentifiedImageError", "DecompressionBombError")
+# PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -211,7 +210,8 @@ def _in_a_sentence(error: Exception) -> str | None:
     text = str(error) if isinstance(error, RuntimeError) else ""
     # The frames of a loader process are in the text.
     trace = "".join([*map(str, traceback.extract_tb(error.__traceback__)), str(error)])
-    if type(error).__name__ in OF_IMAGES and "/PIL/" in trace and not getattr(error, "errno", None):
+    pillows = isinstance(error, (OSError, SyntaxError)) or type(error).__name__ == "DecompressionBombError"
+    if pillows and not getattr(error, "errno", None) and re.search("/PIL/|/torchvision/", trace):
         last = str(error).strip().rpartition("\n")[2]
         return f"one of the images is damaged ({last}): replace it, or leave it out."
     if re.search(r"No working C\+\+ compiler found|Failed to find C\S* compiler", text):
