@@ -52,7 +52,7 @@ site_problem() {
                 echo "problem: it has its own function fail: give that another name"
             elif ! declare -F activate_environment >/dev/null; then
                 echo "problem: it takes away activate_environment: leave that out"
-            elif [[ $(readonly -p) =~ \ (IFS|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
+            elif [[ $(readonly -p) =~ \ (IFS|[a-z_]+|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
                 echo "problem: it makes ${BASH_REMATCH[1]} read-only, and jobs set that: leave it out"
             else
                 echo "read to its end"

@@ -39,6 +39,7 @@ BAD = {
     b"kill -KILL $$\n": f"{ENDS}137",
     b"unset -f activate_environment\n": f"{FAILS}it takes away activate_environment",
     b"fail() { echo $1; }\n": f"{FAILS}it has its own function fail",
+    b"readonly code=0\n": f"{FAILS}it makes code read-only",
     b"readonly IFS\n": f"{FAILS}it makes IFS read-only",
     b"printf 'a\\0b' >&2\n": f"{FAILS}it prints a zero byte",
     b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",

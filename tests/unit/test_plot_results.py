@@ -253,7 +253,7 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
     assert f"Do not rely on every speed: {loud} (rows with doubt q): measure again with --rep" in verdict
     assert f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
-    assert "each job alone on its nodes" in verdict
+    assert "on an idle machine or own nodes" in verdict
     assert verdict.endswith(", in runs of your own.")
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 

@@ -112,7 +112,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
             every.append(rows)
             tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
     if not tables:
-        raise UserError(f"no runs found in {', '.join(map(str, folders))}: give folders that hold some.")
+        raise UserError(f"no runs found in {', '.join(map(str, folders))}. {' '.join(left_out)}")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
     shown, reasons = as_text(table, target)
     shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})

@@ -14,7 +14,7 @@ MARKS = {
         "the machine was not quiet",
         "one DDP worker differs by more than 10 % from single, whose work it does, or an efficiency passes "
         "105 %",
-        "measure again with --repeats 3, each job alone on its nodes (export SBATCH_EXCLUSIVE=exclusive)",
+        "measure again with --repeats 3, on an idle machine or own nodes (export SBATCH_EXCLUSIVE=exclusive)",
     ),
     "e": (
         "too little was measured",
@@ -24,7 +24,7 @@ MARKS = {
     "s": (
         "the measurements scatter",
         "min..max, of the row or of its run on one device, is wider than the difference of the two",
-        "give more --epochs and --repeats 3, each job alone on its nodes",
+        "give more --epochs and --repeats 3, on an idle machine or own nodes",
     ),
 }
 

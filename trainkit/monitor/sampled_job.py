@@ -23,8 +23,7 @@ ENERGY_MOMENTS = 10  # with fewer, the seconds at both ends, only partly trainin
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
 NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
-SEEN = 0.9  # of the time of all devices, to know their energy
-UNSEEN = 0.9  # of the time, without a rank on a GPU: it is unused
+NEARLY = 0.9  # of the time: without a rank, a GPU is unused; known of all in a node, their energy is, too
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
 CORES = "--cpus-per-task"
@@ -122,7 +121,7 @@ class SampledJob:
 
     def is_unused(self, gpu: Place) -> bool:
         """Return whether no rank uses the GPU."""
-        return (self.judged[GPU][gpu].ranks == "-").mean() >= UNSEEN
+        return (self.judged[GPU][gpu].ranks == "-").mean() >= NEARLY
 
     def mean(self, what: str, places: Iterable[Place], column: str) -> float:
         """Return the mean of a column over all samples to judge of these places; NaN if unknown."""
@@ -214,10 +213,11 @@ class SampledJob:
         times = next(iter(self.rows[NODE].values())).time
         if not spans or any(times.between(*span).sum() < ENERGY_MOMENTS for span in spans):
             return math.nan
-        every = self.table[self.table.what == GPU]
+        gpus = self.table[self.table.what == GPU].assign(known=lambda of: of.power_w.fillna(of.energy_j) >= 0)
+        every = gpus.groupby(["node", "time"], as_index=False).agg({"known": "all", "seconds": "max"})
         for training in trainings:
-            taken = training.epochs.eval("devices * (train_seconds + eval_seconds)").sum()
-            if every.seconds[every.time.between(*training.span)].sum() < SEEN * taken:
+            taken = training.epochs.eval("nodes * (train_seconds + eval_seconds)").sum()
+            if every.seconds[every.known & every.time.between(*training.span)].sum() < NEARLY * taken:
                 return math.nan
         images = sum(training.epochs.images.sum() for training in trainings)
         return sum(self.joules(*span) for span in spans) / images * 1000

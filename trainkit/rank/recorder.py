@@ -18,7 +18,6 @@ from trainkit.rank.weights import save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
-from trainkit.runtime.files import locked
 from trainkit.schema.columns import OWN_LOOP
 
 # What has to be equal in a training that goes on.
@@ -169,25 +168,21 @@ class Recorder:
         """Continue on every rank from what `save` has written, if `path` exists.
 
         Raises:
-            UserError: if it cannot be read, is of another training, or of one that goes on.
+            UserError: if it cannot be read, or is of another training.
         """
-        path = Path(path)
-        held = f"another training goes on from {path}: wait for its end, or give another file."
-        self._lock = process_group.on_rank_0(lambda: locked(path.resolve().with_suffix(".lock"), held))
         if not process_group.broadcast(os.path.lexists(path)):
             return
         try:
             # Rank 0's file, as another node may have another of this name, or none yet.
-            state = process_group.on_rank_0(lambda: self._read(path))
+            state = process_group.on_rank_0(lambda: self._read(Path(path)))
             state, parts = process_group.broadcast(state), parts | {"record": self}
             load_parts(parts, state)
             if left := state.keys() - parts.keys():
                 raise ValueError(f"it also has the state of {min(left)}, which load is not given")
-            RESUMED.append(path)
+            RESUMED.append(Path(path))
+        except UserError:
+            raise
         except Exception as error:  # PyTorch raises many kinds for a damaged file
-            self._lock = None
-            if isinstance(error, UserError):
-                raise
             raise UserError(
                 f"{path} does not fit this training ({first_line(error)}): move it away to start over."
             ) from None

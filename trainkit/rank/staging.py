@@ -159,10 +159,7 @@ def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def _faults(folder: Path, read: bool = True, files: dict[str, bytearray] | None = None) -> dict[str, str]:
-    """Return what is wrong with each of the four files that is not as it should be, by name.
-
-    With `read` the files are read, and put into `files`.
-    """
+    """Return what is wrong with the four files, by name; with `read` they are also put into `files`."""
     faults = {}
     for name, (size, md5) in FILES.items():
         path = folder / name

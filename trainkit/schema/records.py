@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError, reason
-from trainkit.runtime.files import check_writable, explained, read_text, replacing
+from trainkit.runtime.files import check_writable, explained, locked, read_text, replacing
 from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, LONGEST, WORKERS, number, text
 
 SCHEMA_VERSION = 1
@@ -92,6 +92,7 @@ class RunFiles:
         self.metrics: list[dict[str, object]] = []
         fix = "free the space, fix the permissions, or give another --results-dir."
         check_writable(self.path.parent, "results", fix)
+        self._claim(self.path)
 
     def add(
         self,
@@ -136,7 +137,14 @@ class RunFiles:
             return False
         known, written = ([(row["epoch"], row.get("recorded_at", "")) for row in of] for of in (rows, found))
         same = found[0]["started_at"] == facts["started_at"] and written[: len(known)] == known
-        return same and not copied and not (moved and len(written) > len(known))
+        return same and not copied and not (moved and len(written) > len(known)) and self._claim(path)
+
+    def _claim(self, path: Path) -> bool:
+        """Return whether no other process writes this record; none may from now on."""
+        with suppress(UserError):
+            self._lock = locked(path.with_name(f".{path.stem}.lock"), "held")
+            return True
+        return False
 
     def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
         """Continue the file of an earlier process of the run, which had written `rows`, and those next to it.
@@ -158,6 +166,7 @@ class RunFiles:
         epochs = {row["epoch"] for row in rows}
         self.of_ranks = [row for row in self._earlier(read_ranks, "ranks") if row["epoch"] in epochs]
         self.metrics = [row for row in self._earlier(read_metrics, "metrics") if row["epoch"] in epochs]
+        self._claim(self.path)
         if rows:
             self._write()
 

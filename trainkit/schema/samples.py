@@ -143,7 +143,7 @@ def note_run(path: Path) -> None:
     job = job_folder.here()
     if job and (job / FOLDER).is_dir():
         with suppress(OSError), job_folder.opened(job / FOLDER / RUNS, "a") as file:
-            file.write(f"{path.absolute()}\n")
+            file.write(f"{path.resolve()}\n")
 
 
 def _row(cells: dict[str, str]) -> dict[str, object]:

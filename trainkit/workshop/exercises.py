@@ -57,7 +57,6 @@ class Exercise:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
         self.mine = Workspace(folder / "mine")
-        # A learner's notes may stand above it.
         self.title, step, minutes = HEADER.search((folder / "README.md").read_text(errors="replace")).groups()
         self.minutes, self.step = int(minutes), int(step or EXTRA)
         self.kind = "core" if step else "extra"
@@ -120,7 +119,6 @@ class Exercise:
         try:
             seen = self.program["check"](self.mine)
         except BaseException as error:
-            # The learner's own classes are unknown to the other process.
             seen = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
         with suppress(Exception):  # the program may have closed it
             sys.stdout.flush()
