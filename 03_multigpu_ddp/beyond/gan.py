@@ -33,7 +33,7 @@ class Critic(nn.Sequential):
 
 
 def main() -> None:
-    rate = options.own(2e-4, above_0(), "X", "learning rate of both Adams", shapes_training=True)
+    rate = options.own(2e-4, above_0(1e6), "X", "learning rate of both Adams", shapes_training=True)
     opts = options.parse(__doc__, lr=rate)
     here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)

@@ -40,7 +40,7 @@ OPTIONS = {
     ),
     "recipe": options.own("adamw", ("adamw",), None, "warm-up, then a cosine", column="recipe"),
     "lr": options.own(
-        0.003, above_0(), "X", "learning rate, with --lr-scale that of batch 64", shapes_training=True
+        0.003, above_0(1e6), "X", "learning rate, with --lr-scale that of batch 64", shapes_training=True
     ),
     "lr_warmup_images": options.own(
         1024, at_least(0, MOST_IMAGES), "N", "windows over which the learning rate rises from 0",

@@ -42,7 +42,7 @@ class Adder(nn.LSTM):
 
 
 def main() -> None:
-    rate = options.own(0.01, above_0(), "X", "the first learning rate, of Adam", shapes_training=True)
+    rate = options.own(0.01, above_0(1e6), "X", "the first learning rate, of Adam", shapes_training=True)
     opts = options.parse(__doc__, lr=rate)
     here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
     opts = opts.for_devices(here.size)

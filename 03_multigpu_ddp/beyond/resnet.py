@@ -20,7 +20,7 @@ from torchvision.models import resnet18
 OWN = {
     "images": options.own(Path("images"), Path, "DIR", "has train/ and val/, and they a folder per class"),
     "size": options.own(224, at_least(32), "N", "pixels of a side of an image", shapes_training=True),
-    "lr": options.own(0.1, above_0(), "X", "the first learning rate, of SGD", shapes_training=True),
+    "lr": options.own(0.1, above_0(1e6), "X", "the first learning rate, of SGD", shapes_training=True),
 }
 
 

@@ -223,7 +223,8 @@ def test_numbers_as_they_are_written(tmp_path: Path) -> None:
 
     written = {"1,327": 1327, "1,234,567.5 images/s": 1234567.5, "98.5 %": 98.5, "98.5%": 98.5, "1.8x": 1.8}
     assert {text: number(text) for text in written} == written
-    for text in ("1,5", "many", "nan", "1,2345"):
+    assert number("12 000 images") == 12000
+    for text in ("1,5", "0,125", "many", "nan", "1,2345"):
         with pytest.raises(Wrong, match="is not a number"):
             number(text)
 

@@ -20,7 +20,7 @@ from trainkit.rank import sharded, staging
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
     (["--epochs", "two"], "'two' is not a whole number"),
-    (["--lr", "nan"], "must be more than 0 and at most 1e+38"),
+    (["--lr", "nan"], "must be more than 0 and at most 1e+06"),
     (["--lr-scale", "linear"], "--lr-scale linear needs --lr, the learning rate that is good at batch 64"),
     (["--recipe", "fast", "--lr-warmup-images", "64"], "is not for recipe fast, whose one-cycle schedule"),
     (["--batch-size", "64", "--batch-size-per-gpu", "64"], "--batch-size-per-gpu for each: give one"),

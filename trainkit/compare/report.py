@@ -8,7 +8,7 @@ import pandas as pd
 
 from trainkit.compare import comparison, figures, page, trust
 from trainkit.compare.summary import verdict
-from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.errors import UserError, printable, tell
 from trainkit.schema.columns import SINGLE
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
@@ -104,13 +104,13 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     """
     tables, every, left_out = [], [], []
     for folder in folders:
-        rows, skipped = comparison.load([folder])
+        (rows, skipped), name = comparison.load([folder]), printable(str(folder))
         left_out += skipped
         if rows.empty:
-            left_out.append(f"{folder} has no runs.")
+            left_out.append(f"{name} has no runs.")
         else:
             every.append(rows)
-            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=str(folder)))
+            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=name))
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}. {' '.join(left_out)}")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))

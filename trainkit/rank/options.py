@@ -79,7 +79,7 @@ class Options:
         shapes_training=True, column="recipe",
     )
     lr: float | None = _option(
-        "training", None, above_0(), "X",
+        "training", None, above_0(1e6), "X",
         f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
         shapes_training=True,
     )

@@ -159,7 +159,7 @@ class Recorder:
         if "record" in parts:
             raise UserError("`record` is the name of the Recorder's own part: give another.")
         path = Path(path)
-        record = self.state_dict() | {"file": str(path.parent.resolve() / path.name)}
+        record = self.state_dict() | {"file": str(Path(os.path.realpath(path.parent), path.name))}
         state = {name: part.state_dict() for name, part in parts.items()} | {"record": record}
         advice = "free the space, or give another. The earlier file and the record are kept."
         process_group.on_rank_0(lambda: save("the training", state, path, advice))

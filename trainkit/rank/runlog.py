@@ -135,7 +135,7 @@ class RunLog:
     def state(self) -> dict:
         """Return the log's state for a checkpoint, so that the run can continue under the same name."""
         facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
-        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": self._recorder.rows}
+        return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": [*self._recorder.rows]}
 
     def check_same(self, rows: list[dict[str, object]], names: Iterable[str]) -> None:
         """Raise a ValueError if a run with these `rows` differs from this one in a column of `names`."""

@@ -141,8 +141,8 @@ class Answers(dict):
         Raises:
             Wrong: if it does not begin with a number.
         """
-        text = self[name].split(" ")[0].rstrip("%x")
-        if re.match(r"[+-]?\d{1,3}(,\d{3})+(?![\d,])", text):  # 1,327, and not 1,5
+        text = re.sub(r"(?<=\d) (?=\d{3}\b)", "", self[name]).split(" ")[0].rstrip("%x")
+        if re.match(r"[+-]?[1-9]\d{0,2}(,\d{3})+(?![\d,])", text):  # 1,327, and not 1,5
             text = text.replace(",", "")
         try:
             number = float(text)
