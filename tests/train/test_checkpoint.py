@@ -282,7 +282,9 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
     printed = finish(tmp_path)
     assert f"all {EPOCHS} epochs were done before: nothing left to do" in printed
-    assert rows_of(tmp_path) == rows_of(reference)
+    (row, *_), rows = rows_of(tmp_path), rows_of(reference)
+    assert f"this one is recorded as {row['run_id']}." in printed  # as it is a copy
+    assert rows_of(tmp_path) == [one | {"run_id": row["run_id"]} for one in rows]
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(
