@@ -287,28 +287,31 @@ def test_a_state_that_no_recorder_has_saved(
     assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
 
 
-def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, tmp_path: Path) -> None:
-    (record,) = (tmp_path / "runs").glob("*.csv")
+def go_on_beside(file: Path) -> None:
+    """Go on from `file`: the record of the first training stays, and this one has its own."""
+    (record,) = (file.parent / "runs").glob("*.csv")
     before = record.read_bytes()
-    shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt")
-    other, parts = recorder(tmp_path)
-    other.load(tmp_path / "copy.pt", parts)
+    other, parts = recorder(file.parent)
+    other.load(file, parts)
     other.epoch(4, 1.0, 0.25)
     assert record.read_bytes() == before
-    assert sorted(len(records.read(path)) for path in (tmp_path / "runs").glob("*.csv")) == [1, 2]
+    assert sorted(len(records.read(path)) for path in record.parent.glob("*.csv")) == [1, 2]
+
+
+def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, tmp_path: Path) -> None:
+    go_on_beside(shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt"))
 
 
 def test_a_record_that_another_process_writes_is_left_to_it(saved: dict, tmp_path: Path) -> None:
     """Though it may have saved to any file since."""
     (record,) = (tmp_path / "runs").glob("*.csv")
-    before = record.read_bytes()
     gc.collect()  # of this process, which has ended that training
     with FileLock(record.with_name(f".{record.stem}.lock")):
+        go_on_beside(tmp_path / "saved.pt")
+        record.unlink()  # or has not written its first epoch
         other, parts = recorder(tmp_path)
         other.load(tmp_path / "saved.pt", parts)
-        other.epoch(4, 1.0, 0.25)
-    assert record.read_bytes() == before
-    assert sorted(len(records.read(path)) for path in (tmp_path / "runs").glob("*.csv")) == [1, 2]
+    assert not record.exists()
 
 
 def test_one_saved_training_after_another_in_one_process(saved: dict, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class RunFiles:
         """
         path = self.path.with_name(f"{facts['run_id']}.csv")
         if not path.exists():
-            return not copied
+            return not copied and self._claim(path)
         try:
             found = read(path)
         except RecordError:
