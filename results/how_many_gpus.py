@@ -5,9 +5,11 @@ Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:0
 
 import argparse
 import json
+import math
 from pathlib import Path
 
-from trainkit.advice.answer import answer_for
+from trainkit.advice.advice import NextRun, Option, interval
+from trainkit.advice.answer import AnswerText, answer_for
 from trainkit.advice.constraints import Constraints
 from trainkit.runtime.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.runtime.errors import run, tell
@@ -23,12 +25,50 @@ def main() -> int:
     )  # fmt: skip
     words, skipped = answer_for(own.paths, constraints, own.set)
     if own.json:
-        tell(json.dumps(words.as_json() | {"skipped": skipped}, indent=1))
+        tell(json.dumps(_as_json(words) | {"skipped": skipped}, indent=1))
     else:
         from trainkit.advice.report import report  # loads matplotlib, which takes a second
 
         report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped])
     return 0 if words.answer.best else 1
+
+
+def _as_json(words: AnswerText) -> dict[str, object]:
+    """Return the answer for a program; intervals are [low, middle, high], None without a number."""
+    answer = words.answer
+    return {
+        "goal": answer.goal,
+        "why": words.why,
+        "sure": answer.sure,
+        "best": answer.best and _option(answer.best),
+        "options": list(map(_option, answer.options)),
+        "probes": [
+            _place(run)
+            | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.shows}
+            | {"command": words.command(run)}
+            for run in answer.next_runs
+        ],
+        "unknown": answer.unknown,
+        "sentence": words.sentence(),
+    }
+
+
+def _option(option: Option) -> dict[str, object]:
+    draws = {
+        "images_per_s": option.images_per_s,
+        "minutes": option.seconds / 60,
+        "gpu_hours": option.hours,
+        "efficiency": option.efficiency,
+        "break_even_images": option.break_even,
+    }
+    intervals = {name: [x if math.isfinite(x) else None for x in interval(of)] for name, of in draws.items()}
+    return _place(option) | intervals | {"basis": option.basis}
+
+
+def _place(what: Option | NextRun) -> dict[str, object]:
+    devices, nodes, batch = what.shape
+    place = {"stage": what.stage, "devices": devices, "nodes": nodes}
+    return place | {"global_batch": devices * batch}
 
 
 def _parse() -> argparse.Namespace:

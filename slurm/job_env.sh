@@ -11,7 +11,6 @@
 #
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
-unset ranks # slurm_submit_torchrun.sh sets it, by which `tell_who_failed` knows that srun's tasks are torchruns
 job_began_in=$PWD
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
@@ -34,6 +33,8 @@ hear_signals
 activate
 hear_signals # the script of an environment may trap some, too
 cd "$job_began_in" || fail "slurm/site.sh has removed $job_began_in."
+# slurm_submit_torchrun.sh sets `ranks`, by which `tell_who_failed` knows that srun's tasks are torchruns.
+unset ranks facts log_begin TRAINING
 [[ ${SLURM_JOB_ID:-} ]] || fail "activate_environment takes away Slurm's variables, which srun needs: leave that out."
 # What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
@@ -96,7 +97,7 @@ if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS%%,*} # OpenMP takes a list, for threads within threads
-[[ $OMP_NUM_THREADS =~ ^[1-9][0-9]*$ ]] || fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number: unset it."
+[[ $OMP_NUM_THREADS =~ ^[1-9][0-9]*$ ]] || fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number of threads: unset it."
 
 # --- what this job runs on --------------------------------------------------------------------------
 job_name=${SLURM_JOB_NAME:-}

@@ -21,7 +21,7 @@ activate_environment() {
 
 # What a site file can turn off or on, and those that source this one cannot bear.
 usual_shell() {
-    shopt -u failglob
+    shopt -u failglob nocasematch
     set +o posix
     set +fk
     IFS=$' \t\n'
@@ -43,6 +43,7 @@ site_problem() {
             ours=$(declare -f fail)
             source "$1" >/dev/null </dev/null
             set +o posix # which lists other traps
+            shopt -u nocasematch
             if [[ $(trap) != "$traps" ]]; then
                 trap - EXIT
                 echo "problem: it sets a trap: leave that to the job"
@@ -50,9 +51,11 @@ site_problem() {
                 echo "problem: it leaves a process behind: start that in activate_environment"
             elif [[ $(declare -f fail) != "$ours" ]]; then
                 echo "problem: it has its own function fail: give that another name"
+            elif [[ $- == *[rt]* ]]; then
+                echo "problem: it sets an option that ends or restricts a shell (set -t, set -r): leave that out"
             elif ! declare -F activate_environment >/dev/null; then
                 echo "problem: it takes away activate_environment: leave that out"
-            elif [[ $(readonly -p) =~ \ (IFS|[a-z_]+|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
+            elif [[ $(readonly -p) =~ \ (IFS|[a-z_]+|[A-Z_]*RANK|[A-Z_]*WORLD_SIZE|TRAINING|SLURM_[A-Z_]*|TRAINKIT_[A-Z_]*|(DATA|RESULTS|JOBS)_DIR|PYTHONPATH|MASTER_(ADDR|PORT)|SITE_[A-Z_]*|OMP_NUM_THREADS|(NCCL|GLOO)_SOCKET_IFNAME)= ]]; then
                 echo "problem: it makes ${BASH_REMATCH[1]} read-only, and jobs set that: leave it out"
             else
                 echo "read to its end"

@@ -292,6 +292,36 @@ def test_a_thread_that_never_ends_holds_nothing_up(clock: Learner) -> None:
     assert clock.check()[0] == 0
 
 
+FORGES = """
+import os, pickle, struct, time
+class Runs: __reduce__ = lambda self: (os.mkdir, ("{folder}/executed",))
+said = pickle.dumps(Runs())
+if not os.fork():
+    os.setsid()
+    for number in range(3, 40):
+        begin = struct.pack("!i", 1000 if {cut} else len(said))
+        try: os.write(number, begin + (b"x" if {cut} else said))
+        except OSError: pass
+    os.close(1), os.close(2)
+    time.sleep(60)
+    os.mkdir("{folder}/waited")
+time.sleep(1)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_a_program_says_in_place_of_its_check_is_not_run_nor_waited_for(
+    cut: bool, clock: Learner, tmp_path: Path
+) -> None:
+    clock.solve()
+    (clock.mine / "clock.py").write_text(FORGES.format(folder=tmp_path, cut=cut))
+    # By a program of its own: a fork of this one would have the files of this one.
+    done = ran(sys.executable, clock.exercises / "check.py", "check", "clock", env=ENVIRONMENT)
+    assert done.returncode == 1 and "Your program ended the check" in done.stdout, done.stderr
+    assert not {path.name for path in tmp_path.iterdir()} & {"executed", "waited"}
+
+
 def test_a_file_that_is_gone_and_progress_that_is_damaged(clock: Learner) -> None:
     clock.solve()
     (clock.mine / "clock.py").unlink()

@@ -40,6 +40,9 @@ BAD = {
     b"unset -f activate_environment\n": f"{FAILS}it takes away activate_environment",
     b"fail() { echo $1; }\n": f"{FAILS}it has its own function fail",
     b"readonly code=0\n": f"{FAILS}it makes code read-only",
+    b"readonly LOCAL_RANK=0\n": f"{FAILS}it makes LOCAL_RANK read-only",
+    b"shopt -s nocasematch\nreadonly IFS\n": f"{FAILS}it makes IFS read-only",
+    b"set -t\n": f"{FAILS}it sets an option that ends or restricts a shell",
     b"readonly IFS\n": f"{FAILS}it makes IFS read-only",
     b"printf 'a\\0b' >&2\n": f"{FAILS}it prints a zero byte",
     b"trap '' TERM; while :; do :; done\n": f"{FAILS}it does not end",
@@ -99,7 +102,7 @@ def test_variables_from_another_file(checkout: Checkout) -> None:
 
 
 def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
-    changed = "set -o posix -kf\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n"
+    changed = "set -o posix -kf\nshopt -s nocasematch\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n"
     checkout.site(f"{changed}SBATCH_QOS=short\nexport SBATCH_QOS\n")
     assert site.read_site().sbatch["SBATCH_QOS"] == "short"
 
@@ -130,19 +133,19 @@ def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
     file.touch()
     assert not told(FAULT)
     file.chmod(0o646)
-    assert f"everybody can write to {file}, and so change it -> chmod o-w '{file}'" in told(FAULT)
+    assert f"others can write to {file}, and so change it -> chmod o-w '{file}'; or copy it" in told(FAULT)
     file.chmod(0o644)
     folder.chmod(0o1777)
-    assert f"everybody can write to {folder}" in told(FAULT)
+    assert f"others can write to {folder}" in told(FAULT)
     folder.chmod(0o755)
     jobs = checkout.folder / "results" / "jobs"
     jobs.mkdir()
     jobs.chmod(0o777)
     found = login_node.check_folders(site.read_site())
-    assert [f"everybody can write to {jobs}" in f.message for f in found if f.level == FAULT] == [True]
+    assert [f"others can write to {jobs}" in f.message for f in found if f.level == FAULT] == [True]
     if os.getuid() == 0:
         os.chown(file, 12345, 12345)
-        assert f"{file} belongs to user 12345" in told(FAULT)
+        assert f"others can write to {file}" in told(FAULT)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_record_of_another_run_is_never_written_to(
         torch.save(state, last)
     before = record.read_bytes()
     done = succeeded(script("single", *options(tmp_path)))
-    assert f"{record.name} is damaged, of another run, or goes on without this one" in done.stdout
+    assert f"{record.name} is damaged, of another run, or may go on without this one" in done.stdout
     assert record.read_bytes() == before
     (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
     rows = records.read(own)

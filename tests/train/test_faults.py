@@ -287,3 +287,13 @@ def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     done = ran(*stage_command("single"), env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_want_of_memory_while_pytorch_is_loaded_is_noted(tmp_path: Path) -> None:
+    """In a job the note is its reason."""
+    (tmp_path / "torch.py").write_text("raise MemoryError")
+    job = {"TRAINKIT_JOB_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path), "RANK": "1"}
+    done = ran(*stage_command("single"), env=ENVIRONMENT | job)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error on rank 1: this process may not have more memory")
+    assert (tmp_path / "rank-1.failed").read_text() == done.stderr

@@ -33,6 +33,12 @@ seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
 seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
 seen.epoch(*sys.argv[1:])"""
+LEAVES = """\
+class Part:
+    state_dict = dict
+    load_state_dict = lambda self, _: one and os._exit(3)
+seen.save(sys.argv[1], {"part": Part()})
+seen.load(sys.argv[1], {"part": Part()})"""
 ANOTHER = """\
 other = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 other.load(sys.argv[1], {})"""
@@ -138,8 +144,9 @@ def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: 
         ("seen.save(sys.argv[1], {'record': model})", "`record` is the name of the Recorder's own part"),
         ("seen.save(sys.argv[1], {'optimizer': optimizer})\noptimizer.defaults['lr'] = 0.5\n" + ANOTHER,
          "does not fit this training (its lr is 0.1, not 0.5): move it away"),
+        (LEAVES, "Traceback"),  # PyTorch's own, of a rank that another has left: the file is good
     ],
-    ids=["record", "lr"],
+    ids=["record", "lr", "peer"],
 )  # fmt: skip
 def test_a_recorder_goes_on_with_its_own_training_only(
     after: str, wrong: str, forking: Forking, tmp_path: Path

@@ -4,11 +4,13 @@ import copy
 import gc
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +33,8 @@ from trainkit.rank.epoch import PartialEpoch
 from trainkit.rank.recipes import optimizer_and_schedule
 from trainkit.rank.recorder import Recorder
 from trainkit.runtime import errors, job_folder
-from trainkit.runtime.errors import STOP_SIGNALS, UserError
-from trainkit.runtime.files import read_text
+from trainkit.runtime.errors import STOP_SIGNALS, UserError, hear_stop
+from trainkit.runtime.files import locked, read_text
 from trainkit.schema import records, samples
 from trainkit.workshop.exercises import PROGRESS, Workbook
 from trainkit.workshop.work import Workspace
@@ -272,12 +274,16 @@ def test_the_state_of_a_training_with_another_loop(saved: dict, tmp_path: Path, 
         (lambda state: state["record"].update(elapsed_s=10**400), "not a number of 0 to"),
         (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"shape \(3,\)"),
         (lambda state: state.pop("model"), "model"),
+        (lambda state: state.update(scaler={}), "it also has the state of scaler"),
     ],
 )
 def test_a_state_that_no_recorder_has_saved(
     saved: dict, tmp_path: Path, forge: Callable[[dict], object], reason: str
 ) -> None:
-    """It is refused, and the record stays as it is."""
+    """It is refused, and the record, which has gone on, stays as it is."""
+    again, parts = recorder(tmp_path)
+    again.load(tmp_path / "saved.pt", parts)
+    again.epoch(4, 1.0, 0.25)
     forge(saved)
     torch.save(saved, tmp_path / "forged.pt")
     after, parts = recorder(tmp_path)
@@ -300,6 +306,52 @@ def go_on_beside(file: Path) -> None:
 
 def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, tmp_path: Path) -> None:
     go_on_beside(shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt"))
+    rows, _ = comparison.load([tmp_path / "runs"])
+    assert rows.epoch.tolist() == [1, 2]  # the first epoch counts once
+
+
+def test_an_epoch_that_could_not_be_written_is_written_once(saved: dict, tmp_path: Path) -> None:
+    again, parts = recorder(tmp_path)
+    again.load(tmp_path / "saved.pt", parts)
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    record.unlink()
+    record.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        again.epoch(4, 1.0, 0.5, perplexity=2)
+    record.rmdir()
+    again.epoch(4, 1.0, 0.25, perplexity=1)
+    assert [(row["epoch"], row["train_loss"]) for row in records.read(record)] == [(1, 0.5), (2, 0.25)]
+    assert [row["epoch"] for row in records.read_ranks(record)] == [1, 2]
+    assert [row["value"] for row in records.read_metrics(record)] == [1]
+
+
+def test_a_lock_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch(mode=0o444)
+    me = os.geteuid()
+    os.seteuid(me or 65534)
+    try:
+        with pytest.raises(UserError, match="is another user's: give a folder of your own"):
+            locked(tmp_path / ".lock", "held")
+    finally:
+        os.seteuid(me)
+
+
+def test_a_process_that_a_training_has_forked_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    fork = multiprocessing.get_context("fork")
+    started = fork.Event()
+    try:
+        hear_stop(lambda *_: None)
+        child = fork.Process(target=lambda: started.set() or time.sleep(600))
+        child.start()
+        assert started.wait(60)
+        child.terminate()
+        child.join(60)
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_record_that_another_process_writes_is_left_to_it(saved: dict, tmp_path: Path) -> None:

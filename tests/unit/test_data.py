@@ -239,6 +239,15 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    """As some archives have it."""
+    folder = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    folder.mkdir(parents=True)
+    for read in (lambda: data.load("mnist", tmp_path), lambda: staging.put_in_place(tmp_path)):
+        with pytest.raises(UserError, match="train-images-idx3-ubyte is a folder, and .* replace it"):
+            read()
+
+
 def test_synthetic_digits(tmp_path: Path) -> None:
     folder = tmp_path / "never made"
     train, test = data.load("synthetic", folder)

@@ -375,7 +375,7 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
     least = np.where(kept, cost, math.inf).min(axis=0)
     good = kept & (cost <= (1 + AS_GOOD) * least)
     rules = {f"{100 * constraints.min_efficiency:g} % efficiency": efficient} | limits
-    if not _is_any_efficiency_known(options):
+    if all(np.isnan(option.efficiency).all() for option in options):
         rules = {"an efficiency that is not known without a run on one device with the same batch": efficient}
     # Prefer a choice that surely keeps the limits.
     for share, how in ((0.95, ""), (0.5, ", as likely as not")):
@@ -390,10 +390,6 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
     never = [rule for rule, holds in rules.items() if not (holds.mean(axis=1) >= 0.5).any()]
     why = f"nothing keeps {' and '.join(never or rules)}"
     return Choice(options, None, why, kept, good)
-
-
-def _is_any_efficiency_known(options: list[Option]) -> bool:
-    return not all(np.isnan(option.efficiency).all() for option in options)
 
 
 def _runs_to_be_sure(choice: Choice) -> list[NextRun]:

@@ -1,4 +1,4 @@
-"""The answers of `advice.py`, for people and for programs: sentences, a table of texts, commands, JSON."""
+"""The answers of `advice.py` in words: sentences, a table of texts, commands."""
 
 import math
 import shlex
@@ -204,25 +204,6 @@ class AnswerText:
                 words += [column.option] if column.default is False else [column.option, given[name]]
         return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
 
-    def as_json(self) -> dict[str, object]:
-        """Return the answer for a program; intervals are [low, middle, high], None without a number."""
-        answer = self.answer
-        return {
-            "goal": answer.goal,
-            "why": self.why,
-            "sure": answer.sure,
-            "best": answer.best and _as_json(answer.best),
-            "options": list(map(_as_json, answer.options)),
-            "probes": [
-                _place(run)
-                | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.shows}
-                | {"command": self.command(run)}
-                for run in answer.next_runs
-            ],
-            "unknown": answer.unknown,
-            "sentence": self.sentence(),
-        }
-
 
 def answer_for(
     paths: list[Path], constraints: Constraints, set_number: int | None = None
@@ -298,21 +279,3 @@ def _given_lr(row: pd.Series) -> str:
     if row.lr == UNKNOWN:
         return row.lr
     return f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
-
-
-def _place(what: Option | NextRun) -> dict[str, object]:
-    devices, nodes, batch = what.shape
-    place = {"stage": what.stage, "devices": devices, "nodes": nodes}
-    return place | {"global_batch": devices * batch}
-
-
-def _as_json(option: Option) -> dict[str, object]:
-    draws = {
-        "images_per_s": option.images_per_s,
-        "minutes": option.seconds / 60,
-        "gpu_hours": option.hours,
-        "efficiency": option.efficiency,
-        "break_even_images": option.break_even,
-    }
-    intervals = {name: [x if math.isfinite(x) else None for x in interval(of)] for name, of in draws.items()}
-    return _place(option) | intervals | {"basis": option.basis}

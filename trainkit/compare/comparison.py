@@ -52,7 +52,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     every = [row for file in _files(paths, skipped) for row in _rows_of(file, skipped)]
     rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
     # A run copied to a second folder is still one run.
-    rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
+    rows = _once(rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True))
     mixed = _mixed(rows)
     sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
     return rows[~rows.run_id.isin(mixed)], sentences
@@ -242,6 +242,15 @@ def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
             "joules_per_1000_images": joules.get(run_id, math.nan),
         }
         yield from (epoch | of_the_run for epoch in sorted(epochs, key=lambda row: row["epoch"]))
+
+
+def _once(rows: pd.DataFrame) -> pd.DataFrame:
+    """Leave out a run whose epochs another has, too: what a copied checkpoint continues has a second name."""
+    longest = rows.groupby("run_id").run_id.transform("size").sort_values(ascending=False, kind="stable")
+    measured = rows.loc[longest.index, ["started_at", "epoch", "recorded_at", "train_seconds"]]
+    again = measured.duplicated().sort_index()
+    again &= rows.recorded_at != ""  # of an earlier version
+    return rows[~again.groupby(rows.run_id).transform("all")]
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:

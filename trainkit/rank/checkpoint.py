@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import zipfile
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import pack, save
-from trainkit.runtime import job_folder, process_group
+from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, locked
@@ -91,8 +92,7 @@ class Checkpoints:
             path, state = process_group.broadcast((path, state))
             if path:
                 self._load(path, state | split)
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._ask_to_stop)
+            errors.hear_stop(self._ask_to_stop)
         # A job blocks them until the training can handle them (slurm/job_env.sh).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -177,7 +177,7 @@ class Checkpoints:
 
     def _load(self, path: Path, state: dict) -> None:
         """Resume from `state`, the content of `path`, which may hold anything."""
-        try:
+        with fitting(path, "give another --checkpoint-dir."):
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
             if type(state["epoch"]) is not int or state["epoch"] != len(state["run"]["rows"]) + 1:
@@ -205,12 +205,6 @@ class Checkpoints:
             self._part = state["part"] and PartialEpoch(**state["part"])
             there = Path(state.get("folder", self._folder))  # which earlier versions do not say
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
-        except UserError:
-            raise
-        except Exception as error:  # PyTorch raises many kinds
-            raise UserError(
-                f"{path} does not fit this training ({first_line(error)}): give another --checkpoint-dir."
-            ) from None
         RESUMED.append(path)
         if process_group.is_rank_0():
             tell(f"resumed from {path}")
@@ -316,6 +310,21 @@ def load_verified(file: Path | io.BytesIO) -> object:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
         raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
+
+
+@contextmanager
+def fitting(path: Path, advice: str) -> Iterator[None]:
+    """Turn what is raised for a state that does not fit into one sentence; PyTorch raises many kinds.
+
+    Raises:
+        UserError: "<path> does not fit this training (<reason>): <advice>".
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or errors.lost_peers(error):
+            raise
+        raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
 
 
 def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:

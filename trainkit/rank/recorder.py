@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.rank import options, recipes
-from trainkit.rank.checkpoint import came_from, load_parts, load_verified, report_stop
+from trainkit.rank.checkpoint import came_from, fitting, load_parts, load_verified, report_stop
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
@@ -17,7 +17,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line
+from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line, hear_stop
 from trainkit.schema.columns import OWN_LOOP
 
 # What has to be equal in a training that goes on.
@@ -63,8 +63,8 @@ class Recorder:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
         self._device, self._batch_size = next(model.parameters()).device, batch_size
         here = process_group.joined(self._device)
-        folder = results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS
-        own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": Path(folder)}
+        folder = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
+        own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": folder.absolute()}
         lr = self._optimizer.defaults.get("lr")  # None, or none, where it finds its own
         lr = math.nan if lr is None else float(lr)
         opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
@@ -83,8 +83,7 @@ class Recorder:
         """
         if self._agreement is None:
             self._agreement = Agreement(self._device)
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._ask_to_stop)
+            hear_stop(self._ask_to_stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not self._stop and self._agreement.due():
             (self._stop,) = self._agreement.ask(Recorder._asked)
@@ -151,7 +150,7 @@ class Recorder:
             raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
 
     def save(self, path: Path | str, parts: dict[str, object]) -> None:
-        """Write the state_dict of each of `parts`, and that of this record, to `path`; rank 0's count.
+        """Write rank 0's state_dict of each of `parts`, and of this record, to `path`, whole or not at all.
 
         Raises:
             UserError: if that fails; an earlier file is kept.
@@ -172,20 +171,14 @@ class Recorder:
         """
         if not process_group.broadcast(os.path.lexists(path)):
             return
-        try:
+        with fitting(Path(path), "move it away to start over."):
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: self._read(Path(path)))
             state, parts = process_group.broadcast(state), parts | {"record": self}
-            load_parts(parts, state)
             if left := state.keys() - parts.keys():
                 raise ValueError(f"it also has the state of {min(left)}, which load is not given")
+            load_parts(parts, state)
             RESUMED.append(Path(path))
-        except UserError:
-            raise
-        except Exception as error:  # PyTorch raises many kinds for a damaged file
-            raise UserError(
-                f"{path} does not fit this training ({first_line(error)}): move it away to start over."
-            ) from None
 
     def _read(self, path: Path) -> dict:
         """Return what `save` has written, and whether it was written there."""

@@ -52,7 +52,7 @@ class RunLog:
         self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
-        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:60] or "own"  # part of a file name
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:40] or "own"  # part of a file name
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
         self._facts = facts_of_run(options, here, dataset, model) | facts
         self._facts |= {
@@ -160,7 +160,7 @@ class RunLog:
         back = self.run_id == facts["run_id"]  # this process goes back to what it has saved
         if not back and not self._recorder.may_continue(facts, rows, moved, copied):
             own = {"run_id": f"{self.run_id.rpartition('-')[0]}-{secrets.token_hex(4)}"}
-            why = f"{facts['run_id']}.csv is damaged, of another run, or goes on without this one"
+            why = f"{facts['run_id']}.csv is damaged, of another run, or may go on without this one"
             tell(f"{why}: this one is recorded as {own['run_id']}.")
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts

@@ -163,6 +163,8 @@ def _faults(folder: Path, read: bool = True, files: dict[str, bytearray] | None 
     faults = {}
     for name, (size, md5) in FILES.items():
         path = folder / name
+        if path.is_dir():  # as some archives unpack
+            raise UserError(f"{path} is a folder, and MNIST's file has to be there: replace it.")
         try:
             if (found := path.stat().st_size) != size:
                 faults[name] = f"cut short, or too long ({found} of {size} bytes)"

@@ -79,9 +79,7 @@ def run(main: Callable[[], int | None]) -> None:
             fail(sentence)
         # A rank that stops takes its peers down in whatever they were waiting for. Only the first
         # to stop knows why, so the others refer to it instead of adding a traceback each.
-        # gloo also raises the second, after its timeout, if the backward pass was waiting.
-        by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
-        if isinstance(error, RuntimeError) and by_torch:
+        if lost_peers(error):
             fail(
                 f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
                 "that is the reason.",
@@ -98,14 +96,29 @@ def run(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
+def lost_peers(error: Exception) -> bool:
+    """Return whether this is PyTorch's error of a rank that another one has left."""
+    # gloo also raises the second, after its timeout, if the backward pass was waiting.
+    by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
+    return isinstance(error, RuntimeError) and bool(by_torch)
+
+
+def hear_stop(handler: Callable[..., None]) -> None:
+    """Call `handler` when a signal says: save and stop. Forked processes can be ended as ever."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 def quiet_without_run() -> None:
     """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, UserError):
-            print(f"error{_which_rank()}: {error}", file=sys.stderr)
-        elif sentence := _no_memory(error) or by_what_was_saved(error):
-            print(f"error{_which_rank()}: {sentence}", file=sys.stderr)
+        text = str(error) if issubclass(kind, UserError) else _no_memory(error) or by_what_was_saved(error)
+        if text:
+            text = f"error{_which_rank()}: {text}"
+            note("failed", text)
+            print(text, file=sys.stderr)
         elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
 

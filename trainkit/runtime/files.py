@@ -91,7 +91,7 @@ def locked(path: Path, held: str) -> AbstractContextManager:
     """Hold `path`, a lock file, for as long as what is returned is kept.
 
     Raises:
-        UserError: with the text `held`, if another process holds it.
+        UserError: with the text `held`, if another process holds it; also if it is another user's.
     """
     from filelock import FileLock, Timeout  # the doctor does without
 
@@ -101,6 +101,8 @@ def locked(path: Path, held: str) -> AbstractContextManager:
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(held) from None
+    except PermissionError:
+        raise UserError(f"{path} is another user's: give a folder of your own.") from None
     except (OSError, NotImplementedError):  # a file system without locks
         return nullcontext()
     return lock

@@ -115,7 +115,9 @@ class RunFiles:
                 f"epoch {row['epoch']} cannot be recorded ({error}): correct the numbers of the training. "
                 "The earlier epochs are recorded."
             ) from None
-        self.rows.append(self._facts | row)
+        # In place of those of an earlier try, which could not be written.
+        self.rows[row["epoch"] - 1 :] = [self._facts | row]
+        self._keep_before(row["epoch"])
         self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
         self.metrics += metrics
         self._write()
@@ -163,12 +165,16 @@ class RunFiles:
         self.rows = [ADDED | self._facts | row for row in rows]
         for row in self.rows:
             _check(row, f"its row of epoch {row['epoch']}", OF_A_RUN)
-        epochs = {row["epoch"] for row in rows}
-        self.of_ranks = [row for row in self._earlier(read_ranks, "ranks") if row["epoch"] in epochs]
-        self.metrics = [row for row in self._earlier(read_metrics, "metrics") if row["epoch"] in epochs]
+        self.of_ranks = self._earlier(read_ranks, "ranks")
+        self.metrics = self._earlier(read_metrics, "metrics")
+        self._keep_before(len(rows) + 1)
         self._claim(self.path)
         if rows:
             self._write()
+
+    def _keep_before(self, epoch: int) -> None:
+        self.of_ranks = [row for row in self.of_ranks if row["epoch"] < epoch]
+        self.metrics = [row for row in self.metrics if row["epoch"] < epoch]
 
     def _earlier(self, read: Callable[[Path], list], kind: str) -> list[dict[str, object]]:
         with suppress(RecordError):

@@ -29,10 +29,12 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from functools import cached_property
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TextIO
 
 from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
@@ -91,38 +93,46 @@ class Exercise:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
         patience = PATIENCE * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=self._answer, args=(theirs, patience))
-        process.start()
-        theirs.close()
-        seen = Wrong("Your program ended the check: by an `exit`, or for lack of memory?")
-        try:
-            if not wait([ours, process.sentinel], patience):
-                seen = Wrong(TOO_LONG)
-            elif ours.poll():
-                with suppress(Exception):  # it has ended, or has written something else
-                    seen = ours.recv()
-        finally:
-            for kill in (os.killpg, os.kill):  # with the ranks it started
-                with suppress(ProcessLookupError):
-                    kill(process.pid, signal.SIGKILL)
-            process.join()
-        if isinstance(seen, Exception):
-            raise seen
-        return seen
+        until = time.monotonic() + patience
+        kind, words = Wrong, ["Your program ended the check: by an `exit`, or for lack of memory?"]
+        with TemporaryFile("w+") as answer:
+            how = {"target": self._answer, "args": (answer, patience)}
+            process = multiprocessing.get_context("fork").Process(**how)
+            process.start()
+            try:
+                while process.is_alive():
+                    if time.monotonic() > until:
+                        raise Wrong(TOO_LONG)
+                    time.sleep(0.02)
+            finally:
+                for kill in (os.killpg, os.kill):  # with the ranks it started
+                    with suppress(ProcessLookupError):
+                        kill(process.pid, signal.SIGKILL)
+                process.join()
+            answer.seek(0)
+            with suppress(Exception):  # it has ended, or has written something else
+                name, text, *more = json.load(answer)
+                kind = {"seen": str, "Wrong": Wrong, "OSError": OSError}.get(name, UserError)
+                words = [text, *more]
+        if kind is not str:
+            raise kind(*words)
+        return str(words[0])
 
-    def _answer(self, answer: Connection, patience: float) -> None:
-        """Send what the check returns or raises."""
+    def _answer(self, answer: TextIO, patience: float) -> None:
+        """Write what the check returns, or raises, to `answer`, and end this process."""
         os.setsid()
         signal.alarm(round(2 * patience))  # in case the process that waits for the answer was killed
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
-            seen = self.program["check"](self.mine)
+            said = ["seen", self.program["check"](self.mine)]
         except BaseException as error:
-            seen = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
+            said = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
+            said = [type(said).__name__, *(said.args if isinstance(said, OSError) else [str(said)])]
         with suppress(Exception):  # the program may have closed it
             sys.stdout.flush()
-        answer.send(seen)
+        json.dump(said, answer)
+        answer.flush()
+        os._exit(0)  # whatever else the program has started
 
     def begin(self) -> None:
         """Copy the starter, and the open answers, unless they are there."""
