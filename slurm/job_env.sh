@@ -220,9 +220,9 @@ tell_what_was_seen() {
     fi
 }
 
-# An option of the training may name another place.
-told_where="; results in $TRAINKIT_RESULTS_DIR/runs"
-[[ -z $plain && " $* " != *" --results-dir"[\ =]* ]] || told_where=""
+# An option of the training may name another place; submit.py sets the variable to that.
+tells_where=1
+[[ -z $plain && " $* " != *" --results-dir"[\ =]* ]] || tells_where=""
 
 finish() {
     local code=$? saved="" again="submit again" why tries
@@ -261,7 +261,7 @@ finish() {
         mv "$TRAINKIT_JOB_DIR"/{preempted,ended-after-preemption}
     fi
     [[ -z $saved ]] || tell_what_was_seen
-    echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code$told_where"
+    echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code${tells_where:+; results in $TRAINKIT_RESULTS_DIR/runs}"
     exit "$code"
 }
 was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }

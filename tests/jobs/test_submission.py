@@ -221,13 +221,12 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
         "SITE_CONTAINER=(env 'INSIDE=a container')  # as good as one\n"
     )
     on_cluster.script("ddp").write_text(FACTS)
-    succeeded(
-        on_cluster.submit_py(
-            "ddp", "--gpus", 4, "--nodes", 2, "--wait", RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"
-        )
-    )
+    asked = ("--gpus", 4, "--nodes", 2, "--wait", "--results-dir", scratch / "other")
+    succeeded(on_cluster.submit_py("ddp", *asked, RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1"))
     (script,) = on_cluster.folder.rglob("*_submission.sh")
     job = script.name.partition("_")[0]
+    log = script.with_name(f"{job}_0_log.out").read_text()
+    assert f"with exit code 0; results in {scratch}/other/runs\n" in log
     ranks = facts_in(scratch / job)
     assert len(ranks) == 4
     for rank, facts in enumerate(ranks):

@@ -90,7 +90,7 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
             plain=request.stage.plain,
         )
     try:
-        job = _send(request, site, folder)
+        job = _send(request, site, folder, results_dir)
     except UserError:
         shutil.rmtree(folder)
         raise
@@ -135,12 +135,12 @@ def preview(request: Request, site: Site) -> str:
     Raises:
         UserError: as `submit`, as far as can be checked without writing anything.
     """
-    _, to_slurm = check(request, site)
+    opts, to_slurm = check(request, site)
     if not to_slurm:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         would = f"would run as {request.resources.tasks} local process(es) of {command}"
         return f"{why_local(request.here)}: {would}"
-    executor = _executor(request, site.jobs_dir / "submitit" / "preview", site.results_dir)._executor
+    executor = _executor(request, site.jobs_dir / "submitit" / "preview", opts.results_dir)._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -218,11 +218,11 @@ def _check_machine(request: Request, opts: options.Options) -> None:
         )
 
 
-def _send(request: Request, site: Site, folder: Path) -> "submitit.Job":
+def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> "submitit.Job":
     """Call sbatch; raise a UserError if it refuses."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    executor = _executor(request, folder, site.results_dir)
+    executor = _executor(request, folder, results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
     variables.pop("SBATCH_WAIT", None)  # the job waits for what submitit writes after sbatch
     try:
@@ -260,8 +260,7 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            # Others get it by an option.
-            *([f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir))}"] if request.stage.plain else []),
+            f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))}",
         ],
         slurm_srun_args=[
             f"--cpus-per-task={shape.cpus_per_task}",
