@@ -197,6 +197,21 @@ tell_who_failed() {
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }
 
+# Print it, and set `code` to that of the rank of a plain script that failed first; srun may report another.
+tell_why() {
+    local why first
+    why=$(tell_who_failed)
+    [[ -n $why ]] || return 0
+    echo "$why"
+    first=${why%%$'\n'*}
+    [[ -n $plain ]] || return 0
+    if [[ $first =~ "exit code "([1-9]|[1-9][0-9]|1[0-9][0-9]|2[0-4][0-9]|25[0-5])$ ]]; then
+        code=${BASH_REMATCH[1]}
+    elif [[ $first == *" was killed"* ]]; then
+        code=137
+    fi
+}
+
 # End the sampling. It has 15 seconds for its verdict, and 2 to begin where it has not.
 tell_what_was_seen() {
     local tenths begun=0 most=150 why
@@ -225,7 +240,7 @@ tells_where=1
 [[ -z $plain && " $* " != *" --results-dir"[\ =]* ]] || tells_where=""
 
 finish() {
-    local code=$? saved="" again="submit again" why tries
+    local code=$? saved="" again="submit again" why tries soon=$TRAINKIT_JOB_DIR/failed-soon
     set +e
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
@@ -234,6 +249,16 @@ finish() {
         saved=$(<"$TRAINKIT_JOB_DIR/stopped")
         saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
         if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
+    fi
+    # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
+    if [[ -n $plain && -n $saved && -z ${ended_from_outside:-} ]]; then
+        if ((code == 0 || SECONDS >= 300)) || was_preempted; then
+            rm -f "$soon"
+        elif echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
+            echo "three starts in a row have failed within five minutes: correct the script, and $again"
+            saved=""
+        fi
+        ((code == 0)) || [[ -z $saved ]] || tell_why
     fi
     [[ -n $saved ]] || tell_what_was_seen # else the queue comes first
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
@@ -253,10 +278,7 @@ finish() {
     elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted; then
         echo "why     a job of higher priority took its place (preemption): $again"
     elif ((code)); then
-        why=$(tell_who_failed)
-        [[ -z $why ]] || echo "$why"
-        # The code of the rank that failed first; srun may report that of a rank that it ended itself.
-        [[ -z $plain || ! ${why%%$'\n'*} =~ "exit code "([1-9]|[1-9][0-9]|1[0-9][0-9]|2[0-4][0-9]|25[0-5])$ ]] || code=${BASH_REMATCH[1]}
+        tell_why
     elif [[ -e $TRAINKIT_JOB_DIR/preempted ]]; then
         mv "$TRAINKIT_JOB_DIR"/{preempted,ended-after-preemption}
     fi

@@ -146,6 +146,24 @@ def test_its_exit_code_is_that_of_the_job(launcher: str, on_cluster: Checkout) -
     assert on_cluster.cluster.wait(job)["ExitCode"] == "7:0", on_cluster.log(job)
 
 
+SAVES_AT_ONCE = """
+import signal
+job = os.environ["TRAINKIT_JOB_DIR"]
+signal.signal(signal.SIGTERM, lambda *_: (open(job + "/stopped", "w").close(), os._exit(0)))
+open(f"{job}/ready{rank}", "w").close()
+while not (os.path.exists(job + "/ready0") and os.path.exists(job + "/ready1")): time.sleep(0.1)
+time.sleep(600) if rank == 0 else os.kill(os.getpid(), 9)"""
+
+
+def test_a_rank_that_fails_each_time_does_not_come_back_for_ever(on_cluster: Checkout) -> None:
+    """Though another one saves, since srun ends it as a preemption would."""
+    job = on_cluster.submit("srun", "--plain", write(on_cluster, FATES), SAVES_AT_ONCE)
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "2", "137:0"), log
+    assert log.count("why     rank 1 on n1 was killed") == 3, log
+    assert log.count("back to the queue") == 2 and "three starts in a row have failed" in log
+
+
 @pytest.mark.parametrize(
     ("fate", "code", "told"),
     [
