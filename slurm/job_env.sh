@@ -24,7 +24,6 @@ if [[ ${1:-} == --plain ]]; then
 else
     DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
 fi
-[[ -z ${SLURM_ARRAY_TASK_ID:-} || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
 hear_signals() {
     trap 'ended_from_outside=1; exit 143' TERM HUP
     trap : USR1 USR2 # of --signal=B:USR2@60, which the ranks do not get
@@ -41,7 +40,12 @@ unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TO
 unset SLURM_CONSTRAINT SLURM_LABELIO SLURM_STDOUTMODE SLURM_TASK_PROLOG SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK
 [[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-facts=$(scontrol --oneliner show job "$SLURM_JOB_ID") || facts=""
+# One job of an array has the array's own number, by which Slurm means them all. The variables may be of another job,
+# which has sent this one.
+this_job=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
+[[ $this_job != _ && $(scontrol --oneliner show job "$this_job" 2>/dev/null) == "JobId=$SLURM_JOB_ID "* ]] || this_job=$SLURM_JOB_ID
+[[ $this_job != *_* || -n $plain ]] || fail "this is a job of an array, all of which would train the same: leave out --array."
+facts=$(scontrol --oneliner show job "$this_job") || facts=""
 # A job that is sent by another has the other's number of restarts in its environment.
 [[ ! $facts =~ \ Requeue=[01]\ Restarts=([0-9]+)\ BatchFlag= ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 [[ -n $plain || $facts != *" TimeLimit=00:01:00 TimeMin="* ]] ||
@@ -266,7 +270,7 @@ finish() {
         echo "stopped; back to the queue, to go on from the checkpoint"
         ! was_preempted || touch "$TRAINKIT_JOB_DIR/preempted"
         for ((tries = 1; ; tries++)); do
-            why=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break
+            why=$(scontrol requeue "$this_job" 2>&1) && break
             # If it is not refused, Slurm's controller may be restarting.
             if [[ $why != *disabled* && $why != *nvalid* ]] && ((tries < 6)); then sleep 10 && continue; fi
             tell_what_was_seen
@@ -286,6 +290,6 @@ finish() {
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code${tells_where:+; results in $TRAINKIT_RESULTS_DIR/runs}"
     exit "$code"
 }
-was_preempted() { [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
-at_time_limit() { [[ $(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
+was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
+at_time_limit() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
 trap finish EXIT
