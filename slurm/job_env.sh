@@ -277,7 +277,7 @@ finish() {
             fail "this job is not requeued (${why%%$'\n'*}): $again"
         done
     elif [[ -n ${ended_from_outside:-} ]]; then
-        echo "ended from outside: by scancel, preemption or the time limit"
+        echo "ended from outside: by scancel, preemption, the time limit or a node that failed"
         [[ -z $saved ]] || echo "if it does not come back by itself, $again"
     elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted; then
         echo "why     a job of higher priority took its place (preemption): $again"

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -308,6 +309,11 @@ def test_a_copy_of_a_saved_training_leaves_the_record_of_the_first(saved: dict, 
     go_on_beside(shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt"))
     rows, _ = comparison.load([tmp_path / "runs"])
     assert rows.epoch.tolist() == [1, 2]  # the first epoch counts once
+    (copy,) = (path for path in (tmp_path / "runs").glob("*.csv") if len(records.read(path)) == 2)
+    copied = pd.read_csv(copy, dtype=str).assign(threads_per_worker=["1", "2"])
+    copied.to_csv(copy, index=False)  # a run that counts in no table takes no other out of it
+    rows, (skipped,) = comparison.load([tmp_path / "runs"])
+    assert len(rows) == 1 and copy.stem in skipped and copy.stem not in set(rows.run_id)
 
 
 def test_an_epoch_that_could_not_be_written_is_written_once(saved: dict, tmp_path: Path) -> None:

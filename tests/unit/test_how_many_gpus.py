@@ -182,8 +182,19 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
         done = asked(*arguments, "--json")
         told = done.stdout + done.stderr
         assert done.returncode == 1 and sentence in told and "Traceback" not in told, (sentence, told)
+    (probe,) = json.loads(asked(tmp_path / "fast", "--json").stdout)["probes"]
+    assert "01_singlegpu/submit.py" in probe["command"]  # the runs that are in doubt
     done = asked(mixed, "--set", 2, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["best"]
+
+
+def test_repeats_of_one_shape_move_no_other(answered: Callable[..., dict], tmp_path: Path) -> None:
+    runs(tmp_path / "a", counts=(1, 2), batches=(512,))
+    runs(tmp_path / "b", lambda *of: 1.1 * step_seconds(*of), counts=(1,), batches=(512,))
+    (two,) = (option for option in answered(tmp_path, "--epochs", 5)["options"] if option["devices"] == 2)
+    low, middle, high = two["images_per_s"]
+    assert low < 0.97 * middle and middle < 0.97 * high
+    assert middle == pytest.approx(512 / step_seconds(2, 512), rel=0.01)
 
 
 def test_names_are_escaped_and_bad_files_named(asked: Asked, tmp_path: Path) -> None:

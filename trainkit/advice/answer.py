@@ -27,16 +27,18 @@ LEGEND = (
 
 def checked(answer: Answer) -> Answer:
     """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
-    why = _what_cannot_be_right(answer)
+    why, devices = _what_cannot_be_right(answer)
     if not why:
         return answer
-    reached = [option for option in answer.options if option.runs and np.isfinite(np.median(option.seconds))]
+    again = [option for option in answer.options if option.runs and devices in (0, option.shape.devices)]
+    reached = [option for option in again if np.isfinite(np.median(option.seconds))]
     cheapest = sorted(reached, key=lambda option: option.next_hours)[:1]
     next_runs = [option.next_run("whether the machine was quiet") for option in cheapest]
     return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, next_runs=next_runs)
 
 
-def _what_cannot_be_right(answer: Answer) -> str:
+def _what_cannot_be_right(answer: Answer) -> tuple[str, int]:
+    """Return what, or "", and the number of devices of the runs in doubt; 0 for any."""
     model = _model(answer)
     medians = {shape: [np.median(run) for run in runs] for shape, runs in model.measured.items()}
     apart, shape = max((max(of_runs) / min(of_runs), shape) for shape, of_runs in medians.items())
@@ -44,19 +46,18 @@ def _what_cannot_be_right(answer: Answer) -> str:
         return (
             f"equal runs on {shape.devices} device(s), {shape.batch} images on each, differ by a factor of "
             f"{apart:.1f}, as before and after a repair (give only the files that are still valid)"
-        )
-    measured = [option for option in answer.options if option.shape.devices > 1 and option.runs]
-    efficiencies = [np.median(option.efficiency) for option in measured]
-    known = [efficiency for efficiency in efficiencies if np.isfinite(efficiency)]
+        ), shape.devices
+    measured = [option.efficiency for option in answer.options if option.shape.devices > 1 and option.runs]
+    known = [np.median(efficiency) for efficiency in measured if np.isfinite(efficiency).all()]
     if known and min(known) > trust.MOST_EFFICIENCY:
-        return "all efficiencies are above 100 %, so the runs on one device must have been disturbed"
+        return "all efficiencies are above 100 %, so the runs on one device must have been disturbed", 1
     error = model.errors[model.model]
     if error > MOST_ERROR:
         return (
             f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on runs "
             "that were left out of its fit"
-        )
-    return ""
+        ), 0
+    return "", 0
 
 
 class AnswerText:

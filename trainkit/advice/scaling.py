@@ -328,7 +328,8 @@ def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
 def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
     """Draw the error of each median, in logarithms, from the scatter of epochs and runs.
 
-    The scatter of all shapes is pooled: few epochs of one shape say little.
+    The scatter of all shapes is pooled: few epochs of one shape say little. Two runs differ by plus and minus
+    half of their distance; the factor, whose square is 1 on average, fills what lies between.
     """
     epochs, runs = [], []
     for of_shape in measured.values():
@@ -342,7 +343,7 @@ def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
     for of_shape in measured.values():
         drawn = [
             np.median(random.choice(epochs or [0.0], (DRAWS, len(seconds))), axis=1)
-            + random.choice(runs or [0.0], DRAWS)
+            + (random.choice(runs, DRAWS) * random.uniform(0, np.sqrt(3), DRAWS) if runs else 0)
             for seconds in of_shape
         ]
         columns.append(np.median(drawn, axis=0))

@@ -52,10 +52,10 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     every = [row for file in _files(paths, skipped) for row in _rows_of(file, skipped)]
     rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
     # A run copied to a second folder is still one run.
-    rows = _once(rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True))
+    rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     mixed = _mixed(rows)
     sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
-    return rows[~rows.run_id.isin(mixed)], sentences
+    return _once(rows[~rows.run_id.isin(mixed)]), sentences
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
