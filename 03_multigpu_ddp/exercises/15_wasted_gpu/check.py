@@ -57,10 +57,12 @@ WRONG = [
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=3", "4 GPUs and 3 ranks"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "NCCL refuses"),
     ("wide.sh", "--nodes=2", "--nodes=1 --ntasks=4", "disagree"),
+    ("wide.sh", "--nodes=2", "--nodes=2-2", "write one number"),
     ("wide.sh", "srun --cpus", "srun --ntasks=4 --cpus", "change the #SBATCH lines only"),
     ("one.sh", "--ntasks=2 ", "--ntasks-per-node=2 ", "mine/one.sh was right"),
 ]
 STARTER = Path(__file__).parent / "starter"
+COUNTS = {"nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus", "gpus-per-node", "gres"}
 TORCHRUN, WASTEFUL = "launch", "wide"
 
 
@@ -156,7 +158,7 @@ def _check_script(mine: Workspace) -> tuple[int, int]:
         raise Wrong(
             f"{name}: change the #SBATCH lines only. You pay for what they ask for, and srun follows them."
         )
-    options = {key: _number(value) for key, value in requested(text).items()}
+    options = {key: _number(name, key, value) for key, value in requested(text).items() if key in COUNTS}
     nodes = options.get("nodes") or 1
     on_each = options.get("gpus-per-node") or options.get("gres") or options.get("gpus", 0) / nodes
     gpus, ranks = nodes * on_each, options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
@@ -181,7 +183,9 @@ def _commands(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def _number(value: str) -> int:
+def _number(name: str, key: str, value: str) -> int:
     """Return the count of `2` as of `gpu:a100:2`."""
     digits = value.rpartition(":")[2]
-    return int(digits) if digits.isdigit() else 0
+    if key == "ntasks-per-gpu" or not re.fullmatch(r"[1-9]\d{0,4}", digits):
+        raise Wrong(f"{name}: `--{key}={value}` is not what this check reads: write one number per node.")
+    return int(digits)
