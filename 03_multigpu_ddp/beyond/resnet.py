@@ -1,7 +1,7 @@
 """Train torchvision's ResNet-18 on a folder of images, its BatchNorm over the images of all ranks.
 
 Try: torchrun --standalone --nproc-per-node=2 resnet.py --images DIR --loader workers --num-workers 4
-DIR/train and DIR/val have a folder for each class.
+DIR/train and DIR/val have a folder for each class. Scale images of 16 bits to 8 before: Pillow clips them.
 """
 
 from pathlib import Path
