@@ -200,15 +200,19 @@ if schedule.last_epoch == 2:
     if {stopped}:
         time.sleep(0.3)
         loader.suspend()
-    threading.Timer({seconds}, loader.kill).start()"""
+    threading.Timer({seconds}, loader.send_signal, [{number}]).start()"""
 
 
-@pytest.mark.parametrize("stopped", [True, False], ids=["while it is waited for", "at work"])
+@pytest.mark.parametrize(
+    ("stopped", "number"),
+    [(True, 9), (False, 9), (False, 2)],
+    ids=["while it is waited for", "at work", "by Ctrl-C"],
+)
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
 def test_a_loader_process_is_killed_at_any_moment(
-    stopped: bool, seconds: float, tmp_path: Path, script: Script
+    stopped: bool, number: int, seconds: float, tmp_path: Path, script: Script
 ) -> None:
-    dying = _planted(DYING.format(stopped=stopped, seconds=seconds + 0.2 * stopped))
+    dying = _planted(DYING.format(stopped=stopped, number=number, seconds=seconds + 0.2 * stopped))
     (tmp_path / "dying.py").write_text(dying)
     done = script(tmp_path / "dying.py", *WITH_LOADERS, "--results-dir", tmp_path)
     told = one_error(done)

@@ -184,6 +184,7 @@ PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due t
 NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
 FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
 SHM = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
+BEYOND_ULIMIT = "unable to resize file </torch_7_1_0> to the right size: File too large (27)"
 FULL = "the memory of this process's GPU is full: lower --batch-size"
 
 
@@ -207,6 +208,11 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
             "RuntimeError",
             SHM,
             f"loader processes hand over batches through /dev/shm and open files ({SHM[:-4]}",
+        ),
+        (
+            "RuntimeError",
+            BEYOND_ULIMIT,
+            "loader processes hand over batches through /dev/shm and open files (File",
         ),
     ],
 )

@@ -241,7 +241,7 @@ class WorkerBatches(Batches):
             for batch, offset in zip(self._samples(), self._offsets(), strict=True):
                 batch = _on(self.device, batch)
                 yield (_shifted(batch[0], offset), *batch[1:]) if any(offset) else batch
-        except (RuntimeError, ConnectionError, EOFError) as error:
+        except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
             # Samples are fetched from the process that made them, which may die meanwhile.
             died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
             if not died or not self.loader.num_workers or "in DataLoader worker process" in str(error):

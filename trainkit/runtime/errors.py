@@ -234,10 +234,10 @@ def _in_a_sentence(error: Exception) -> str | None:
             "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether "
             "another process uses that GPU."
         )
-    if full := re.search(r"Too many open files|unable to .*shared memory\(shm\).*", text):
+    if full := re.search(r"Too many open files|File too large|unable to .*shared memory\(shm\).*", text):
         return (
             f"loader processes hand over batches through /dev/shm and open files ({full[0].strip()}): "
-            "lower --num-workers, raise `ulimit -n`, or give a container more (docker run --shm-size=1g)."
+            "lower --num-workers, raise `ulimit -n` or -f, or give a container more (docker --shm-size=1g)."
         )
     if "appears not to match sizes" in text:
         return "the ranks have networks of different sizes: start all of them with the same options."
