@@ -32,8 +32,8 @@ def checked(answer: Answer) -> Answer:
         return answer
     again = [option for option in answer.options if option.runs and devices in (0, option.shape.devices)]
     reached = [option for option in again if np.isfinite(np.median(option.seconds))]
-    cheapest = sorted(reached, key=lambda option: option.next_hours)[:1]
-    next_runs = [option.next_run("whether the machine was quiet") for option in cheapest]
+    reached.sort(key=lambda option: option.next_hours)
+    next_runs = [option.next_run("whether the machine was quiet") for option in reached[:1]]
     return replace(answer, best=None, why=f"{why}: measure again", sure=0.0, next_runs=next_runs)
 
 

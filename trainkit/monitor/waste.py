@@ -4,7 +4,6 @@ After that comes what is not waste, but could be faster.
 
 verdict = judge(folder)  # the folder `monitor` of a job
 print(*verdict.lines("job 12"), sep="\n")
-keep(folder, verdict)
 
 The utilisation of a GPU decides nothing by itself: it is 100 % while a kernel does nothing but wait.
 """

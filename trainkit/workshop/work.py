@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ANSWERS = "answers.txt"
+SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "t": "time", "o": "output"}
 OPEN = "?"  # an answer that is not given yet
 
 
@@ -194,10 +195,10 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
 
 
 def requested(text: str) -> dict[str, str]:
-    """Return the options with a value in a script's #SBATCH lines, by their long names."""
-    found = {}
-    for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
-        for short, long in {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task"}.items():
+    """Return the options with a value in the #SBATCH lines before the first command, by their long names."""
+    found, (head, *_) = {}, re.split(r"^(?=[^#\s])", text, maxsplit=1, flags=re.MULTILINE)
+    for line in re.findall(r"^#SBATCH\s+([^#\n]*)", head, re.MULTILINE):
+        for short, long in SHORT_OPTIONS.items():
             line = re.sub(rf"(^|\s)-{short}\s*(?=\w)", rf"\1--{long}=", line)
         found |= dict(re.findall(r"(?<!\S)--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
     return found

@@ -129,7 +129,7 @@ def _check_lines(lines: list[str]) -> None:
             )
         if line.startswith("#SBATCH") and has_begun:
             raise Wrong(f"{where}: Slurm ignores #SBATCH lines after the first command, without a warning.")
-        if re.match(r"#SBATCH.*\s(--(partition|account|qos|reservation)|-[pAq])\b", line):
+        if re.match(r"#SBATCH[^#]*\s(--(partition|account|qos|reservation)|-[pAq])\b", line):
             raise Wrong(
                 f"{where}: what only one cluster has belongs in slurm/site.sh. Then the script runs on every "
                 "cluster."
@@ -141,16 +141,16 @@ def _check_options(options: dict[str, str]) -> None:
     for name in ("ntasks", "gpus-per-node", "cpus-per-task", "mem", "time", "output"):
         if name not in options:
             raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
-    if not re.fullmatch(r"\d+[GT]|\d{4,}M?", options["mem"]):
+    if not re.fullmatch(r"[1-9]\d*([GT]|\d{3}M?|\d{6}K)B?", options["mem"], re.IGNORECASE):
         raise Wrong(
-            f"--mem={options['mem']}: without a unit it is in MB. Python and PyTorch take several GB."
+            f"--mem={options['mem']}: without a unit it is in MB. Python and PyTorch take several GB: 8G."
         )
     if options["ntasks"] != "1":
         raise Wrong(
             f"--ntasks={options['ntasks']}: srun would start the same training twice or more. This training "
             "is one process."
         )
-    if options["gpus-per-node"].split(":")[-1] != "1":
+    if re.search(r"(^|:)(0|1\d+|[2-9]\d*)$", options["gpus-per-node"]):
         raise Wrong(
             f"--gpus-per-node={options['gpus-per-node']}: stage 01 uses one GPU. You would pay for the "
             "others, and they would be idle."
@@ -174,7 +174,7 @@ def _check_options(options: dict[str, str]) -> None:
             f"--time={options['time']}: a job that asks for so much time waits longer in the queue. Ask for "
             "2 hours at most."
         )
-    if "%j" not in options["output"]:
+    if not re.search(r"(?<!%)%j", options["output"]):
         raise Wrong(
             f"--output={options['output']}: every job would write into the same log. %j is the job's number."
         )
@@ -192,7 +192,7 @@ def _check_commands(path: Path, commands: str) -> None:
             f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh work on every site."
         )
     flags = " ".join(re.findall(r"^set (.*)", commands, re.MULTILINE))
-    if not all(re.search(flag, flags) for flag in (r"-\w*e", r"-\w*u", "pipefail")):
+    if not all(re.search(flag, flags) for flag in (r"-\w*e|errexit", r"-\w*u|nounset", "pipefail")):
         raise Wrong(
             f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if nothing "
             "had happened."

@@ -58,11 +58,13 @@ WRONG = [
     ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "NCCL refuses"),
     ("wide.sh", "--nodes=2", "--nodes=1 --ntasks=4", "disagree"),
     ("wide.sh", "--nodes=2", "--nodes=2-2", "write one number"),
+    ("wide.sh", "set -euo", "set -uo pipefail\n#SBATCH --ntasks=8\nset -euo", "the #SBATCH lines only"),
     ("wide.sh", "srun --cpus", "srun --ntasks=4 --cpus", "change the #SBATCH lines only"),
     ("one.sh", "--ntasks=2 ", "--ntasks-per-node=2 ", "mine/one.sh was right"),
 ]
 STARTER = Path(__file__).parent / "starter"
-COUNTS = {"nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus", "gpus-per-node", "gres"}
+COUNTS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gres"}
+NOT_READ = {"ntasks-per-gpu", "gpus-per-task"}
 TORCHRUN, WASTEFUL = "launch", "wide"
 
 
@@ -158,7 +160,8 @@ def _check_script(mine: Workspace) -> tuple[int, int]:
         raise Wrong(
             f"{name}: change the #SBATCH lines only. You pay for what they ask for, and srun follows them."
         )
-    options = {key: _number(name, key, value) for key, value in requested(text).items() if key in COUNTS}
+    asked = requested(text)
+    options = {key: _number(name, key, asked[key]) for key in asked if key in COUNTS | NOT_READ}
     nodes = options.get("nodes") or 1
     on_each = options.get("gpus-per-node") or options.get("gres") or options.get("gpus", 0) / nodes
     gpus, ranks = nodes * on_each, options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
@@ -186,6 +189,6 @@ def _commands(text: str) -> list[str]:
 def _number(name: str, key: str, value: str) -> int:
     """Return the count of `2` as of `gpu:a100:2`."""
     digits = value.rpartition(":")[2]
-    if key == "ntasks-per-gpu" or not re.fullmatch(r"[1-9]\d{0,4}", digits):
+    if key in NOT_READ or not re.fullmatch(r"[1-9]\d{0,4}", digits):
         raise Wrong(f"{name}: `--{key}={value}` is not what this check reads: write one number per node.")
     return int(digits)
