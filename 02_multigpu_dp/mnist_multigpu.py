@@ -31,7 +31,7 @@ def main() -> None:
         # the gradients on the first one.
         model = nn.DataParallel(model)
     else:
-        print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
+        errors.tell(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
     choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 

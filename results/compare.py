@@ -103,7 +103,8 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse
     if not train_size:
         images_per_s, eval_seconds = _probe(compared, batch)
         train_size = plan.choose_train_size(images_per_s, batch, gpus)
-        run_seconds = plan.run_seconds(images_per_s, eval_seconds, compared.opts.epochs, train_size)
+        epoch_seconds = train_size / images_per_s + eval_seconds  # on several GPUs it is about the same
+        run_seconds = plan.AROUND_SECONDS + compared.opts.epochs * epoch_seconds
         tell(f"measured on one GPU: {images_per_s:,.0f} images/s")
     passes = train_size / staging.TRAIN_IMAGES
     length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""

@@ -255,15 +255,13 @@ finish() {
         if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
     fi
     # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
-    if [[ -n $plain && -n $saved && -z ${ended_from_outside:-} ]]; then
-        if ((code == 0 || SECONDS >= 300)) || was_preempted; then
-            rm -f "$soon"
-        elif echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
-            echo "three starts in a row have failed within five minutes: correct the script, and $again"
-            saved=""
-        fi
-        ((code == 0)) || [[ -z $saved ]] || tell_why
+    if [[ -n ${ended_from_outside:-} ]] || ((code == 0 || SECONDS >= 300)) || was_preempted; then
+        rm -f "$soon"
+    elif [[ -n $plain && -n $saved ]] && echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
+        echo "three starts in a row have failed within five minutes: correct the script, and $again"
+        saved=""
     fi
+    [[ -z $plain || -z $saved || -n ${ended_from_outside:-} ]] || ((code == 0)) || tell_why
     [[ -n $saved ]] || tell_what_was_seen # else the queue comes first
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then
@@ -272,9 +270,10 @@ finish() {
         for ((tries = 1; ; tries++)); do
             why=$(scontrol requeue "$this_job" 2>&1) && break
             # If it is not refused, Slurm's controller may be restarting.
-            if [[ $why != *disabled* && $why != *nvalid* ]] && ((tries < 6)); then sleep 10 && continue; fi
+            if [[ $why != *disabled* && $why != *nvalid* && $why != *"Only batch"* ]] && ((tries < 6)); then sleep 10 && continue; fi
             tell_what_was_seen
-            fail "this job is not requeued (${why%%$'\n'*}): $again"
+            echo "error: this job is not requeued (${why%%$'\n'*}): $again" >&2
+            exit "$((code ? code : 1))"
         done
     elif [[ -n ${ended_from_outside:-} ]]; then
         echo "ended from outside: by scancel, preemption, the time limit or a node that failed"

@@ -12,7 +12,19 @@ import psutil
 import pytest
 import torch
 from checkout import Checkout
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, Script, failed, one_error, rows_of, start_stage
+from conftest import (
+    BEYOND,
+    ENVIRONMENT,
+    REPOSITORY,
+    STAGES,
+    Script,
+    failed,
+    one_error,
+    ran,
+    rows_of,
+    stage_command,
+    start_stage,
+)
 from forking import Forking
 
 from trainkit.rank import sharded, staging
@@ -267,3 +279,11 @@ def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script)
     done = script("single", "--results-dir", tmp_path, "--data-dir", tmp_path / "data")
     fault = f"{name} is cut short, or too long (0 of 10008 bytes)"
     assert f"no usable MNIST in {tmp_path / 'data'} ({fault}): get it once" in one_error(done)
+
+
+def test_a_place_for_temporary_files_that_is_too_long_for_sockets(tmp_path: Path) -> None:
+    place = tmp_path / ("x" * 80)
+    place.mkdir()
+    command = stage_command("single", *WITH_LOADERS, "--results-dir", tmp_path)
+    done = ran(*command, env=ENVIRONMENT | {"TMPDIR": str(place)})
+    assert f"TMPDIR is too long for --loader workers ({place}): export TMPDIR=/tmp." in one_error(done)

@@ -188,6 +188,13 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["best"]
 
 
+def test_one_global_batch_says_nothing_of_others(answered: Callable[..., dict], tmp_path: Path) -> None:
+    """Though each number of devices has had its own part of it."""
+    answer = answered(runs(tmp_path, batches=(512,)), "--epochs", 5, "--batch-size", "512,1024")
+    assert {option["global_batch"] for option in answer["options"]} == {512}
+    assert "with only the global batch 512, the cost of other batches is unknown" in str(answer["unknown"])
+
+
 def test_repeats_of_one_shape_move_no_other(answered: Callable[..., dict], tmp_path: Path) -> None:
     runs(tmp_path / "a", counts=(1, 2), batches=(512,))
     runs(tmp_path / "b", lambda *of: 1.1 * step_seconds(*of), counts=(1,), batches=(512,))

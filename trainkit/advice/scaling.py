@@ -113,6 +113,9 @@ class Scaling:
             return f"more than {FURTHEST} times the {most} device(s) that were measured"
         if len(set(batches)) == 1 and shape.batch not in batches:
             return f"with only {batches[0]} images on each device, the cost of other batches is unknown"
+        every = {found.devices * found.batch for found in self.measured}  # the global batches
+        if len(every) == 1 and shape.devices * shape.batch not in every:
+            return f"with only the global batch {min(every)}, the cost of other batches is unknown"
         if not min(batches) / FURTHEST <= shape.batch <= max(batches) * FURTHEST:
             within = f"{min(batches)} to {max(batches)}"
             return f"{shape.batch} images on each device are far from the {within} that were measured"

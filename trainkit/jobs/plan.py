@@ -20,11 +20,6 @@ REPEATS = 3
 AROUND_SECONDS = 13  # of a run, outside its epochs
 
 
-def run_seconds(images_per_s: float, eval_seconds: float, epochs: int, train_size: int) -> float:
-    """Estimate the time of a run, given the speed of one on one GPU; on several it is about the same."""
-    return AROUND_SECONDS + epochs * (train_size / images_per_s + eval_seconds)
-
-
 def device_counts(gpus: int) -> tuple[int, ...]:
     """Return 1, 2, 4 and so on, and `gpus` itself."""
     return *(2**i for i in range((gpus - 1).bit_length())), gpus

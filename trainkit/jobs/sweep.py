@@ -352,8 +352,6 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
     plan = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
     if run_seconds:
         plan += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
-        if not sweep.here:
-            plan += ", and their time in the queue"
     elif not sweep.here:
         hours = sum(run.shape.gpus for run in todo) * sweep.minutes / 60
         plan += (

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from tempfile import gettempdir
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
@@ -202,6 +203,8 @@ class WorkerBatches(Batches):
     ) -> None:
         super().__init__(split, order, device, shift)
         num_workers = loader["num_workers"]
+        if num_workers and len(os.fsencode(gettempdir())) > 75:  # a socket's name there has at most 107 bytes
+            raise UserError(f"TMPDIR is too long for --loader workers ({gettempdir()}): export TMPDIR=/tmp.")
         self.loader = DataLoader(
             split,
             batch_sampler=order,
