@@ -176,8 +176,9 @@ SAVES_AT_ONCE = """
 import signal
 job = os.environ["TRAINKIT_JOB_DIR"]
 signal.signal(signal.SIGTERM, lambda *_: (open(job + "/stopped", "w").close(), os._exit(0)))
-open(f"{job}/ready{rank}", "w").close()
-while not (os.path.exists(job + "/ready0") and os.path.exists(job + "/ready1")): time.sleep(0.1)
+ready = job + "/ready-" + os.environ.get("SLURM_RESTART_COUNT", "0")
+if rank == 0: open(ready, "w").close()
+while not os.path.exists(ready): time.sleep(0.1)
 time.sleep(600) if rank == 0 else os.kill(os.getpid(), 9)"""
 
 
