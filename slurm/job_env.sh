@@ -254,14 +254,18 @@ finish() {
         saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
         if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
     fi
-    # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
-    if [[ -n ${ended_from_outside:-} ]] || ((code == 0 || SECONDS >= 300)) || was_preempted; then
+    if [[ -z $plain || -z $saved || -n ${ended_from_outside:-} ]] || ((code == 0)); then
         rm -f "$soon"
-    elif [[ -n $plain && -n $saved ]] && echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
-        echo "three starts in a row have failed within five minutes: correct the script, and $again"
-        saved=""
+    else
+        # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
+        if ((SECONDS >= 300)) || was_preempted; then
+            rm -f "$soon"
+        elif echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
+            echo "three starts in a row have failed within five minutes: correct the script, and $again"
+            saved=""
+        fi
+        [[ -z $saved ]] || tell_why
     fi
-    [[ -z $plain || -z $saved || -n ${ended_from_outside:-} ]] || ((code == 0)) || tell_why
     [[ -n $saved ]] || tell_what_was_seen # else the queue comes first
     # scancel sends SIGTERM to this script; preemption to the ranks only, and USR2 goes only there as well.
     if [[ -n $saved ]] && { [[ -z ${ended_from_outside:-} ]] || at_time_limit; }; then

@@ -191,6 +191,26 @@ def test_a_rank_that_fails_each_time_does_not_come_back_for_ever(on_cluster: Che
     assert log.count("back to the queue") == 2 and "three starts in a row have failed" in log
 
 
+FAILS_BUT = """
+open(os.environ["TRAINKIT_JOB_DIR"] + "/stopped", "w").close()
+sys.exit(0 if os.environ.get("SLURM_RESTART_COUNT") in sys.argv[2:] else 3)"""
+
+
+def test_three_failures_are_in_a_row(on_cluster: Checkout) -> None:
+    """A start between them that ends well, and saves, begins the count anew."""
+    job = on_cluster.submit("srun", "--plain", write(on_cluster, FATES), FAILS_BUT, "2")
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "5", "3:0"), log
+
+
+def test_a_job_that_may_not_come_back_keeps_its_exit_code(on_cluster: Checkout) -> None:
+    arguments = ("--plain", write(on_cluster, FATES), FAILS_BUT)
+    job = on_cluster.submit("single", *arguments, sbatch=("--no-requeue",))
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "0", "3:0"), log
+    assert "error: this job is not requeued" in log
+
+
 @pytest.mark.parametrize(
     ("fate", "code", "told"),
     [

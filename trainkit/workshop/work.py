@@ -196,7 +196,8 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
 
 def requested(text: str) -> dict[str, str]:
     """Return the options with a value in the #SBATCH lines before the first command, by their long names."""
-    found, (head, *_) = {}, re.split(r"^(?=[^#\s])", text, maxsplit=1, flags=re.MULTILINE)
+    found = {}
+    head = re.split(r"^(?=[^#\s])", text, maxsplit=1, flags=re.MULTILINE)[0]
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", head, re.MULTILINE):
         for short, long in SHORT_OPTIONS.items():
             line = re.sub(rf"(^|\s)-{short}\s*(?=\w)", rf"\1--{long}=", line)

@@ -190,5 +190,6 @@ def _number(name: str, key: str, value: str) -> int:
     """Return the count of `2` as of `gpu:a100:2`."""
     digits = value.rpartition(":")[2]
     if key in NOT_READ or not re.fullmatch(r"[1-9]\d{0,4}", digits):
-        raise Wrong(f"{name}: `--{key}={value}` is not what this check reads: write one number per node.")
+        instead = "use --ntasks-per-node and --gpus-per-node" if key in NOT_READ else "write one number"
+        raise Wrong(f"{name}: `--{key}={value}` is not what this check reads: {instead}.")
     return int(digits)
