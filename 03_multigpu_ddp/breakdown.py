@@ -116,7 +116,10 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # where there is no GPU, the profiler calls that an error
     with profile() as profiler:
         list(islice(phases, TRACED * len(step_phases.TIMED)))
-    profiler.export_chrome_trace(f"{path}.rank-{rank}.json")
+    file = Path(f"{path}.rank-{rank}.json")
+    profiler.export_chrome_trace(str(file))
+    if not file.exists():  # of which it says nothing
+        raise errors.UserError(f"{file} could not be written: free the space, or give another --results-dir.")
     process_group.on_rank_0(
         lambda: errors.tell(
             f"traces: {path}.rank-*.json, one of each rank. Open one at https://ui.perfetto.dev (it stays in "

@@ -7,12 +7,13 @@ make compare ARGS="--epochs 10 --batch-size 512"
 """
 
 import argparse
+import math
 import os
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
-from trainkit.jobs import local, plan, slurm, submission, sweep
+from trainkit.jobs import local, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import options, staging
@@ -20,10 +21,19 @@ from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least, given_path
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import records
+from trainkit.schema.columns import DDP, DP, SINGLE
 
 BATCH_SIZE = 256
 CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; all of MNIST would take long
 MOST_WORKERS = 4  # jobs with more wait longer, and cores stand in for a common node; --workers asks for more
+
+# On GPUs. The length of an epoch comes from a short run on one, the probe: an epoch of 60 ms is noise.
+GPU_BATCH_SIZE = 4096  # of each: with less a fast GPU waits for kernel launches (results/sample/h100)
+EPOCH_SECONDS = 3  # on one GPU
+FEWEST_STEPS = 20  # of an epoch, at the largest batch
+GPU_EPOCHS = 4  # one to warm up, three to measure
+GPU_REPEATS = 3
+AROUND_SECONDS = 13  # of a run, outside its epochs
 
 
 class Devices(NamedTuple):
@@ -46,7 +56,7 @@ def main() -> int:
         raise UserError("--dry-run measures nothing that could be compared: leave it out.")
     devices = _find_devices(own, opts, site)
     if devices.are_gpus:
-        batch = plan.batch_size(devices.workers, own.batch_size, own.train_size)
+        batch = share_batch_size(devices.workers, own.batch_size, own.train_size)
     else:
         batch = _shared_by(devices.workers, own.batch_size or BATCH_SIZE)
         own.train_size = own.train_size or CPU_TRAIN_SIZE
@@ -82,7 +92,7 @@ def _make_sweep(
     own: argparse.Namespace, opts: options.Options, passed_on: list[str], site: Site, devices: Devices
 ) -> sweep.Sweep:
     dataset = _find_data(opts)
-    epochs = own.epochs or (plan.EPOCHS if devices.are_gpus else sweep.EPOCHS)
+    epochs = own.epochs or (GPU_EPOCHS if devices.are_gpus else sweep.EPOCHS)
     folder = own.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
     if devices.in_slurm:
         tell("Slurm found: the runs go as jobs; --local runs them on this machine")
@@ -102,14 +112,14 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse
     train_size, run_seconds = own.train_size, None
     if not train_size:
         images_per_s, eval_seconds = _probe(compared, batch)
-        train_size = plan.choose_train_size(images_per_s, batch, gpus)
+        train_size = choose_train_size(images_per_s, batch, gpus)
         epoch_seconds = train_size / images_per_s + eval_seconds  # on several GPUs it is about the same
-        run_seconds = plan.AROUND_SECONDS + compared.opts.epochs * epoch_seconds
+        run_seconds = AROUND_SECONDS + compared.opts.epochs * epoch_seconds
         tell(f"measured on one GPU: {images_per_s:,.0f} images/s")
     passes = train_size / staging.TRAIN_IMAGES
     length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""
     tell(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
-    repeats = own.repeats or plan.REPEATS
+    repeats = own.repeats or GPU_REPEATS
     if gpus == 1:
         tell(
             "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
@@ -117,7 +127,7 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, own: argparse
     else:
         fewer = "--repeats 1 or " if repeats > 1 else ""
         tell(f"{fewer}--workers {gpus // 2} takes less time")
-    matrix = plan.matrix(gpus, batch, train_size, repeats)
+    matrix = plan_on_gpus(gpus, batch, train_size, repeats)
     runs = {run: None for grid in matrix for run in compared.planned(grid)[0]}
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
@@ -148,6 +158,54 @@ def _probe(compared: sweep.Sweep, batch: int) -> tuple[float, float]:
     return max(row["images_per_s"] for row in steady), min(row["eval_seconds"] for row in steady)
 
 
+def device_counts(gpus: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 and so on, and `gpus` itself."""
+    return *(2**i for i in range((gpus - 1).bit_length())), gpus
+
+
+def share_batch_size(gpus: int, given: int | None, train_size: int | None) -> int:
+    """Return the batch size per GPU: the next one that divides among all numbers of GPUs.
+
+    Raises:
+        UserError: if an epoch of `train_size` images is shorter than one step with it.
+    """
+    shared_by = math.lcm(*device_counts(gpus))
+    batch = -(-(given or GPU_BATCH_SIZE) // shared_by) * shared_by
+    if batch * gpus > (train_size or options.MOST_IMAGES):
+        raise UserError(
+            f"--train-size {train_size or options.MOST_IMAGES} is not one step with batch {batch} on each of "
+            f"{gpus} GPU(s): raise it, or lower --batch-size."
+        )
+    return batch
+
+
+def choose_train_size(images_per_s: float, batch: int, gpus: int) -> int:
+    """Choose the images for an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
+    largest = batch * gpus
+    images = max(round(images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest)
+    if images < staging.TRAIN_IMAGES:
+        return images // largest * largest
+    passes = min(round(images / staging.TRAIN_IMAGES), options.MOST_IMAGES // staging.TRAIN_IMAGES)
+    return passes * staging.TRAIN_IMAGES
+
+
+def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[sweep.Grid]:
+    """Plan strong scaling, with the same global batch, and weak scaling, with the same batch per GPU.
+
+    Every row has its baseline, the run on one GPU with the same global batch.
+    """
+    sizes = {"train_sizes": (train_size,), "repeats": repeats}
+    if gpus == 1:
+        return [sweep.Grid(tuple(STAGES.values()), (1,), (batch,), **sizes)]
+    several = device_counts(gpus)[1:]
+    # DataParallel on one GPU is the plain model, which stage single measures.
+    return [
+        sweep.Grid((STAGES[SINGLE], STAGES[DDP]), (1,), (batch,), **sizes),
+        sweep.Grid((STAGES[SINGLE],), (1,), tuple(number * batch for number in several), **sizes),
+        sweep.Grid((STAGES[DP], STAGES[DDP]), several, (batch,), scaling="both", **sizes),
+    ]
+
+
 def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     parser.add_argument(
@@ -161,11 +219,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         (
             "--batch-size",
             options.MOST_IMAGES,
-            f"global batch size; on GPUs that of one ({plan.BATCH_SIZE}, CPU: {BATCH_SIZE})",
+            f"global batch size; on GPUs that of one ({GPU_BATCH_SIZE}, CPU: {BATCH_SIZE})",
         ),
         ("--train-size", options.MOST_IMAGES, f"images of an epoch (CPU: {CPU_TRAIN_SIZE})"),
-        ("--epochs", 2**31 - 1, f"of a run, the first to warm up (GPUs: {plan.EPOCHS}, CPU: {sweep.EPOCHS})"),
-        ("--repeats", 1000, f"of every run, with other seeds (GPUs: {plan.REPEATS}, CPU: 1)"),
+        ("--epochs", 2**31 - 1, f"of a run, the first to warm up (GPUs: {GPU_EPOCHS}, CPU: {sweep.EPOCHS})"),
+        ("--repeats", 1000, f"of every run, with other seeds (GPUs: {GPU_REPEATS}, CPU: 1)"),
     )
     for name, most, help in sizes:
         parser.add_argument(name, type=at_least(1, most), metavar="N", help=help)

@@ -89,7 +89,9 @@ if [[ -e $site || -L $site ]]; then
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
     exec {own_output}>&1 {own_errors}>&2 # which it may send elsewhere
+    arguments=("$@") # which it may set, too
     source "$REPOSITORY/slurm/site.sh" </dev/null
+    set -- ${arguments[@]+"${arguments[@]}"}
     usual_shell
     exec >&"$own_output" 2>&"$own_errors" {own_output}>&- {own_errors}>&-
     type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."

@@ -125,16 +125,16 @@ def up(arguments: argparse.Namespace) -> int:
         except BaseException:
             remove(name)
             raise
-    print("\n".join(description(cluster)))
+    tell(*description(cluster))
     if not cluster.accounting and not arguments.no_accounting:
-        print("MariaDB and slurmdbd could not be had, so there is no sacct.")
+        tell("MariaDB and slurmdbd could not be had, so there is no sacct.")
     return 0
 
 
 def status(arguments: argparse.Namespace) -> int:
     """show nodes, partitions and jobs"""
     cluster = load(arguments.name)
-    print("\n".join([*description(cluster), ""]), flush=True)
+    tell(*description(cluster), "")
     columns = "NodeList:10,StateLong:12,CPUs:6,Memory:10,Gres:10,GresUsed"
     nodes = f"sinfo --partition=practice --Node --Format={columns}"
     command = on_login_host(cluster, ["sh", "-c", f"{nodes} && echo && sinfo && echo && squeue"])
@@ -173,11 +173,11 @@ def down(arguments: argparse.Namespace) -> int:
     if os.environ.get("SLURM_CONF") == str(slurm_conf(name)):
         raise ClusterError(f"this is a shell of {name}, which would end too: leave it first, with exit.")
     if not folder(name).exists():
-        print(f"{name} is not up.")
+        tell(f"{name} is not up.")
         return 0
     with lock(name):
         remove(name)
-    print(f"{name} is down.")
+    tell(f"{name} is down.")
     return 0
 
 
@@ -247,13 +247,19 @@ def remove(name: str) -> None:
 
 
 def clear(name: str) -> None:
-    """End the cluster's processes, with which its network ends, and empty its folder."""
+    """End the cluster's processes, with which its network ends, and empty its folder.
+
+    Raises ClusterError if something in it cannot be removed.
+    """
     processes.kill(name)
-    for entry in folder(name).iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+    try:
+        for entry in folder(name).iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise ClusterError(f"{error.filename} cannot be removed ({error.strerror}): remove it.") from error
 
 
 def prepare(arguments: argparse.Namespace) -> Cluster:
@@ -352,6 +358,14 @@ def start(cluster: Cluster) -> None:
         if init.poll() is not None:
             raise StartError((log.read_text().splitlines() or ["its first process was killed"])[-1])
         time.sleep(0.02)
+
+
+def tell(*lines: str) -> None:
+    """Print, and go on even if that fails: `| head` has ended, or the disk is full."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stop(signum: int, frame: object) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import software
-from state import Cluster, slurm_conf
+from state import Cluster, ClusterError, slurm_conf
 
 HERE = Path(__file__).resolve().parent
 # Offsets from the cluster's first port.
@@ -196,9 +196,13 @@ def _task_prolog(cluster: Cluster) -> str:
 def _version(cluster: Cluster) -> tuple[int, int]:
     """Return Slurm's version, such as (22, 5): year and month of its release."""
     command = [cluster.folder / "bin" / "slurmctld", "-V"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    year, month = re.search(r"(\d+)\.(\d+)", printed).groups()
-    return int(year), int(month)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not (found := re.search(r"(\d+)\.(\d+)", done.stdout)):
+        raise ClusterError(
+            f"slurmctld does not start here ({done.stderr.strip() or done.returncode}): remove "
+            f"{software.UNPACKED}, and try again."
+        )
+    return int(found[1]), int(found[2])
 
 
 def _slurmdbd_conf(cluster: Cluster) -> str:

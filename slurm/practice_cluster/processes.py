@@ -18,9 +18,10 @@ PATIENCE = 20.0
 
 def first(name: str) -> int | None:
     """Return the process number of the cluster's init.py, if it runs."""
+    file = folder(name) / "init.pid"
     try:
-        pid = int((folder(name) / "init.pid").read_text())
-    except (FileNotFoundError, ValueError):
+        pid = int(file.read_text()) if file.is_file() else None
+    except (OSError, ValueError):
         return None
     return pid if pid in _living(name) else None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkout import make_project
-from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
 from forking import Forking
 
 from trainkit.workshop import exercises
@@ -208,6 +208,15 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
     (clock.folder / "mine-1").unlink()
     assert "mine-1" in clock.do("reset", "clock").stdout
     assert (clock.folder / "mine-2" / "clock.py").read_text() == "second"
+
+
+def test_a_full_disk_leaves_no_half_of_an_exercise(clock: Learner) -> None:
+    command = f"ulimit -f 0; exec '{sys.executable}' '{clock.exercises}/check.py'"
+    told = one_error(ran("bash", "-c", command))
+    assert "cannot be written ([Errno 27] File too large): free the space" in told
+    clock.do()
+    assert (clock.mine / "answers.txt").exists()
+    assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
 
 
 def test_the_solution(clock: Learner) -> None:

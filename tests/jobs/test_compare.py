@@ -1,6 +1,7 @@
 """`make compare` without Slurm, in a copy of the project whose path has spaces, from another directory."""
 
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
-from trainkit.jobs import plan
 from trainkit.runtime.errors import UserError
 
+COMPARE = runpy.run_path(str(REPOSITORY / "results" / "compare.py"))
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
@@ -105,14 +106,14 @@ def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
     ],
 )
 def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
-    assert plan.choose_train_size(speed, batch, gpus) == size
+    assert COMPARE["choose_train_size"](speed, batch, gpus) == size
 
 
 def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:
     counts = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 4), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8)}
-    assert {gpus: plan.device_counts(gpus) for gpus in counts} == counts
-    assert plan.batch_size(8, None, None) == 4096
-    assert plan.batch_size(6, None, None) == 4104
-    assert plan.batch_size(2, 99, None) == 100
+    assert {gpus: COMPARE["device_counts"](gpus) for gpus in counts} == counts
+    assert COMPARE["share_batch_size"](8, None, None) == 4096
+    assert COMPARE["share_batch_size"](6, None, None) == 4104
+    assert COMPARE["share_batch_size"](2, 99, None) == 100
     with pytest.raises(UserError, match="--train-size 8191 is not one step with batch 4096 on each of 2"):
-        plan.batch_size(2, None, 8191)
+        COMPARE["share_batch_size"](2, None, 8191)

@@ -331,6 +331,18 @@ def test_a_damaged_note_of_a_cluster_is_told(cluster: RunningCluster) -> None:
         note.write_bytes(good)
 
 
+def test_a_damaged_folder_of_a_cluster_and_a_full_disk() -> None:
+    name = f"test-{os.getpid()}-odd"
+    folder = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}")
+    for make in (Path.mkdir, os.mkfifo):
+        folder.mkdir(mode=0o700)
+        make(folder / "init.pid")
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, PROGRAM, "down", "--name", name]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr, folder.exists()) == (0, "", False)
+
+
 def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
     if shutil.which("slurmctld", path=f"{os.defpath}:/usr/sbin"):
         pytest.skip("Slurm is installed here")

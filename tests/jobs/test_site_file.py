@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 from cluster import RunningCluster
+from conftest import ran, succeeded
 
 from trainkit.doctor import login_node
 from trainkit.doctor.checkup import FAULT
@@ -102,9 +103,11 @@ def test_variables_from_another_file(checkout: Checkout) -> None:
 
 
 def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
-    changed = "set -o posix -kf\nshopt -s nocasematch\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n"
-    checkout.site(f"{changed}SBATCH_QOS=short\nexport SBATCH_QOS\n")
+    changed = "set -o posix -kf\nshopt -s nocasematch\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n\n"
+    checkout.site(f"{changed}set -- other\nSBATCH_QOS=short\nexport SBATCH_QOS\n")
     assert site.read_site().sbatch["SBATCH_QOS"] == "short"
+    environment = f"cd '{checkout.folder}'; set -u -- --epochs '2 3'; source slurm/site_env.sh"
+    assert succeeded(ran("bash", "-c", f'{environment}; printf "%s,%s" "$@"')).stdout == "--epochs,2 3"
 
 
 def test_text_that_is_not_utf8(checkout: Checkout) -> None:

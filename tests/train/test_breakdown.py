@@ -2,13 +2,15 @@
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from conftest import REPOSITORY, Script, succeeded
+from conftest import REPOSITORY, Script, one_error, ran, succeeded
 
 from trainkit.rank import step_phases
 
@@ -78,6 +80,14 @@ def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
         names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
         assert "DistributedDataParallel.forward" in names
         assert any(name.startswith("Optimizer.step") for name in names)
+
+
+def test_a_trace_that_is_not_written_is_told(tmp_path: Path) -> None:
+    """PyTorch says nothing of it."""
+    options = [*map(str, SMALL), "--no-cuda", "--trace", "--results-dir", tmp_path]
+    command = f"ulimit -f 60; exec {shlex.join(map(str, [sys.executable, SCRIPT, *options]))}"
+    told = one_error(ran("bash", "-c", command))
+    assert ".rank-0.json could not be written: free the space" in told
 
 
 def test_one_worker_exchanges_nothing_and_waits_for_no_other(script: Script, tmp_path: Path) -> None:

@@ -67,6 +67,17 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
     assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))
 
 
+def test_ctrl_c_of_our_torchrun_is_no_traceback(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, "--results-dir", tmp_path]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, **pipes)
+    next(line for line in process.stdout if line.startswith("epoch 1/"))
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=300)
+    assert (process.returncode, "Traceback" in complaint) == (130, False), complaint
+
+
 def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) -> None:
     """USR2 before the time limit, then SIGTERM; no rank is there to hear them."""
     launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]

@@ -258,7 +258,8 @@ class RunSet:
         per_node = constraints.gpus_per_node or per_node
         batches = constraints.batches or sorted({s.devices * s.batch for s in model.measured})
         if max(batches) > self._images:
-            raise UserError(f"--batch-size {max(batches)} is more than {self._images:,} images: lower it.")
+            where = "--batch-size" if constraints.batches else "these runs: their batch"
+            raise UserError(f"{where} {max(batches)} is more than the {self._images:,} images: correct that.")
         layouts = {(s.devices, s.nodes) for s in seen if s.devices in counts}
         layouts |= {(count, math.ceil(count / per_node)) for count in counts}
         if constraints.gpus_per_node:

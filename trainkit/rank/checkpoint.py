@@ -165,6 +165,7 @@ class Checkpoints:
         """Claim the folder for this run, for as long as the lock is held."""
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
         wait = "wait for its end, or give another --checkpoint-dir."
+        self._inode = self._folder.stat().st_ino
         lock = locked(self._folder / LOCK, f"another run saves its checkpoints in {self._folder}: {wait}")
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
@@ -229,6 +230,8 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
+        if self._folder.exists() and self._folder.stat().st_ino != self._inode:
+            raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}

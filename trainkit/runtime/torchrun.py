@@ -24,8 +24,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on, daemon=True).start()
     from torch.distributed import run  # takes seconds, in which a signal may come
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    run.main()
+    try:
+        run.main()
+    except SignalException as end:  # which the ranks have had, too
+        os._exit(128 + end.sigval)
 
 
 def _hand_on() -> None:

@@ -33,7 +33,6 @@ import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TextIO
 
 from trainkit.compare import packed
@@ -95,7 +94,7 @@ class Exercise:
         patience = PATIENCE * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         until = time.monotonic() + patience
         kind, words = Wrong, ["Your program ended the check: by an `exit`, or for lack of memory?"]
-        with TemporaryFile("w+") as answer:
+        with os.fdopen(os.memfd_create("answer"), "w+") as answer:
             how = {"target": self._answer, "args": (answer, patience)}
             process = multiprocessing.get_context("fork").Process(**how)
             process.start()
@@ -127,26 +126,31 @@ class Exercise:
             said = ["seen", self.program["check"](self.mine)]
         except BaseException as error:
             said = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
-            said = [type(said).__name__, *(said.args if isinstance(said, OSError) else [str(said)])]
-        with suppress(Exception):  # the program may have closed it
-            sys.stdout.flush()
-        json.dump(said, answer)
-        answer.flush()
+            said = [type(said).__name__, *(said.args if isinstance(said, OSError) else [str(said)[:20_000]])]
+        for write in (sys.stdout.flush, lambda: json.dump(said, answer), answer.flush):
+            with suppress(Exception):  # the program may have closed it
+                write()
         os._exit(0)  # whatever else the program has started
 
     def begin(self) -> None:
         """Copy the starter, and the open answers, unless they are there."""
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
-        if any((mine / name).exists() for name in (ANSWERS, *(path.name for path in starter))):
+        if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
             return
-        mine.mkdir(exist_ok=True)
+        new = self.folder / ".mine.new"  # until it is whole
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
         if starter:
-            shutil.copytree(self.folder / "starter", mine, dirs_exist_ok=True)
+            shutil.copytree(self.folder / "starter", new, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
-            shutil.copytree(self.folder.parents[2] / given, mine / name, dirs_exist_ok=True)
+            shutil.copytree(self.folder.parents[2] / given, new / name)
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
-        (mine / ANSWERS).write_text(blank)
+        (new / ANSWERS).write_text(blank)
+        mine.mkdir(exist_ok=True)
+        for path in new.iterdir():
+            path.rename(mine / path.name)
+        new.rmdir()
 
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""

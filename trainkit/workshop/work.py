@@ -186,7 +186,7 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
         what = type(error).__name__
     if own:
         return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
-    if isinstance(error, OSError):  # an error of the learner's class could not be sent
+    if isinstance(error, OSError) and error.errno:  # one of the learner's class could not be sent
         return OSError(error.errno, error.strerror, error.filename)
     return Wrong(
         f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
