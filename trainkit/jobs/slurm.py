@@ -47,8 +47,8 @@ REFUSALS = {
     "[Tt]ime ?[Ll]imit": "ask for less --time; `sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
     "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
-    "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), or "
-    "wait for a node that is down: `sinfo -R`",
+    "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
+    "or wait for a node that is down: `sinfo -R`",
     "": "see man sbatch, or ask your admin what it means",
 }
 
