@@ -30,12 +30,12 @@ def ensure(accounting: bool) -> None:
     Raise a ClusterError if it is not available; what only the accounting needs may be missing.
     """
     try:
-        lock = (UNPACKED.parent / "packages.lock").open("w")
+        file = os.open(UNPACKED.parent / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # for a pipe: no wait
     except OSError as error:
         raise ClusterError(
             f"cannot write to {UNPACKED.parent} ({error.strerror}): make it writable."
         ) from error
-    with lock:
+    with os.fdopen(file, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (missing() or accounting and not has_accounting()) and not UNPACKED.exists():
             try:
