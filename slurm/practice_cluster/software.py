@@ -30,7 +30,7 @@ def ensure(accounting: bool) -> None:
     Raise a ClusterError if it is not available; what only the accounting needs may be missing.
     """
     try:
-        file = os.open(UNPACKED.parent / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # for a pipe: no wait
+        file = os.open(UNPACKED.parent / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # waits for no pipe
     except OSError as error:
         raise ClusterError(
             f"cannot write to {UNPACKED.parent} ({error.strerror}): make it writable."
