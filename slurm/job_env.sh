@@ -11,7 +11,7 @@
 #
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
-job_began_in=$PWD
+_began_in=$PWD
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
@@ -31,7 +31,7 @@ hear_signals() {
 hear_signals
 activate
 hear_signals # the script of an environment may trap some, too
-cd "$job_began_in" || fail "slurm/site.sh has removed $job_began_in."
+cd "$_began_in" || fail "slurm/site.sh has removed $_began_in."
 # slurm_submit_torchrun.sh sets `ranks`, by which `tell_who_failed` knows that srun's tasks are torchruns.
 unset ranks facts log_begin TRAINING
 [[ ${SLURM_JOB_ID:-} ]] || fail "activate_environment takes away Slurm's variables, which srun needs: leave that out."
@@ -260,7 +260,10 @@ finish() {
         # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
         if ((SECONDS >= 300)) || was_preempted; then
             rm -f "$soon"
-        elif echo >>"$soon" && (($(wc -l <"$soon") >= 3)); then
+        elif ! { echo >>"$soon"; } 2>/dev/null; then
+            echo "it has failed within five minutes, and $soon cannot count how often: free the space, and $again"
+            saved=""
+        elif (($(wc -l <"$soon") >= 3)); then
             echo "three starts in a row have failed within five minutes: correct the script, and $again"
             saved=""
         fi

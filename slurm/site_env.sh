@@ -88,12 +88,14 @@ if [[ -e $site || -L $site ]]; then
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"
-    exec {own_output}>&1 {own_errors}>&2 # which it may send elsewhere
-    arguments=("$@") # which it may set, too
+    exec {_own_output}>&1 {_own_errors}>&2 # which it may send elsewhere
+    _own_words=("$@") # it may set others
+    trap 'fail "slurm/site.sh fails where it is read again: it must do the same each time, so leave out what it changes."' EXIT
     source "$REPOSITORY/slurm/site.sh" </dev/null
-    set -- ${arguments[@]+"${arguments[@]}"}
+    trap - EXIT
+    set -- ${_own_words[@]+"${_own_words[@]}"}
     usual_shell
-    exec >&"$own_output" 2>&"$own_errors" {own_output}>&- {own_errors}>&-
+    exec >&"$_own_output" 2>&"$_own_errors" {_own_output}>&- {_own_errors}>&-
     type env timeout >/dev/null 2>&1 || fail "slurm/site.sh leaves PATH without the usual commands ('${PATH-}'): add to it."
     env >/dev/null 2>&1 || fail "no command starts after slurm/site.sh: export nothing of 100 KB or more in it."
 fi

@@ -28,11 +28,11 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not opts.no_cuda
     torch.set_num_threads(1)  # one core is all that it takes
     where = torch.cuda.get_device_name() if on_gpu else "one core"
-    print(f"{where:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
+    errors.tell(f"{where:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
     for way in [opts.way] if opts.way else WAYS:
         busy, watts, done = measure(way, on_gpu, opts.seconds)
         cells = ["-" if math.isnan(watts) else f"{watts:.0f} W", f"{done:,.0f}"]
-        print(f"{way + ': ' + WAYS[way]:42}{busy:10.0f} %{cells[0]:>9}{cells[1]:>13}", flush=True)
+        errors.tell(f"{way + ': ' + WAYS[way]:42}{busy:10.0f} %{cells[0]:>9}{cells[1]:>13}")
 
 
 def measure(way: str, on_gpu: bool, seconds: float) -> tuple[float, float, float]:

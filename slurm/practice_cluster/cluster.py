@@ -161,8 +161,11 @@ def network(arguments: argparse.Namespace) -> int:
         subprocess.run(cable, env=user_environment(cluster), check=True)
         if arguments.state == "up":
             # On this signal slurmd reports to slurmctld, which asks a node that is down rarely by itself.
-            os.kill(int((cluster.folder / f"slurmd-{arguments.node}.pid").read_text()), signal.SIGHUP)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            slurmd = processes.first(cluster.name, f"slurmd-{arguments.node}")
+            if not slurmd:
+                raise ProcessLookupError
+            os.kill(slurmd, signal.SIGHUP)
+    except (OSError, subprocess.CalledProcessError) as error:
         raise ClusterError(f"{arguments.node} has crashed: take {cluster.name} down and up again.") from error
     return 0
 

@@ -16,9 +16,9 @@ NAMESPACES = ["--mount", "--uts", "--net", "--ipc"]
 PATIENCE = 20.0
 
 
-def first(name: str) -> int | None:
-    """Return the process number of the cluster's init.py, if it runs."""
-    file = folder(name) / "init.pid"
+def first(name: str, of: str = "init") -> int | None:
+    """Return the process number of the cluster's init.py, or of another that notes its own, if it runs."""
+    file = folder(name) / f"{of}.pid"
     try:
         pid = int(file.read_text()) if file.is_file() else None
     except (OSError, ValueError):

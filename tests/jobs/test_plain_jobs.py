@@ -203,6 +203,14 @@ def test_three_failures_are_in_a_row(on_cluster: Checkout) -> None:
     assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "5", "3:0"), log
 
 
+def test_a_job_whose_failures_cannot_be_counted_does_not_come_back(on_cluster: Checkout) -> None:
+    uncounted = "os.symlink('/dev/full', os.environ['TRAINKIT_JOB_DIR'] + '/failed-soon')" + FAILS_BUT
+    job = on_cluster.submit("single", "--plain", write(on_cluster, FATES), uncounted)
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "0", "3:0"), log
+    assert "cannot count how often: free the space" in log and "job_env.sh: line" not in log
+
+
 def test_a_job_that_may_not_come_back_keeps_its_exit_code(on_cluster: Checkout) -> None:
     arguments = ("--plain", write(on_cluster, FATES), FAILS_BUT)
     job = on_cluster.submit("single", *arguments, sbatch=("--no-requeue",))

@@ -115,6 +115,24 @@ def test_a_network_can_be_cut(cluster: RunningCluster) -> None:
         assert time.monotonic() < deadline
 
 
+def test_only_a_process_of_the_cluster_gets_its_signals(cluster: RunningCluster) -> None:
+    """Whatever number stands where slurmd notes its own."""
+    if cluster.run(["hostname"]).stdout != "login\n":
+        pytest.skip("the nodes of this cluster are not hosts of their own")
+    note = Path(f"/tmp/practice-cluster-{os.getuid()}-{cluster.name}/slurmd-n1.pid")
+    good, other = note.read_text(), subprocess.Popen(["/bin/sleep", "300"], env={})
+    try:
+        for number in (str(other.pid), "9" * 30):
+            note.write_text(number)
+            done = run_program("network", "--name", cluster.name, "n1", "up")
+            assert (done.returncode, done.stderr.count("n1 has crashed")) == (1, 1), done.stderr
+        assert other.poll() is None
+    finally:
+        note.write_text(good)
+        other.kill()
+        other.wait()
+
+
 def test_a_node_knows_the_names_of_its_callers(cluster: RunningCluster) -> None:
     """Also by IPv6, as PyTorch's store asks; without an answer it warns in the log of every job."""
     if cluster.run(["hostname"]).stdout != "login\n":

@@ -110,6 +110,12 @@ def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
     assert succeeded(ran("bash", "-c", f'{environment}; printf "%s,%s" "$@"')).stdout == "--epochs,2 3"
 
 
+def test_what_fails_when_it_is_read_again(checkout: Checkout) -> None:
+    checkout.site(f"mkdir '{checkout.folder}/made'\n")
+    with pytest.raises(UserError, match="fails where it is read again: it must do the same each time"):
+        site.read_site()
+
+
 def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     """Linux does not mind, in variables and in the names of folders; for Slurm's files it has to be."""
     results = os.fsdecode(os.fsencode(checkout.folder) + b"/r\xe9sultats")
