@@ -149,8 +149,9 @@ class Exercise:
         (new / ANSWERS).write_text(blank)
         mine.mkdir(exist_ok=True)
         for path in new.iterdir():
-            path.rename(mine / path.name)
-        new.rmdir()
+            if not os.path.lexists(mine / path.name):
+                path.rename(mine / path.name)
+        shutil.rmtree(new)
 
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""
