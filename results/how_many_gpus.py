@@ -12,7 +12,8 @@ from trainkit.advice.advice import NextRun, Option, interval
 from trainkit.advice.answer import AnswerText, answer_for
 from trainkit.advice.constraints import Constraints
 from trainkit.runtime.command_line import Parser, above_0, at_least, duration, given_path, list_of
-from trainkit.runtime.errors import run, tell
+from trainkit.runtime.errors import run
+from trainkit.runtime.files import explained
 
 RESULTS = Path(__file__).resolve().parent
 
@@ -25,7 +26,8 @@ def main() -> int:
     )  # fmt: skip
     words, skipped = answer_for(own.paths, constraints, own.set)
     if own.json:
-        tell(json.dumps(_as_json(words) | {"skipped": skipped}, indent=1))
+        with explained("the answer cannot be written", "free the space, or read all of it."):
+            print(json.dumps(_as_json(words) | {"skipped": skipped}, indent=1), flush=True)
     else:
         from trainkit.advice.report import report  # loads matplotlib, which takes a second
 

@@ -58,6 +58,15 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
 
 
+def test_a_folder_of_checkpoints_that_is_removed_is_made_again(script: Script, tmp_path: Path) -> None:
+    folder, place = tmp_path / "checkpoints", Checkout(tmp_path / "a checkout")
+    remove = f"import shutil; epoch == 2 and shutil.rmtree({str(folder)!r})"
+    place.insert("single", remove, before="run.end_of_epoch")
+    how = ("--epochs", 3, "--results-dir", tmp_path, "--checkpoint-dir", folder)
+    succeeded(script(place.script("single"), *SMALL, *how))
+    assert len(list(folder.glob("*.pt"))) == 2
+
+
 def test_a_folder_of_checkpoints_that_is_another_meanwhile(
     script: Script, two_epochs: Path, tmp_path: Path
 ) -> None:

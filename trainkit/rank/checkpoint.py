@@ -7,6 +7,7 @@ CSV, so that the run continues under the same name. A network that is split over
 
 import io
 import math
+import os
 import pickle
 import re
 import signal
@@ -230,13 +231,14 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
-        if self._folder.exists() and self._folder.stat().st_ino != self._inode:
+        if os.path.lexists(self._folder) and self._folder.stat().st_ino != self._inode:
             raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", state, path, advice)
+        self._inode = self._folder.stat().st_ino  # it makes one that was removed
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
 from trainkit.compare import packed
@@ -137,21 +138,21 @@ class Exercise:
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
         if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
             return
-        new = self.folder / ".mine.new"  # until it is whole
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        if starter:
+        with TemporaryDirectory(prefix=".mine.", dir=self.folder) as new:  # until it is whole
+            self._lay_out(Path(new))
+            mine.mkdir(exist_ok=True)
+            for path in Path(new).iterdir():
+                if not os.path.lexists(mine / path.name):
+                    shutil.move(path, mine / path.name)  # which may be elsewhere, behind a link
+
+    def _lay_out(self, new: Path) -> None:
+        if (self.folder / "starter").exists():
             shutil.copytree(self.folder / "starter", new, dirs_exist_ok=True)
         for name, given in self.plain.get("GIVEN", {}).items():
             shutil.copytree(self.folder.parents[2] / given, new / name)
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
         (new / ANSWERS).write_text(blank)
-        mine.mkdir(exist_ok=True)
-        for path in new.iterdir():
-            if not os.path.lexists(mine / path.name):
-                path.rename(mine / path.name)
-        shutil.rmtree(new)
 
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""
@@ -300,11 +301,10 @@ def _hint(workbook: Workbook, exercise: Exercise) -> int:
 
 def _reset(_: Workbook, exercise: Exercise) -> int:
     mine = exercise.mine.folder
-    kept = mine.rename(_unused(mine)) if mine.exists() else None
+    if mine.exists():
+        tell(f"What you wrote is kept in {relative(mine.rename(_unused(mine)))}.")
     exercise.begin()
     tell(f"{exercise.name}: the starter is back in {relative(mine)}.")
-    if kept:
-        tell(f"What you wrote is kept in {relative(kept)}.")
     return 0
 
 
