@@ -260,7 +260,7 @@ finish() {
         # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
         if ((SECONDS >= 300)) || was_preempted; then
             rm -f "$soon"
-        elif ! { echo >>"$soon"; } 2>/dev/null; then
+        elif [[ -e $soon && ! -f $soon ]] || ! { echo >>"$soon"; } 2>/dev/null; then
             echo "it has failed within five minutes, and $soon cannot count how often: free the space, and $again"
             saved=""
         elif (($(wc -l <"$soon") >= 3)); then

@@ -381,5 +381,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except ClusterError as error:
         sys.exit(f"error: {error}")
+    except FileNotFoundError as error:
+        sys.exit(f"error: there is no {os.fsdecode(error.filename)}: add its folder to PATH.")
     except KeyboardInterrupt:
         sys.exit(130)
