@@ -166,7 +166,7 @@ class Checkpoints:
         """Claim the folder for this run, for as long as the lock is held."""
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
         wait = "wait for its end, or give another --checkpoint-dir."
-        self._inode = self._folder.stat().st_ino
+        self._claimed = self._folder.stat()
         lock = locked(self._folder / LOCK, f"another run saves its checkpoints in {self._folder}: {wait}")
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
@@ -231,14 +231,14 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
-        if os.path.lexists(self._folder) and self._folder.stat().st_ino != self._inode:
+        if os.path.lexists(self._folder) and not os.path.samestat(self._folder.stat(), self._claimed):
             raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", state, path, advice)
-        self._inode = self._folder.stat().st_ino  # it makes one that was removed
+        self._claimed = self._folder.stat()  # it makes one that was removed
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink(missing_ok=True)

@@ -128,8 +128,8 @@ class Exercise:
         except BaseException as error:
             said = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
             said = [type(said).__name__, *(said.args if isinstance(said, OSError) else [str(said)[:20_000]])]
-        for write in (sys.stdout.flush, lambda: json.dump(said, answer), answer.flush):
-            with suppress(Exception):  # the program may have closed it
+        for write in (lambda: sys.stdout.flush(), lambda: json.dump(said, answer), answer.flush):
+            with suppress(Exception):  # the program may have closed it, or have none
                 write()
         os._exit(0)  # whatever else the program has started
 
