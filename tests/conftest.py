@@ -253,11 +253,12 @@ def cluster() -> Iterator["RunningCluster"]:
 
 
 @pytest.fixture
-def on_cluster(tmp_path: Path, cluster: "RunningCluster") -> "Checkout":
+def on_cluster(tmp_path: Path, cluster: "RunningCluster") -> Iterator["Checkout"]:
     """A copy of the checkout, on the cluster's login host."""
     from checkout import Checkout
 
-    return Checkout(tmp_path / "a checkout", cluster)
+    yield Checkout(tmp_path / "a checkout", cluster)
+    cluster.run(["scancel", "--me"])  # the job of a test that failed would keep nodes from others
 
 
 @pytest.fixture(scope="session")

@@ -156,14 +156,13 @@ def planted(folder: Path, script: Path, *lines: tuple[str, str]) -> Path:
     ids=["bf16", "fast"],
 )
 def test_a_captured_step_trains_as_the_eager_one(shape: tuple, how: str, tmp_path: Path) -> None:
-    """Where cuDNN has one way to compute each layer; of a captured step every digit is equal."""
+    """Where cuDNN has one way to compute each layer, every digit is equal."""
     one_way = "torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True"
-    script = planted(tmp_path / "a checkout", CAPTURED, (one_way, "optimizer, schedule"))
+    script = planted(tmp_path / "a checkout", CAPTURED, (one_way, "choose_precision("))
     sizes = ("--epochs", 2, "--train-size", 20_480, *shape)
     eager, other = (train(script, tmp_path / one, *sizes, "--how", one) for one in ("eager", how))
     for loss in ("train_loss", "test_loss"):
-        rounding = 0 if how == "captured" else 1e-2
-        assert [row[loss] for row in other] == pytest.approx([row[loss] for row in eager], rel=rounding)
+        assert [row[loss] for row in other] == [row[loss] for row in eager]
     assert other[0]["stage"] == f"ddp-{how}"
 
 
@@ -201,11 +200,12 @@ def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: st
 @pytest.mark.parametrize("how", ["ddp", "shard"])
 def test_a_gpt_in_bf16_and_compiled_trains_as_in_fp32(how: str, tmp_path: Path) -> None:
     small = ("--how", how, "--width", 128, "--context", 128, "--shards", 1, "--data-dir", tmp_path)
-    small += ("--train-size", 640, "--test-size", 64, "--epochs", 2, "--lr-warmup-images", 64)
+    # At the usual rate it leaps, and where to depends on the last digit.
+    small += ("--train-size", 640, "--test-size", 64, "--epochs", 2, "--lr-warmup-images", 320, "--lr", 0.001)
     plain = train(GPT, tmp_path / "plain", *small)[-1]
     fast = train(GPT, tmp_path / "fast", *small, "--precision", "bf16", "--compile")[-1]
     assert (fast["precision"], fast["stage"], plain["stage"]) == ("bf16", f"gpt-{how}-compiled", f"gpt-{how}")
-    assert fast["test_loss"] == pytest.approx(plain["test_loss"], rel=0.02)
+    assert fast["test_loss"] == pytest.approx(plain["test_loss"], rel=0.005)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -67,6 +67,16 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
     assert list((tmp_path / "checkpoints").glob("epoch-*.pt"))
 
 
+def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
+    """Where Slurm signals the ranks and our torchrun. Each goes back to the default first, as Python does."""
+    script, default = tmp_path / "obeys.py", "signal.signal(signal.SIGUSR2, signal.SIG_DFL)"
+    obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
+    script.write_text(f"import os, signal, time\n{default}\n{obey}\n")
+    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
+    done = ran(*launcher, "-m", "trainkit.runtime.plain", script)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ctrl_c_of_our_torchrun_is_no_traceback(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, "--results-dir", tmp_path]

@@ -8,10 +8,12 @@ signals are blocked until the run handles them: a script without a `Run` has to 
 import itertools
 import math
 import os
+import re
 import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -45,11 +47,22 @@ def _hand_on() -> None:
             ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]
         if ranks:
             for rank, number in itertools.product(ranks, waiting):
-                with suppress(psutil.NoSuchProcess):
-                    rank.send_signal(number)
+                # Slurm may have sent USR2 to the rank, too: one that has obeyed would be ended by the second.
+                if number == signal.SIGTERM or _outlives(rank.pid, number):
+                    with suppress(psutil.NoSuchProcess):
+                        rank.send_signal(number)
             waiting, until = [], math.inf
         elif time.monotonic() > until:  # torchrun waits for another node
             os._exit(128 + signal.SIGTERM)
+
+
+def _outlives(pid: int, number: int) -> bool:
+    """Return whether a process blocks, ignores or hears a signal. At its end, Python no longer does."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = re.findall(r"^Sig(?:Blk|Ign|Cgt):\s*(\w+)", status, re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    return False
 
 
 if __name__ == "__main__":
