@@ -21,6 +21,7 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 plain="" needed=(torch numpy tqdm psutil filelock trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1 needed=(trainkit)
+    export PYTHONSAFEPATH=1 # a queue.py in the folder of the script is not for `python -m`; runtime/plain.py unsets it
 else
     DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
 fi
@@ -29,7 +30,7 @@ hear_signals() {
     trap : USR1 USR2 # of --signal=B:USR2@60, which the ranks do not get
 }
 hear_signals
-activate
+_own_activate
 hear_signals # the script of an environment may trap some, too
 cd "$_began_in" || fail "slurm/site.sh has removed $_began_in."
 # slurm_submit_torchrun.sh sets `ranks`, by which `tell_who_failed` knows that srun's tasks are torchruns.
@@ -67,7 +68,8 @@ if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
     echo "this job has already ended, without an error, and does nothing more: to train again, submit it again"
     exit
 fi
-rm -f "$TRAINKIT_JOB_DIR"/{rank-*,first-failed,stopped,monitor/verdict.json}
+problem=$(rm -f "$TRAINKIT_JOB_DIR"/{rank-*.{started,finished,failed,lost},first-failed,stopped,monitor/verdict.json} 2>&1) ||
+    fail "what the start before has left cannot be removed (${problem%%$'\n'*}): remove it, and submit again."
 [[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
 # and next to it submitit's of the ranks from 1 on.

@@ -23,7 +23,7 @@ activate_environment() {
 usual_shell() {
     shopt -u failglob nocasematch
     set +o posix
-    set +fk
+    set +fk -B
     IFS=$' \t\n'
 }
 
@@ -113,10 +113,10 @@ export PYTHONPATH
 
 ended_from_outside="" # set by the signals that job_env.sh traps
 # Jobs run with `set -u`, which neither module nor conda can bear.
-activate() {
+_own_activate() {
     set +u
     trap '[[ -z ${ended_from_outside:-} ]] || fail "ended from outside, by scancel or the time limit, in activate_environment."
-        fail "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit."' EXIT
+        fail "activate_environment of slurm/site.sh ends the shell, and the job: leave out exit and set -u."' EXIT
     activate_environment || { trap - EXIT && fail "activate_environment of slurm/site.sh failed: try its lines on the login node."; }
     trap - EXIT
     usual_shell

@@ -258,7 +258,8 @@ def on_cluster(tmp_path: Path, cluster: "RunningCluster") -> Iterator["Checkout"
     from checkout import Checkout
 
     yield Checkout(tmp_path / "a checkout", cluster)
-    cluster.run(["scancel", "--me"])  # the job of a test that failed would keep nodes from others
+    mine = f"squeue --noheader --format='%i %Z' | grep -F '{tmp_path}/' | cut -d' ' -f1 | xargs -r scancel"
+    cluster.run(["bash", "-c", mine])  # the job of a test that failed would keep nodes from others
 
 
 @pytest.fixture(scope="session")

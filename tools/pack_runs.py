@@ -69,14 +69,14 @@ def pack(folder: Path) -> None:
         having = {name: path for name, path in runs.items() if path.with_suffix(suffix).exists()}
         tables[suffix] = [row | {"run_id": name} for name, path in having.items() for row in read(path)]
     try:
-        for suffix, (_, columns) in READERS.items():
+        if verdicts:
+            with replacing(folder.with_name(folder.name + VERDICT)) as file:
+                file.write(text)
+        for suffix, (_, columns) in reversed(READERS.items()):  # the runs last: without them nobody reads it
             if tables[suffix]:
                 separator = {"delimiter": TABLES[suffix]["sep"]}
                 place = folder.with_name(folder.name + suffix)
                 records.put_table(place, columns, tables[suffix], **separator)
-        if verdicts:
-            with replacing(folder.with_name(folder.name + VERDICT)) as file:
-                file.write(text)
     except OSError as error:
         for suffix in (*TABLES, VERDICT):  # half a pack would seem to be one
             folder.with_name(folder.name + suffix).unlink(missing_ok=True)

@@ -86,7 +86,7 @@ JOB = """
 set -euo pipefail
 module() { :; }
 source ../slurm/site_env.sh
-activate
+_own_activate
 "${SITE_CONTAINER[@]}" python -c 'print("a rank")'
 printf '%s\\n' "$TRAINKIT_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 """

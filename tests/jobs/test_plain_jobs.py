@@ -50,7 +50,7 @@ from pathlib import Path
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
 job = Path(os.environ["TRAINKIT_JOB_DIR"])
-last, first = job / "checkpoints" / os.environ["RANK"], 1
+last, first = job / f"rank-{os.environ['RANK']}.pt", 1
 (job / f"ready-{last.name}").touch()
 while len(list(job.glob("ready-*"))) < 2:
     time.sleep(0.1)

@@ -103,11 +103,11 @@ def test_variables_from_another_file(checkout: Checkout) -> None:
 
 
 def test_what_it_leaves_behind_in_the_shell(checkout: Checkout) -> None:
-    changed = "set -o posix -kf\nshopt -s nocasematch\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n\n"
+    changed = "set -o posix -kf +B\nshopt -s nocasematch\nIFS=0123456789\ncd /\nexec >/dev/null 2>&1 <&-\n\n"
     checkout.site(f"{changed}set -- other\nSBATCH_QOS=short\nexport SBATCH_QOS\n")
     assert site.read_site().sbatch["SBATCH_QOS"] == "short"
-    environment = f"cd '{checkout.folder}'; set -u -- --epochs '2 3'; source slurm/site_env.sh"
-    assert succeeded(ran("bash", "-c", f'{environment}; printf "%s,%s" "$@"')).stdout == "--epochs,2 3"
+    environment = f"cd '{checkout.folder}'; set -u -- --epochs '2 3'; source slurm/site_env.sh; "
+    assert succeeded(ran("bash", "-c", environment + 'printf "%s" "$@" {,}')).stdout == "--epochs2 3"
 
 
 def test_what_fails_when_it_is_read_again(checkout: Checkout) -> None:
@@ -163,7 +163,7 @@ def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
         ("exit 0\n", f"{ENDS}0"),
         (
             "activate_environment() { exit 0; }\n",
-            "activate_environment of slurm/site.sh ends the shell, and the job with it: leave out exit.",
+            "activate_environment of slurm/site.sh ends the shell, and the job: leave out exit and set -u.",
         ),
     ],
 )

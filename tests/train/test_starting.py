@@ -15,6 +15,7 @@ from trainkit.runtime.errors import STOP_SIGNALS
 
 PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
+TORCHRUN = (sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2")
 
 
 def commands(beginning: str) -> str:
@@ -49,7 +50,8 @@ def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
 def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
     """Sent to it alone, as where Slurm signals only what srun has started; not all its children are ranks."""
     other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
-    main = f"{other_child}; from trainkit.runtime import torchrun; torchrun.main()"
+    patient = "torchrun.PATIENCE = 300"  # imports take their time on a busy machine
+    main = f"{other_child}; from trainkit.runtime import torchrun; {patient}; torchrun.main()"
     launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
@@ -72,14 +74,28 @@ def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
     script, default = tmp_path / "obeys.py", "signal.signal(signal.SIGUSR2, signal.SIG_DFL)"
     obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
     script.write_text(f"import os, signal, time\n{default}\n{obey}\n")
-    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
-    done = ran(*launcher, "-m", "trainkit.runtime.plain", script)
+    done = ran(*TORCHRUN, "-m", "trainkit.runtime.plain", script)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rank_hears_whatever_it_is_called(tmp_path: Path) -> None:
+    """Without its variables, as titles of processes overwrite them, and with a name that is no UTF-8."""
+    (tmp_path / "named.py").write_text("""
+import ctypes, os, signal, sys, time
+if len(sys.argv) == 1:
+    os.execve(sys.executable, [sys.executable, __file__, "again"], {})
+ctypes.CDLL(None).prctl(15, b"\\xff", 0, 0, 0)
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
+os.kill(os.getppid(), signal.SIGUSR2)
+time.sleep(60)
+sys.exit(3)
+""")
+    done = ran(*TORCHRUN, "-m", "trainkit.runtime.plain", tmp_path / "named.py")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 def test_ctrl_c_of_our_torchrun_is_no_traceback(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, "--results-dir", tmp_path]
+    command = [*TORCHRUN, STAGES["ddp"], *SMALL.split(), "--epochs", 999, "--results-dir", tmp_path]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, **pipes)
     next(line for line in process.stdout if line.startswith("epoch 1/"))

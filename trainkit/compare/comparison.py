@@ -237,7 +237,7 @@ def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
         measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
         ranks = [row for row in of_ranks.get(run_id, of_ranks.get("", [])) if row["epoch"] in measured]
         of_the_run = {
-            "file": printable(str(file)),
+            "file": str(file),
             "slow_rank": records.slow_rank(ranks),
             "joules_per_1000_images": joules.get(run_id, math.nan),
         }

@@ -46,6 +46,7 @@ class Rank:
     def __call__(self) -> None:
         import submitit
 
+        os.environ.pop("PYTHONSAFEPATH", None)  # a queue.py where it started was not for submitit
         # submitit survives SIGTERM, and answers USR2 by putting the job back into the queue itself.
         # Here the stage handles both (trainkit.rank.checkpoint); they end a process without checkpoints.
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
@@ -121,7 +122,7 @@ def start(
         (folder / job_folder.PLAIN).touch()
         (folder / "checkpoints").mkdir()
     try:
-        with patch.dict(os.environ, variables):  # which submitit's processes inherit
+        with patch.dict(os.environ, variables | {"PYTHONSAFEPATH": "1"}):  # submitit's processes inherit them
             job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints, plain))
         with patch.dict(os.environ, variables | dict.fromkeys(VISIBLE, ",".join(visible))):
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None

@@ -260,7 +260,8 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))}",
+            # The second: a queue.py of the folder that it is sent from is not for `python -m submitit...`.
+            f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))} PYTHONSAFEPATH=1",
         ],
         slurm_srun_args=[
             f"--cpus-per-task={shape.cpus_per_task}",

@@ -21,6 +21,7 @@ OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d{1,9}).*\n  exitcode 
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
 TIMEOUT = re.compile(r"\[Rank (\d{1,9})\] Watchdog caught collective operation timeout")
+LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d{1,9})\] Process group watchdog .* exception: (.*)")
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST, LONGEST = 9, 2000  # reasons that are printed, and characters of one
@@ -79,6 +80,8 @@ class Evidence:
         if rank in self._waited:
             return self._gave_up()
         words = _in_words(how)
+        if how.startswith("Killed") and (left := next(filter(None, map(LEFT.search, self._lines)), None)):
+            words = f"was ended by srun, {left[1]} s after another rank had left: let all leave together"
         if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
             words = words.replace(" silently,", "")
         if words == "aborted":

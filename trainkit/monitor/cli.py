@@ -136,7 +136,7 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
 
         collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
     else:
-        if not own_job:
+        if not own_job or not {"SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_PROCID"} <= os.environ.keys():
             raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
         # As if the input had ended. A job script blocks the signal, as there is more to come (job_env.sh).
         signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))

@@ -231,16 +231,18 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
-        if os.path.lexists(self._folder) and not os.path.samestat(self._folder.stat(), self._claimed):
+        if not os.path.lexists(self._folder):  # it was removed: another run may have made it again, too
+            self._lock = self._open_folder()
+        elif not os.path.samestat(self._folder.stat(), self._claimed):
             raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", state, path, advice)
-        self._claimed = self._folder.stat()  # it makes one that was removed
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
-            for old in _checkpoints(self._folder)[:-KEPT]:
+            found = _checkpoints(self._folder)  # of which somebody may have put the last there
+            for old in found[: max(found.index(path) + 1 - KEPT, 0)] if path in found else ():
                 old.unlink(missing_ok=True)
 
 

@@ -21,6 +21,7 @@ from trainkit.rank.weights import save
 from trainkit.runtime import startup
 from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.errors import tell
+from trainkit.runtime.files import check_writable
 from trainkit.runtime.place import Place
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
@@ -67,6 +68,8 @@ class RunLog:
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",
         }
         self._recorder = None if options.dry_run else RunFiles(options.results_dir, self._facts)
+        if self._recorder and options.save_model:
+            check_writable(options.results_dir / "models", "the weights", "give another --results-dir.")
         tell(
             f"stage {facts['stage']} · {facts['devices']} x {self._facts['device_name']} · {dataset} · "
             f"global batch {options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
@@ -191,7 +194,7 @@ class RunLog:
             tell(f"peak memory of each device, MB: {', '.join(map(str, peaks))}")
         if self._options.save_model:
             path = self._options.results_dir / "models" / f"{self.run_id}.pt"
-            advice = f"free the space. The results are in {self._recorder.path}."
+            advice = f"mend that. The results are in {self._recorder.path}."
             save("the weights", weights, path, advice, check=False)
             tell(f"weights: {path}")
         tell(f"results: {self._recorder.path}")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from pathlib import Path
 from pickle import PickleError
 from typing import TYPE_CHECKING, BinaryIO
@@ -29,6 +30,7 @@ class Best:
         if path and (path.is_symlink() or path.exists()) and not any(path.parent.glob("epoch-*-step-*.pt")):
             raise UserError(f"{path} is not of this training: give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
+        self._own = self._inode()
         self.epoch, self.loss, self.weights = 0, math.inf, {}
 
     def keep(self, epoch: int, loss: float) -> None:
@@ -42,13 +44,23 @@ class Best:
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
         if self._path:
-            process_group.on_rank_0(lambda: save("the weights", weights, self._path, "give another folder."))
+            process_group.on_rank_0(lambda: self._replace(weights))
         elif process_group.is_rank_0():
             # Copies, as training goes on in the same memory. A network may have an extra state of any type.
             self.weights = {
                 name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else copy.deepcopy(one)
                 for name, one in weights.items()
             }
+
+    def _replace(self, weights: dict[str, object]) -> None:
+        if self._inode() not in (None, self._own):
+            raise UserError(f"{self._path} is no longer this training's: put that back, and go on.")
+        save("the weights", weights, self._path, "give another folder.")
+        self._own = self._inode()
+
+    def _inode(self) -> tuple[int, int] | None:
+        there = self._path and os.path.lexists(self._path) and self._path.lstat()
+        return (there.st_dev, there.st_ino) if there else None
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""

@@ -28,6 +28,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     variables = {"RANK": here.rank, "LOCAL_RANK": here.local_rank}
     variables |= {"WORLD_SIZE": here.size, "LOCAL_WORLD_SIZE": here.local_size}
     os.environ |= {name: str(value) for name, value in variables.items()}
+    os.environ.pop("PYTHONSAFEPATH", None)  # by slurm/job_env.sh: the script has modules beside it
     job_folder.note("started")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -19,6 +19,8 @@ import psutil
 
 from trainkit.runtime.errors import STOP_SIGNALS
 
+PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
+
 
 def main() -> None:
     """Run torchrun, and exit as the ranks do."""
@@ -35,31 +37,33 @@ def main() -> None:
 
 
 def _hand_on() -> None:
-    waiting, until = [], math.inf  # signals for ranks that have not started yet
+    waiting, until, begun = [], math.inf, False  # signals for ranks that have not started yet
     while True:
-        if came := signal.sigtimedwait(STOP_SIGNALS, 0.1 if waiting else 3600):
+        came = signal.sigtimedwait(STOP_SIGNALS, 0.1 if waiting else 3600 if begun else 1)
+        # A call that is interrupted when its time is over returns no signal at all (seen: CPython 3.11).
+        if came and came.si_signo in STOP_SIGNALS:
             waiting.append(came.si_signo)
             if came.si_signo == signal.SIGTERM:
-                until = min(until, time.monotonic() + 20)
+                until = min(until, time.monotonic() + PATIENCE)
         ranks = []
-        with suppress(psutil.Error):  # one ends just now
-            # Importing PyTorch starts programs, too.
-            ranks = [one for one in psutil.Process().children() if "LOCAL_RANK" in one.environ()]
+        with suppress(OSError, psutil.Error):  # one ends just now
+            # Importing PyTorch starts programs, too; torchrun gives a session to each rank.
+            ranks = [one for one in psutil.Process().children() if os.getsid(one.pid) == one.pid]
         if ranks:
             for rank, number in itertools.product(ranks, waiting):
                 # Slurm may have sent USR2 to the rank, too: one that has obeyed would be ended by the second.
                 if number == signal.SIGTERM or _outlives(rank.pid, number):
                     with suppress(psutil.NoSuchProcess):
                         rank.send_signal(number)
-            waiting, until = [], math.inf
-        elif time.monotonic() > until:  # torchrun waits for another node
+            waiting, until, begun = [], math.inf, True
+        elif not begun and time.monotonic() > until:  # torchrun waits for another node
             os._exit(128 + signal.SIGTERM)
 
 
 def _outlives(pid: int, number: int) -> bool:
     """Return whether a process blocks, ignores or hears a signal. At its end, Python no longer does."""
     with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         masks = re.findall(r"^Sig(?:Blk|Ign|Cgt):\s*(\w+)", status, re.MULTILINE)
         return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
     return False

@@ -18,6 +18,7 @@ mine/, text of the solution, its replacement, part of the resulting hint); for r
 """
 
 import ast
+import ctypes
 import difflib
 import itertools
 import json
@@ -96,7 +97,7 @@ class Exercise:
         until = time.monotonic() + patience
         kind, words = Wrong, ["Your program ended the check: by an `exit`, or for lack of memory?"]
         with os.fdopen(os.memfd_create("answer"), "w+") as answer:
-            how = {"target": self._answer, "args": (answer, patience)}
+            how = {"target": self._answer, "args": (answer,)}
             process = multiprocessing.get_context("fork").Process(**how)
             process.start()
             try:
@@ -118,16 +119,19 @@ class Exercise:
             raise kind(*words)
         return str(words[0])
 
-    def _answer(self, answer: TextIO, patience: float) -> None:
+    def _answer(self, answer: TextIO) -> None:
         """Write what the check returns, or raises, to `answer`, and end this process."""
         os.setsid()
-        signal.alarm(round(2 * patience))  # in case the process that waits for the answer was killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # where the process that waits for the answer is killed
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
             said = ["seen", self.program["check"](self.mine)]
         except BaseException as error:
             said = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
-            said = [type(said).__name__, *(said.args if isinstance(said, OSError) else [str(said)[:20_000]])]
+            words = [str(said)[:20_000]]
+            if system := isinstance(said, OSError):
+                words = [said.errno, said.strerror, said.filename]
+            said = ["OSError" if system else type(said).__name__, *words]
         for write in (lambda: sys.stdout.flush(), lambda: json.dump(said, answer), answer.flush):
             with suppress(Exception):  # the program may have closed it, or have none
                 write()
@@ -138,12 +142,12 @@ class Exercise:
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
         if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
             return
-        with TemporaryDirectory(prefix=".mine.", dir=self.folder) as new:  # until it is whole
+        mine.mkdir(exist_ok=True)  # or it is there, perhaps elsewhere, behind a link
+        with TemporaryDirectory(prefix=".new.", dir=mine) as new:  # until it is whole
             self._lay_out(Path(new))
-            mine.mkdir(exist_ok=True)
             for path in Path(new).iterdir():
                 if not os.path.lexists(mine / path.name):
-                    shutil.move(path, mine / path.name)  # which may be elsewhere, behind a link
+                    path.rename(mine / path.name)
 
     def _lay_out(self, new: Path) -> None:
         if (self.folder / "starter").exists():

@@ -77,6 +77,7 @@ WRONG = [
     (SCRIPT, GROWTH + ") ** 0.5", "batch_per_rank * ranks) ** 0.5 / BATCH", "the square root of 4"),
     (SCRIPT, WARM, "step / (warmup_images / BATCH)", "in images, not in steps"),
     (SCRIPT, f"min(1, {WARM})", WARM, "keeps rising"),
+    (SCRIPT, f"lr * min(1, {WARM}", f"min(1, {WARM}", "has 0.125"),
 ]  # fmt: skip
 RULES = ("none", "linear", "sqrt")
 TABLE = {
@@ -196,4 +197,9 @@ def check_warm_up(warmed_up: Callable) -> None:
         raise Wrong(
             "mine/rate.py: in a warm-up of 1,280 images to 1.0, the steps 1, 5 and 20 of batch 64 have "
             f"0.05, 0.25 and 1. Yours have {small[0]:g}, {small[1]:g} and {small[2]:g}."
+        )
+    if not is_close(half := warmed_up(0.5, 5, 64, 1_280), 0.125):
+        raise Wrong(
+            "mine/rate.py: in a warm-up of 1,280 images to 0.5, step 5 of batch 64 has 0.125, a quarter of "
+            f"it. Yours has {half:g}."
         )

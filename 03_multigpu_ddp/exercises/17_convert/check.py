@@ -128,12 +128,19 @@ def check(mine: Workspace) -> str:
             wrong(ranks)
         wrong_names(whole)
         run(program, parts, epochs=1)
+        perfect(parts / "last.pt")
         wrong_resume(ranks, run(program, parts, epochs=2))
     return (
         "It is now a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
         f"You predicted that {prediction:.0f} processes train to the end: both do. Each trains the same "
         "network by itself, and both write the same files, without any error."
     )
+
+
+def perfect(last: Path) -> None:
+    """Have the epoch before been the best possible, so that no other may take its place."""
+    state = torch.load(last, weights_only=True)
+    torch.save(state | {"best": 101.0}, last)
 
 
 def write_digits(folder: Path) -> None:
@@ -223,6 +230,8 @@ def wrong_device(program: ModuleType) -> None:
         patch.object(dist, "get_rank", lambda: 3),
     ):
         device = program.choose_device()
+    if device is None:
+        raise Wrong("`choose_device` returns no device: network and images would stay on the CPU.")
     chosen = [
         getattr(one, "index", one) for one in (device, *taken)
     ]  # `cuda` without an index is what was set
@@ -319,6 +328,8 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
     epochs = len(resumed[0]["results"])
     if epochs != 1:
         raise Wrong(f"After one of two epochs, the resumed run trains {epochs} more.")
+    if "best.pt" in resumed[0]["files"]:
+        raise Wrong("A resumed run forgets the best accuracy, and its first epoch overwrites best.pt.")
     (loss, _), (in_one_go, _) = resumed[0]["results"][0], whole[0]["results"][1]
     if not is_close(loss, in_one_go, 1e-5):
         raise Wrong(
@@ -352,5 +363,7 @@ WRONG = [
     (SCRIPT, ACCURACY, ALONE + ACCURACY, "wait for each other in vain"),
     (SCRIPT, '        optimizer.load_state_dict(state["optimizer"])\n', "", "Resumed after one epoch"),
     (SCRIPT, 'begin, best = state["epoch"], state', "best = state", "trains 2 more"),
+    (SCRIPT, 'begin, best = state["epoch"], state["best"]', 'begin = state["epoch"]', "forgets the best"),
+    (SCRIPT, "    return device\n", "", "returns no device"),
     (SCRIPT, "    if last.exists", "    if rank == 0 and last.exists", "wait for each other in vain"),
 ]  # fmt: skip
