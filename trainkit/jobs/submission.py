@@ -243,7 +243,7 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
     shape = request.resources
 
     # The text of slurm_python goes into the job's shell unchanged, so job_env.sh decides what it means.
-    in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python'
+    in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python'
     executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=in_the_job)
     executor.update_parameters(
         name=request.job_name,
@@ -260,8 +260,7 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
             f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            # The second: a queue.py of the folder that it is sent from is not for `python -m submitit...`.
-            f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))} PYTHONSAFEPATH=1",
+            f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))}",
         ],
         slurm_srun_args=[
             f"--cpus-per-task={shape.cpus_per_task}",

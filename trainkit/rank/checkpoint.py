@@ -232,6 +232,7 @@ class Checkpoints:
 
     def _write(self, path: Path, state: dict) -> None:
         if not os.path.lexists(self._folder):  # it was removed: another run may have made it again, too
+            self._lock = None  # that of the removed file, which ends with its last owner
             self._lock = self._open_folder()
         elif not os.path.samestat(self._folder.stat(), self._claimed):
             raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
