@@ -278,7 +278,7 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
     for option in ("--cpus-per-task=2", "--kill-on-bad-exit=1", "--wait=60"):
         assert option in shlex.split(srun)
-    assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -u -m submitit' in srun
+    assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -u' in srun
     overruling = "SBATCH_ACCOUNT=physics SBATCH_PARTITION=gpu SBATCH_TIMELIMIT=90"
     assert lines[-1].endswith(f"overrules the lines above: {overruling}")
     assert not (checkout.folder / "results" / "jobs").exists()
