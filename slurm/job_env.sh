@@ -70,7 +70,8 @@ if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
 fi
 problem=$(rm -f "$TRAINKIT_JOB_DIR"/{rank-*.{started,finished,failed,lost},first-failed,stopped,monitor/verdict.json} 2>&1) ||
     fail "what the start before has left cannot be removed (${problem%%$'\n'*}): remove it, and submit again."
-[[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; }
+[[ -z $plain ]] || { mkdir -p "$TRAINKIT_JOB_DIR/checkpoints" && touch "$TRAINKIT_JOB_DIR/plain"; } 2>/dev/null ||
+    fail "$TRAINKIT_JOB_DIR cannot have a folder checkpoints and a file plain: move away what has these names."
 # Where this start of the job begins in its logs, which may hold earlier ones: the job's own (no file in a terminal),
 # and next to it submitit's of the ranks from 1 on.
 own_log=$(readlink -f /proc/$$/fd/2)
@@ -257,11 +258,11 @@ finish() {
         if [[ -n $plain ]]; then again+=" (saved: $saved)"; else again+=" with --checkpoint-dir $saved"; fi
     fi
     if [[ -z $plain || -z $saved || -n ${ended_from_outside:-} ]] || ((code == 0)); then
-        rm -f "$soon"
+        rm -f "$soon" 2>/dev/null
     else
         # Where a rank fails, srun ends the others, and these may take that for a preemption, and save.
         if ((SECONDS >= 300)) || was_preempted; then
-            rm -f "$soon"
+            rm -f "$soon" 2>/dev/null
         elif [[ -e $soon && ! -f $soon ]] || ! { echo >>"$soon"; } 2>/dev/null; then
             echo "it has failed within five minutes, and $soon cannot count how often: free the space, and $again"
             saved=""

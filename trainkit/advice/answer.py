@@ -92,14 +92,12 @@ class AnswerText:
         best, goal = self.answer.best, self.answer.goal
         if best is None:
             return f"No recommendation for {goal}: {self.why}."
+        cost = f", which cost {text(self.price * best.hours)}," if self.price else ""
         return (
             f"Ask for {self.choice(best)}: {text(best.images_per_s)} images/s, {text(best.seconds / 60)} min "
-            f"and {text(best.hours)} {self.hours}{self._cost(best)} "
+            f"and {text(best.hours)} {self.hours}{cost} "
             f"{'to' if 'accuracy' in goal else 'for'} {goal} ({best.basis}). It is {self.why}."
         )
-
-    def _cost(self, option: Option) -> str:
-        return f", which cost {text(self.price * option.hours)}," if self.price else ""
 
     def _how_sure(self) -> str:
         sure = self.answer.sure

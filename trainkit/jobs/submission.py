@@ -224,7 +224,8 @@ def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> "sub
 
     executor = _executor(request, folder, results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
-    variables.pop("SBATCH_WAIT", None)  # the job waits for what submitit writes after sbatch
+    for name in ("WAIT", "OUTPUT", "ERROR", "ARRAY_INX"):  # submitit knows nothing of them, and would wait
+        variables.pop(f"SBATCH_{name}", None)
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with patch.dict(os.environ, variables, clear=True), redirect_stderr(io.StringIO()):

@@ -39,6 +39,7 @@ class Evidence:
     def __init__(self, folder: Path, printed: Iterable[str], launcher: str = "") -> None:
         self._folder, self._launcher = folder, launcher
         self._lines = list(filter(CLUES.search, printed))  # a log may have millions of others
+        self._left = next(filter(None, map(LEFT.search, self._lines)), None)
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
@@ -80,8 +81,8 @@ class Evidence:
         if rank in self._waited:
             return self._gave_up()
         words = _in_words(how)
-        if how.startswith("Killed") and (left := next(filter(None, map(LEFT.search, self._lines)), None)):
-            words = f"was ended by srun, {left[1]} s after another rank had left: let all leave together"
+        if how.startswith("Killed") and self._left:
+            words = f"was ended by srun, {self._left[1]} s after another rank left: let all leave together"
         if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
             words = words.replace(" silently,", "")
         if words == "aborted":

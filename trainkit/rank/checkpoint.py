@@ -7,7 +7,6 @@ CSV, so that the run continues under the same name. A network that is split over
 
 import io
 import math
-import os
 import pickle
 import re
 import signal
@@ -15,7 +14,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ from trainkit.rank.weights import pack, save
 from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
-from trainkit.runtime.files import check_regular, check_writable, explained, locked
+from trainkit.runtime.files import check_regular, check_writable, explained, identity, locked
 from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class Checkpoints:
         self._stop_asked = False
         self._saved_at = time.monotonic()
         if self._folder:
-            self._lock = process_group.on_rank_0(self._open_folder)
+            process_group.on_rank_0(self._open_folder)
             # Only one rank reads the file, so all ranks get the same one.
             path, state = process_group.on_rank_0(lambda: _newest(self._folder)) or (None, {})
             # Of these each rank takes its part.
@@ -162,12 +161,15 @@ class Checkpoints:
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
 
-    def _open_folder(self) -> AbstractContextManager:
-        """Claim the folder for this run, for as long as the lock is held."""
+    def _claim(self) -> None:
         check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
-        wait = "wait for its end, or give another --checkpoint-dir."
-        self._claimed = self._folder.stat()
-        lock = locked(self._folder / LOCK, f"another run saves its checkpoints in {self._folder}: {wait}")
+        held = f"another run saves its checkpoints in {self._folder}: wait for its end, or give another."
+        self._lock = None  # one on a file that was removed ends with its last owner
+        self._lock = locked(self._folder / LOCK, held)
+        self._claimed = identity(self._folder), identity(self._folder / LOCK)
+
+    def _open_folder(self) -> None:
+        self._claim()
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
@@ -175,7 +177,6 @@ class Checkpoints:
                 f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
                 "with it, or give another --checkpoint-dir."
             )
-        return lock
 
     def _load(self, path: Path, state: dict) -> None:
         """Resume from `state`, the content of `path`, which may hold anything."""
@@ -231,11 +232,11 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
-        if not os.path.lexists(self._folder):  # it was removed: another run may have made it again, too
-            self._lock = None  # that of the removed file, which ends with its last owner
-            self._lock = self._open_folder()
-        elif not os.path.samestat(self._folder.stat(), self._claimed):
+        found = identity(self._folder), identity(self._folder / LOCK)
+        if found[0] not in (None, self._claimed[0]):
             raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
+        if found != self._claimed:  # it was removed, or its lock: another run may have claimed it
+            self._claim()
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}

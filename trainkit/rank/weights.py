@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from pathlib import Path
 from pickle import PickleError
 from typing import TYPE_CHECKING, BinaryIO
@@ -13,7 +12,7 @@ from torch import nn
 from trainkit.rank.model import unwrapped
 from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError, first_line, reason
-from trainkit.runtime.files import replacing
+from trainkit.runtime.files import identity, replacing
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -28,9 +27,9 @@ class Best:
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
         if path and (path.is_symlink() or path.exists()) and not any(path.parent.glob("epoch-*-step-*.pt")):
-            raise UserError(f"{path} is not of this training: give another --checkpoint-dir.")
+            raise UserError(f"{path} is not of this training: move it, or give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
-        self._own = self._inode()
+        self._own = path and identity(path)
         self.epoch, self.loss, self.weights = 0, math.inf, {}
 
     def keep(self, epoch: int, loss: float) -> None:
@@ -53,14 +52,10 @@ class Best:
             }
 
     def _replace(self, weights: dict[str, object]) -> None:
-        if self._inode() not in (None, self._own):
+        if identity(self._path) not in (None, self._own):
             raise UserError(f"{self._path} is no longer this training's: put that back, and go on.")
         save("the weights", weights, self._path, "give another folder.")
-        self._own = self._inode()
-
-    def _inode(self) -> tuple[int, int] | None:
-        there = self._path and os.path.lexists(self._path) and self._path.lstat()
-        return (there.st_dev, there.st_ino) if there else None
+        self._own = identity(self._path)
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""

@@ -220,8 +220,8 @@ def _in_a_sentence(error: Exception) -> str | None:
             return f"{error.strerror}: free the space there, or set TMPDIR to a folder of yours."
         if isinstance(error, FileNotFoundError):  # of os.getcwd
             return "the folder that this was started in has been removed: cd to another."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # of an open file
-            return f"a file cannot be written to its end ({error.strerror}): free the space (or `ulimit -f`)."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE):  # an open file
+            return f"a file is cut off ({error.strerror}): free the space (or `ulimit -f`), or mend the disk."
     if isinstance(error, shutil.Error) and _is_of_the_kit(error):  # (from, to, why) of each file
         _, path, why = error.args[0][0]
         return f"{path} cannot be written ({why.partition(': ')[0]}): free the space, or mend it."

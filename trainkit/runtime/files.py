@@ -108,6 +108,13 @@ def locked(path: Path, held: str) -> AbstractContextManager:
     return lock
 
 
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Return what tells a file or folder from another of that name; None if there is none."""
+    there = path.stat() if path.exists() else None
+    # Whoever tries a lock changes its time, and it is empty.
+    return there and (there.st_dev, there.st_ino, path.is_file() and there.st_size and there.st_mtime_ns)
+
+
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Make `folder` if it does not exist, and check that a file can be written to it.
 

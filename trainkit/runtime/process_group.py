@@ -153,12 +153,8 @@ def leave() -> None:
         group = dist.group.WORLD
         backends = [group._get_backend(device) for device in group._device_types]
         dist.destroy_process_group()
-        atexit.register(_end_threads, backends)
-
-
-def _end_threads(backends: list) -> None:
-    gc.collect()
-    backends.clear()
+        atexit.register(backends.clear)
+        atexit.register(gc.collect)  # the last comes first
 
 
 def barrier() -> None:

@@ -6,7 +6,6 @@ signals are blocked until the run handles them: a script without a `Run` has to 
 """
 
 import itertools
-import math
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from trainkit.runtime.errors import STOP_SIGNALS
+from trainkit.runtime.errors import STOP_SIGNALS, fail
 
 PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
 
@@ -29,15 +28,18 @@ def main() -> None:
     threading.Thread(target=_hand_on, daemon=True).start()
     from torch.distributed import run  # takes seconds, in which a signal may come
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     try:
         run.main()
     except SignalException as end:  # which the ranks have had, too
         os._exit(128 + end.sigval)
+    except RendezvousConnectionError:
+        fail("the torchruns could not meet: another program may have the port of --rdzv-endpoint. Try again.")
 
 
 def _hand_on() -> None:
-    waiting, until, begun = [], math.inf, False  # signals for ranks that have not started yet
+    waiting, until, begun = [], float("inf"), False  # signals for ranks that have not started yet
     while True:
         came = signal.sigtimedwait(STOP_SIGNALS, 0.1 if waiting else 3600 if begun else 1)
         # A call that is interrupted when its time is over returns no signal at all (seen: CPython 3.11).
@@ -55,7 +57,7 @@ def _hand_on() -> None:
                 if number == signal.SIGTERM or _outlives(rank.pid, number):
                     with suppress(psutil.NoSuchProcess):
                         rank.send_signal(number)
-            waiting, until, begun = [], math.inf, True
+            waiting, begun = [], True
         elif not begun and time.monotonic() > until:  # torchrun waits for another node
             os._exit(128 + signal.SIGTERM)
 

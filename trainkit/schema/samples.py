@@ -114,7 +114,8 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                     with suppress(ValueError, IndexError):
                         if every > 1 and float(cells[time]) % every >= 1:
                             continue
-                        row = {"node": path.stem} | _row(dict(zip(header, cells, strict=True)))
+                        row = dict(zip(header, cells, strict=True)) | {"node": path.stem}
+                        row |= {name: _number(row[name]) for name in COLUMNS if name not in WORDS}
                         if row["time"] >= 0:  # NaN cannot be ordered
                             rows.append(row)
         except (OSError, ValueError, csv.Error) as error:
@@ -144,10 +145,6 @@ def note_run(path: Path) -> None:
     if job and (job / FOLDER).is_dir():
         with suppress(OSError), job_folder.opened(job / FOLDER / RUNS, "a") as file:
             file.write(f"{path.resolve()}\n")
-
-
-def _row(cells: dict[str, str]) -> dict[str, object]:
-    return {name: cells[name] if name in WORDS else _number(cells[name]) for name in COLUMNS}
 
 
 def _number(cell: str) -> float:

@@ -96,6 +96,8 @@ class Exercise:
         patience = PATIENCE * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         until = time.monotonic() + patience
         kind, words = Wrong, ["Your program ended the check: by an `exit`, or for lack of memory?"]
+        for number in (signal.SIGTERM, signal.SIGHUP):  # the program and its ranks end with this one
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         with os.fdopen(os.memfd_create("answer"), "w+") as answer:
             how = {"target": self._answer, "args": (answer,)}
             process = multiprocessing.get_context("fork").Process(**how)
