@@ -23,7 +23,7 @@ ENVIRONMENT = """
 set -euo pipefail
 source "$1/slurm/site_env.sh"; shift
 if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
-activate
+_own_activate
 exec "${SITE_CONTAINER[@]}" python -c "$@"
 """
 LOOK = """
