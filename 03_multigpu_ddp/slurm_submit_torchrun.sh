@@ -21,6 +21,8 @@ set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
 choose_training mnist_ddp.py "$@"
+[[ ${SLURM_TASKS_PER_NODE:-1} =~ ^1(\(x[0-9]+\))?$ ]] ||
+    fail "torchrun starts the ranks of a node, so there is one task on each: leave out --ntasks-per-node."
 
 # The CPU cores of the one task are shared by the ranks that torchrun starts. On most clusters Slurm signals
 # only what srun has started: our torchrun (trainkit/runtime/torchrun.py) hands USR2 and SIGTERM on to the ranks.

@@ -51,7 +51,7 @@ def _as_json(words: AnswerText) -> dict[str, object]:
             for run in answer.next_runs
         ],
         "unknown": answer.unknown,
-        "sentence": words.sentence(),
+        "sentence": words.answered(),
     }
 
 

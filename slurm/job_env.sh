@@ -51,6 +51,8 @@ facts=$(scontrol --oneliner show job "$this_job") || facts=""
 [[ ! $facts =~ \ Requeue=[01]\ Restarts=([0-9]+)\ BatchFlag= ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 [[ -n $plain || $facts != *" TimeLimit=00:01:00 TimeMin="* ]] ||
     fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
+was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
+at_time_limit() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
 : "${SLURM_CPUS_PER_TASK:=1}"
 
@@ -61,6 +63,8 @@ if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
     mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)" ||
         fail "$TRAINKIT_JOB_DIR is there already, and not yours: set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours."
 fi
+[[ -e $TRAINKIT_JOB_DIR || ${SLURM_RESTART_COUNT:-0} == 0 ]] ||
+    echo "warning: $TRAINKIT_JOB_DIR, with what an earlier start has saved, is not there: it begins anew. Is there a date in slurm/site.sh?"
 problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
     fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
 # Newer Slurm (seen: 24.11) starts a preempted job once more after it has come back by itself, and ended.
@@ -128,9 +132,16 @@ if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
 print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}") || checked=""
-[[ $'\n'$checked == *$'\npython  '* ]] ||
-    fail "the Python environment of this job does not work: fix activate_environment, SITE_CONTAINER or \
-SITE_SRUN_ARGS in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., SRUN_...)."
+if [[ $'\n'$checked != *$'\npython  '* ]]; then
+    # Preemption ends the check, which does not hold signals back yet, and leaves the job to itself.
+    if [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted && scontrol requeue "$this_job" 2>/dev/null; then
+        touch "$TRAINKIT_JOB_DIR/preempted"
+        echo "a job of higher priority took its place before it began; back to the queue"
+        exit 1
+    fi
+    fail "the Python environment of this job does not work (its answer: ${checked:-none}): fix activate_environment, \
+SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., SRUN_...)."
+fi
 echo "$checked"
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
@@ -252,6 +263,10 @@ finish() {
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
     echo
+    # srun may say so, and return 0; Slurm puts the job back into the queue itself.
+    if ((code == 0)) && printed | grep -a '^srun: error: Node failure on ' >/dev/null; then
+        code=1 ended_from_outside=1
+    fi
     if [[ -f $TRAINKIT_JOB_DIR/stopped ]]; then
         saved=$(<"$TRAINKIT_JOB_DIR/stopped")
         saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
@@ -299,6 +314,4 @@ finish() {
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code${tells_where:+; results in $TRAINKIT_RESULTS_DIR/runs}"
     exit "$code"
 }
-was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
-at_time_limit() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
 trap finish EXIT

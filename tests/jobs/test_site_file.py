@@ -129,10 +129,12 @@ def test_text_that_is_not_utf8(checkout: Checkout) -> None:
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
     done = checkout.submit_py("single", WEIRD="\udcff")
-    refused = "error: Slurm cannot write logs to "
+    refused = "error: logs cannot be written to "
     assert done.stderr.startswith(refused), done.stderr
     (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text.replace("sultats", "s\nultats")))
     assert checkout.submit_py("single", "--dry-run").stderr.startswith(refused)
+    (checkout.folder / "slurm" / "site.sh").write_text(f"SITE_RESULTS_DIR='{checkout.folder}/of-%j'")
+    assert checkout.submit_py("single", "--local").stderr.startswith(refused)
     found = login_node.check_folders(site.read_site())
     assert any(f.message.startswith(refused.removeprefix("error: ")) for f in found if f.level == FAULT)
 

@@ -141,13 +141,15 @@ def test_gpus_are_those_that_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> No
          "error on rank 1: planted"),
         (("time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"),
          "rank 0, 1 ended silently: killed"),
+        (("os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)", "time.sleep(600)"),
+         "rank 0, 1 ended silently: killed"),
         # They have met, so rank 0 fails too, and must not be taken for the reason.
         (("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
          "rank 1 ended silently: killed"),
         (("import nothing_of_that_name", ""),
          "error on rank 0: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
     ],
-    ids=["raises", "is killed", "is killed and lost", "cannot import"],
+    ids=["raises", "is killed", "without its parent", "is killed and lost", "cannot import"],
 )  # fmt: skip
 def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, checkout: Checkout) -> None:
     planted = f"import time; exec({faults!r}[int(os.environ['RANK'])])"
@@ -155,6 +157,9 @@ def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, che
     done = checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL)
     assert done.returncode == 1
     assert re.fullmatch(rf"job \d+ failed: {re.escape(error)}.*\n", done.stderr), done.stderr
+    (folder,) = map(str, job_folders(checkout))
+    ours = [one for one in psutil.process_iter(["cmdline"]) if folder in (one.info["cmdline"] or ())]
+    assert psutil.wait_procs(ours, timeout=60)[1] == []
 
 
 def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:

@@ -84,27 +84,18 @@ class AnswerText:
         return f"{where}, {comparison.stage_name(option.stage)}, batch {option.global_batch}"
 
     def answered(self) -> str:
-        """Return the recommendation, and how sure it is."""
-        return f"{self.sentence()} {self._how_sure()}" if self.answer.best else self.sentence()
-
-    def sentence(self) -> str:
-        """Return the recommendation, or that there is none, and the reason."""
-        best, goal = self.answer.best, self.answer.goal
+        """Return the recommendation and how sure it is, or that there is none, and the reason."""
+        best, goal, sure = self.answer.best, self.answer.goal, self.answer.sure
         if best is None:
             return f"No recommendation for {goal}: {self.why}."
+        how = "Sure" if sure >= SURE else "Not sure"
+        if not best.runs:
+            how = "It was never run, and the models may not hold there"
         cost = f", which cost {text(self.price * best.hours)}," if self.price else ""
         return (
             f"Ask for {self.choice(best)}: {text(best.images_per_s)} images/s, {text(best.seconds / 60)} min "
             f"and {text(best.hours)} {self.hours}{cost} "
-            f"{'to' if 'accuracy' in goal else 'for'} {goal} ({best.basis}). It is {self.why}."
-        )
-
-    def _how_sure(self) -> str:
-        sure = self.answer.sure
-        how = "Sure" if sure >= SURE else "Not sure"
-        if not self.answer.best.runs:
-            how = "It was never run, and the models may not hold there"
-        return (
+            f"{'to' if 'accuracy' in goal else 'for'} {goal} ({best.basis}). It is {self.why}. "
             f"{how}: if the measurements are varied as much as they scatter, it is the best choice, or "
             f"within {100 * AS_GOOD:.0f} % of it, in {min(round(100 * sure), 99)} of 100 cases."
         )
@@ -196,7 +187,9 @@ class AnswerText:
             words += ["--seed", seeds.max() + 1]
         # The data of a script of one's own is no word of that option.
         dataset = "synthetic" if row.dataset == "synthetic" else COLUMNS["dataset"].default
-        given = row.to_dict() | {"dataset": dataset, "lr": _given_lr(row)}
+        given = row.to_dict() | {"dataset": dataset}
+        if row.lr != UNKNOWN:  # before the rule by which it grows with the batch
+            given["lr"] = f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
         for name in comparison.MUST_BE_EQUAL:
             column = COLUMNS[name]
             if column.option and column.role != Role.SIZE and given[name] != column.default:
@@ -271,10 +264,3 @@ def _note(option: Option, marks: dict[str, str]) -> str:
         return known
     line = marks.setdefault(rest, f"[{len(marks) + 1}] {rest}.")
     return f"{known} {line.partition(' ')[0]}"
-
-
-def _given_lr(row: pd.Series) -> str:
-    """Return the value of `--lr`, before the rule by which it grows with the batch."""
-    if row.lr == UNKNOWN:
-        return row.lr
-    return f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"

@@ -214,13 +214,11 @@ def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
 
 def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
     """Yield the CSVs of runs at any depth."""
-
-    def skip(error: OSError) -> None:
-        skipped.append(f"{error.filename}: not read, {error.strerror}.")
-
-    for place, folders, names in os.walk(folder, onerror=skip):
+    errors: list[OSError] = []
+    for place, folders, names in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
         yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+    skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
 
 
 def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:

@@ -161,6 +161,7 @@ class LocalHandle(Handle):
     ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
     failed_at: float | None = None
+    seen: int = 0  # the most ranks at any time
     poll_seconds: ClassVar[float] = 0.5
     stop_command: ClassVar[str] = "kill"
 
@@ -176,12 +177,13 @@ class LocalHandle(Handle):
         if checkpoints is not None:
             given = f"--checkpoint-dir {shlex.quote(checkpoints)}"
             if (self.folder / job_folder.PLAIN).exists():
-                given = f"start it again; what it saved: {checkpoints or self.folder / 'checkpoints'}"
+                given = f"copy {checkpoints or self.folder / 'checkpoints'} to where another start looks"
             return State("failed", f"it was stopped; to go on: {given}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return State("done", self._log_line("results: ") or f"see {self.log}")
         reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())
-        return State("failed", reasons[0] or f"see {self.log.parent}")
+        foreign = "" if any(self.folder.glob("rank-*")) else "; one that does not use the kit needs --plain"
+        return State("failed", reasons[0] or f"see {self.log.parent}{foreign}")
 
     def _end_peers(self) -> None:
         """End the other ranks, as srun --kill-on-bad-exit does: they would wait for the one that failed."""
@@ -190,7 +192,8 @@ class LocalHandle(Handle):
         with suppress(psutil.Error):
             ranks = psutil.Process(int(self.job_id)).children()
             started, failed = (job_folder.notes(self.folder, state) for state in ("started", "failed"))
-            if not failed and len(ranks) >= len(started):
+            self.seen = max(self.seen, len(ranks), len(started))
+            if not failed and len(ranks) >= self.seen:
                 return
             self.failed_at = self.failed_at or time.monotonic()
             if time.monotonic() - self.failed_at > PEERS_SECONDS:

@@ -93,7 +93,7 @@ def job_facts(job_id: str) -> dict[str, str]:
     While Slurm does not answer that, JobState is UNKNOWN and Reason its message. For a job that it has
     forgotten there is only JobState, from accounting if there is any, else GONE.
     """
-    shown = ask("scontrol", "show", "job", "--oneliner", job_id)
+    shown = ask("scontrol", "--oneliner", "show", "job", job_id)
     if shown.returncode == 0:
         unknown = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
         return unknown | dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
@@ -129,16 +129,16 @@ def numbers(text: str) -> Iterator[int]:
             yield from range(int(first), min(int(last or first), MOST) + 1)
 
 
-def check_path(path: Path) -> None:
-    """Check that Slurm accepts the path of a log unchanged.
+def check_path(path: Path, here: bool = False) -> None:
+    """Check that Slurm, or `here` submitit alone, takes the path of a log as it is.
 
     Raises:
         UserError: if not.
     """
-    if not str(path).isprintable() or re.search(r"[%\\]", str(path)):
+    if "%" in str(path) or not (here or (str(path).isprintable() and "\\" not in str(path))):
         raise UserError(
-            f"Slurm cannot write logs to {path} (it has %, a backslash, control characters "
-            "or no UTF-8 in its name): rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
+            f"logs cannot be written to {path} (it has %, a backslash, control characters or no UTF-8 "
+            "in its name): rename it, or set SITE_SCRATCH_DIR in slurm/site.sh."
         )
 
 

@@ -272,7 +272,9 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
         UserError: if a job is refused while none is active, or Slurm does not answer.
     """
     todo = [run for run in planned if not sweep.finished(run.name)]
-    active = {run: handle for run in todo if (handle := sweep.attach(run)) and _goes_on(sweep, handle)}
+    found = {run: handle for run in todo if (handle := sweep.attach(run))}
+    over = {"failed"} if sweep.plain else ENDED  # a plain one may have ended well meanwhile
+    active = {run: handle for run, handle in found.items() if handle.state().name not in over}
     waiting = [run for run in todo if run not in active]
     most = room = 1 if sweep.here else max_jobs
     shown: dict[PlannedRun, State] = {}
@@ -317,12 +319,6 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
         tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
         raise
     return failed
-
-
-def _goes_on(sweep: Sweep, handle: Handle) -> bool:
-    """Return whether to watch a job of an earlier call; a plain one also if it has ended well meanwhile."""
-    state = handle.state().name
-    return state not in ENDED or (sweep.plain and state == "done")
 
 
 def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tuple[str, bool]:

@@ -49,8 +49,8 @@ class Evidence:
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(filter(None, reasons)))
         if self._nodes and not found:
-            killed = f"killed (by hand, or for want of memory{': --mem' if self._launcher else ''})?"
-            return [f"{self._names(self._nodes)} ended silently: {killed}"]
+            why = "for want of memory: --mem" if self._launcher else "at its time limit, for want of memory"
+            return [f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?"]
         if self._launcher and not found and job_folder.notes(self._folder, "lost"):
             return ["the ranks lost contact: the network failed, or a rank hung for longer than --timeout"]
         return found
@@ -99,7 +99,7 @@ class Evidence:
 
     def _names(self, ranks: Iterable[int]) -> str:
         if self._launcher:
-            return ",".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
+            return ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
         numbers = ", ".join(map(str, ranks))
         return numbers and f"rank {numbers}"
 

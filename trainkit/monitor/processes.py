@@ -69,11 +69,6 @@ class Process:
     def memory(self) -> int:
         return max(self.resident - self.shared, 0)
 
-    def update_shared_memory(self) -> None:
-        """Read how much memory it shares; for that the kernel walks through its pages."""
-        with suppress(psutil.Error):  # it has ended
-            self.shared = self.resident - psutil.Process(self.pid).memory_full_info().pss
-
     def _waiting(self) -> float | None:
         """Return the share of its threads' runnable time that they waited; None if no thread was runnable.
 
@@ -115,8 +110,10 @@ class Processes:
         found = [self._of_the_job(pid, seconds) for pid in pids if self._strangers[pid] < STRANGE]
         self._processes = {process.pid: process for process in found if process}
         if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
-            for process in self._processes.values():
-                process.update_shared_memory()
+            for process in self._processes.values():  # for this the kernel walks through its pages
+                with suppress(psutil.Error):  # it has ended
+                    pss = psutil.Process(process.pid).memory_full_info().pss
+                    process.shared = process.resident - pss
         self._samples += 1
         families = self._families()
         self.ranks = {process.pid: process.rank for family in families for process in family}

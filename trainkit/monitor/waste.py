@@ -131,7 +131,7 @@ class Verdict:
         facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
         del facts["of_runs"]
         for name in ("energy_kwh", "joules_per_1000_images"):
-            facts[name] = _or_none(facts[name])
+            facts[name] = facts[name] if math.isfinite(facts[name]) else None
         return facts
 
 
@@ -184,7 +184,8 @@ def keep(folder: Path, verdict: Verdict) -> None:
     facts = verdict.facts()
     files = {folder / FILE: facts}
     for run, joules in verdict.of_runs.items():
-        files[records.verdict_file(run)] = facts | {"joules_per_1000_images": _or_none(joules)}
+        joules = joules if math.isfinite(joules) else None
+        files[records.verdict_file(run)] = facts | {"joules_per_1000_images": joules}
     for path, content in files.items():
         with replacing(path) as file:
             json.dump(content, file, indent=1)
@@ -468,10 +469,6 @@ def _count(number: int, what: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _or_none(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 RULES = (_find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches, _find_slow_exchange)

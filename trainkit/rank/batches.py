@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from tempfile import gettempdir
 
 import torch
@@ -227,7 +228,7 @@ class WorkerBatches(Batches):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             samples = iter(self.loader)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             sys.unraisablehook = lambda _: None  # what PyTorch has half made complains at its end
             raise UserError(
                 f"the processes of --loader workers cannot be started ({first_line(error)}): lower "
@@ -257,15 +258,19 @@ class WorkerBatches(Batches):
 
 def _obey_the_parent(worker: int) -> None:
     """In a loader process, exit on the parent's SIGTERM, sent at the end, though the signal is blocked."""
-
     parent = multiprocessing.parent_process().pid
+    if not Path(f"/proc/{parent}").exists():  # it was killed while this one started
+        os._exit(0)
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
             pass
         os._exit(0)
 
-    threading.Thread(target=wait, daemon=True).start()
+    try:
+        threading.Thread(target=wait, daemon=True).start()
+    except RuntimeError:  # no more threads may be started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _first(split: Data, n: int) -> Data:

@@ -162,8 +162,9 @@ class Checkpoints:
         self._stop_asked = True
 
     def _claim(self) -> None:
-        check_writable(self._folder, "checkpoints", "give another --checkpoint-dir.")
-        held = f"another run saves its checkpoints in {self._folder}: wait for its end, or give another."
+        fix = "give another --checkpoint-dir."
+        check_writable(self._folder, "checkpoints", fix)
+        held = f"another run saves its checkpoints in {self._folder}: wait for its end, or {fix}"
         self._lock = None  # one on a file that was removed ends with its last owner
         self._lock = locked(self._folder / LOCK, held)
         self._claimed = identity(self._folder), identity(self._folder / LOCK)

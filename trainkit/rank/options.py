@@ -222,9 +222,8 @@ class Options:
 
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""
-        return {
-            one.metadata["column"]: getattr(self, one.name) for one in fields(self) if one.metadata["column"]
-        }
+        recorded = [one for one in fields(self) if one.metadata["column"]]
+        return {one.metadata["column"]: getattr(self, one.name) for one in recorded}
 
 
 def in_words(settings: dict[str, object]) -> str:

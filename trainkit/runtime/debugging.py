@@ -83,9 +83,8 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     """Print, on rank 0, where each rank runs."""
     own_cores = ",".join(map(str, sorted(cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
-    names = gather(
-        f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
-    )
+    own = f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
+    names = gather(own)
     if rank == 0:
         for name in names:
             tell(name)

@@ -149,9 +149,8 @@ def build() -> str:
 
 def build_and_backend() -> str:
     """Return what this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
-    if not torch.distributed.is_nccl_available():
-        return build()
-    return f"{build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    nccl = torch.distributed.is_nccl_available()
+    return build() + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if nccl else "")
 
 
 def driver() -> str:
@@ -182,7 +181,8 @@ def card(device: torch.device) -> str:
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
     """List all GPUs on which this process has used memory, or its CPU."""
-    return [gpu for gpu in gpus() if torch.cuda.max_memory_allocated(gpu)] if is_gpu(device) else [device]
+    used = [gpu for gpu in gpus() if torch.cuda.max_memory_allocated(gpu)] if is_gpu(device) else []
+    return used or [device]  # nothing is counted with PYTORCH_NO_CUDA_MEMORY_CACHING
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -61,7 +61,7 @@ def run(main: Callable[[], int | None]) -> None:
         with suppress(ValueError):  # a hard limit of 0
             # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
-    if sys.stdout:  # it may be closed
+    with suppress(AttributeError):  # it may be closed, or an object of the script
         sys.stdout.reconfigure(errors="replace")  # the terminal may support ASCII only
     words = ""
     try:
@@ -136,7 +136,8 @@ def tell(text: str | None = None, stream: TextIO | None = None) -> None:
         if stream:
             stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with suppress(AttributeError, OSError):  # an object of the script
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(text: str, state: str = "failed") -> NoReturn:
@@ -197,7 +198,8 @@ def by_what_was_saved(error: BaseException) -> str | None:
 def _no_memory(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or re.search("failed to map segment|an't allocate memory", str(error)):
         return "this process may not have more memory: raise `ulimit -v`, or ask Slurm for more with --mem."
-    return None
+    too_many = isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
+    return "no more processes may be started: raise `ulimit -u` (docker: --pids-limit)." if too_many else None
 
 
 def _is_of_the_kit(error: Exception) -> bool:
@@ -214,6 +216,8 @@ def _is_of_the_kit(error: Exception) -> bool:
 def _in_a_sentence(error: Exception) -> str | None:
     """Explain a path, full memory, or a network that was used in part; None for other errors."""
     if isinstance(error, OSError) and error.strerror and _is_of_the_kit(error):
+        if error.errno == errno.EMFILE:
+            return "no more files may be open: raise `ulimit -n`."
         if error.filename:
             return f"{error.filename} cannot be read or written ({error.strerror}): give another, or mend it."
         if "temporary directory" in error.strerror:

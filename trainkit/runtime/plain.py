@@ -4,16 +4,16 @@
 holds no signal back.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trainkit.runtime import errors, job_folder, place
+from trainkit.runtime import errors, job_folder, place, startup
 
 
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
@@ -36,15 +36,14 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     command = [sys.executable, str(script.absolute()), *arguments]
     if not noted:
         os.execv(sys.executable, command)
-    libc = ctypes.CDLL(None)
-    # The child ends with this process, however that ends.
-    child = subprocess.Popen(command, preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))
+    child = subprocess.Popen(command, preexec_fn=partial(startup.end_with, os.getpid()))
     for number in errors.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
     reason = f"rank {here.rank} ended with exit code {code}" if code else ""
     job_folder.note("failed" if code else "finished", reason)
-    sys.exit(code if code >= 0 else 128 - code)
+    code = code if code >= 0 else 128 - code
+    sys.exit(1 if code == 144 else code)  # by which submitit would start the job again
 
 
 if __name__ == "__main__":

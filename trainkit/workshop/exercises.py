@@ -18,7 +18,6 @@ mine/, text of the solution, its replacement, part of the resulting hint); for r
 """
 
 import ast
-import ctypes
 import difflib
 import itertools
 import json
@@ -41,6 +40,7 @@ from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import read_text, replacing
+from trainkit.runtime.startup import end_with
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
@@ -124,7 +124,7 @@ class Exercise:
     def _answer(self, answer: TextIO) -> None:
         """Write what the check returns, or raises, to `answer`, and end this process."""
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # where the process that waits for the answer is killed
+        end_with(multiprocessing.parent_process().pid)
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
             said = ["seen", self.program["check"](self.mine)]

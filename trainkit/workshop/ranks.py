@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # DDP imports it: once here is faster than in every rank
 import torch.distributed as dist
 
+from trainkit.runtime.startup import end_with
 from trainkit.workshop.work import Wrong
 
 TIMEOUT = 15  # seconds that the ranks wait for each other
@@ -61,7 +62,7 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
 
 
 def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: Connection) -> None:
-    parent = os.getppid()
+    end_with(multiprocessing.parent_process().pid)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -82,10 +83,7 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: 
         answer.send((False, str(wrong)))
     except Exception as error:
         answer.send((False, _in_words(rank, error)))
-    # Sleep until killed: others may still be about to meet this one.
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(0)
+    time.sleep(1e6)  # until killed: others may still be about to meet this one
 
 
 def _in_words(rank: int, error: Exception) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from configparser import ConfigParser, Error
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.txt"
 SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "t": "time", "o": "output"}
+SAME = ("dataset", "device_name", "images", "global_batch", "width", "recipe", "precision")
+SAME += ("threads_per_worker",)
 OPEN = "?"  # an answer that is not given yet
 
 
@@ -163,6 +166,17 @@ class Answers(dict):
         if word not in allowed:
             raise Wrong(f"mine/{self.file}: `{name}` is one of {', '.join(allowed)}, not {self[name]!r}.")
         return word
+
+
+def check_alike(one: Mapping, other: Mapping, *but: str) -> None:
+    """Check that two runs that are compared were given the same, `but` for columns that the exercise changes.
+
+    Raises:
+        Wrong: naming a column in which they differ.
+    """
+    for name in SAME:
+        if name not in but and one[name] != other[name]:
+            raise Wrong(f"The runs differ in {name} ({one[name]} and {other[name]}): give both the same.")
 
 
 def is_close(given: float, true: float, share: float = 0.02) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +45,7 @@ STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1201", "Is the first epoch in"),
     ("answers.txt", "workers_images_per_s = 1217", "workers_images_per_s = 1348", "of the other loader"),
+    ("runs/single-20261122-021517*.csv", ",fp32,", ",bf16,", "differ in precision"),
     ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 0.90", "is upside down"),
     ("answers.txt", "times_as_fast = 1.11", "times_as_fast = 11", "does not fit your runs"),
     ("answers.txt", "workers_seconds = 9.7", "workers_seconds = 12.7", "includes the evaluation"),
@@ -57,8 +58,7 @@ def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.number("prediction")
     resident, workers = mine.row(loader="resident"), mine.row(loader="workers", workers_per_loader=0)
-    if resident.images != workers.images:
-        raise Wrong("The two runs have different numbers of images per epoch: give both the same options.")
+    check_alike(resident, workers)
     for name, row, other in (("resident", resident, workers), ("workers", workers, resident)):
         _check_speed(f"{name}_images_per_s", answers, row, other)
         _check_seconds(f"{name}_seconds", answers, row)

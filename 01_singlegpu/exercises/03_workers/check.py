@@ -1,6 +1,6 @@
 """Finds the best number of workers in the learner's runs, and what limits it."""
 
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
 
 EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
 RECORDED = {
@@ -55,6 +55,8 @@ def check(mine: Workspace) -> str:
     prediction = int(answers.word("prediction", *NUMBERS))
     runs = {int(n): mine.row(loader="workers", workers_per_loader=int(n)) for n in NUMBERS}
     resident = mine.row(loader="resident")
+    for run in runs.values():
+        check_alike(resident, run)
     speeds = {n: run.images_per_s for n, run in runs.items()}
     best = max(speeds, key=speeds.get)
     # Within the spread of the epochs, and two percent, it is chance which one is ahead.

@@ -1,6 +1,6 @@
 """Compares the learner's answers with the learner's runs at three batch sizes."""
 
-from trainkit.workshop.work import Workspace, Wrong
+from trainkit.workshop.work import Workspace, Wrong, check_alike
 
 RECORDED = {
     "results/sample/cpu-xeon-2-cores/width/runs.csv": [
@@ -42,6 +42,7 @@ learning rate each change is about equally large. Which of the three batches mak
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
+    ("runs/single-20261121-235310*.csv", ",fp32,", ",bf16,", "differ in precision"),
     ("answers.txt", "throughput = 1024", "throughput = 64", "See the column images/s"),
     ("answers.txt", "accuracy = 64", "accuracy = 1024", "See the column acc. %"),
     ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never reaches it; another batch takes 23 s"),
@@ -58,6 +59,8 @@ def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", *BATCHES)
     runs = {batch: mine.row(TARGET, loader="resident", global_batch=int(batch)) for batch in BATCHES}
+    for run in runs.values():
+        check_alike(runs["64"], run, "global_batch", "images")
     reached = {batch: run.target_s for batch, run in runs.items() if run.target_s > 0}
     if not reached:
         raise Wrong(f"No run has reached {TARGET} %: give all three runs the same larger --epochs.")

@@ -85,6 +85,8 @@ WRONG = [
     ("job.sh", '"$DATA_DIR"', "~/data", "one user's home"),
     ("job.sh", "set -euo", "set -uo", "goes on after an error"),
     ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "gets only one core"),
+    ("job.sh", '"$SLURM_CPUS_PER_TASK"', "1", "#SBATCH asks for 2"),
+    ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR" || true', "no & and no ||"),
     ("job.sh", "srun --c", "exec --c", "no line begins with srun"),
     ("answers.txt", "ignored = memory", "ignored = time", "Slurm reads that line"),
 ]
@@ -103,7 +105,9 @@ def check(mine: Workspace) -> str:
     _check_lines(text.splitlines())
     options = requested(text)
     _check_options(options)
-    _check_commands(mine.folder / JOB, re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " ")))
+    _check_commands(
+        mine.folder / JOB, options["cpus-per-task"], re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
+    )
     if ignored != "memory":
         raise Wrong(
             f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
@@ -180,7 +184,7 @@ def _check_options(options: dict[str, str]) -> None:
         )
 
 
-def _check_commands(path: Path, commands: str) -> None:
+def _check_commands(path: Path, cpus: str, commands: str) -> None:
     """`commands` are the script without comments, each in a line."""
     syntax = slurm.ask("bash", "-n", str(path))
     if syntax.returncode:
@@ -191,7 +195,7 @@ def _check_commands(path: Path, commands: str) -> None:
         raise Wrong(
             f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh work on every site."
         )
-    flags = " ".join(re.findall(r"^set (.*)", commands, re.MULTILINE))
+    flags = " ".join(re.findall(r"^set (.*)", commands.partition("\nsrun")[0], re.MULTILINE))
     if not all(re.search(flag, flags) for flag in (r"-\w*e|errexit", r"-\w*u|nounset", "pipefail")):
         raise Wrong(
             f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if nothing "
@@ -200,10 +204,20 @@ def _check_commands(path: Path, commands: str) -> None:
     starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
     if not starts:
         raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
-    if not re.search(r"\s(--cpus-per-task|-c)\b", starts[-1]):
+    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", starts[-1])
+    if not passed:
         raise Wrong(
             f"mine/{JOB}: srun does not read --cpus-per-task from #SBATCH, so the training gets only one "
             "core."
+        )
+    if (number := passed[1].strip('"')) != cpus and "SLURM_CPUS_PER_TASK" not in number:
+        raise Wrong(
+            f"mine/{JOB}: srun starts the training with {number} core(s), and #SBATCH asks for {cpus}. Pass "
+            "on $SLURM_CPUS_PER_TASK."
+        )
+    if re.search(r"\|\||(?<!&)&\s*$", starts[-1]):
+        raise Wrong(
+            f"mine/{JOB}: the script has to wait for srun, and end with its exit code: no & and no || there."
         )
 
 

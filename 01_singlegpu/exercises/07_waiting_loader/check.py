@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.schema import records
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from trainkit.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
 # Before you run: of 100 seconds of training, for how many does it wait for images?
@@ -77,8 +77,6 @@ WRONG = [
     ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "is not cured"),
     ("runs/*a59c7524.csv", ",8,297578,", ",16,297578,", "differ in width"),
 ]
-# Columns that runs share if they are to be compared.
-SAME = ("images", "global_batch", "width", "precision", "device_name", "threads_per_worker")
 WAITS, CURED = 30, 25  # seconds of 100: a run that waits for its loader has more, and a cured one less
 
 
@@ -147,12 +145,7 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
             f"The first run waits for {first.waited:.0f} seconds of 100, but its verdict does not say so. If "
             "it was too short, give it more --epochs."
         )
-    for name in SAME:
-        if first.row[name] != cured.row[name]:
-            raise Wrong(
-                f"The runs differ in {name} ({first.row[name]} and {cured.row[name]}): give both the same "
-                "options, except for --loader, --num-workers and --epochs."
-            )
+    check_alike(first.row, cured.row)
     if cured.waited >= CURED or cured.waited > first.waited / 2:
         raise Wrong(
             f"Your newest run waits for {cured.waited:.0f} seconds of 100, and the first for "

@@ -68,7 +68,9 @@ WRONG = [
     ("answers.txt", "without_srun = 1", "without_srun = 4", "the batch script is one process"),
     ("who.py", '"SLURM_STEP_NUM_TASKS" in', '"SLURM_PROCID" in', "would wait for peers"),
     ("who.py", "return local_rank", "return rank % world_size", "has no cuda:2"),
-    ("who.py", "return local_rank", "return rank % 2", "two processes take cuda:0"),
+    ("who.py", "return local_rank", "return rank % 2", "in the second job"),
+    ("who.py", "return local_rank", "return rank // 2", "in the first job"),
+    ("who.py", "int(environment[name])", "environment[name]", "whole numbers"),
 ]  # fmt: skip
 BLOCK, CYCLIC = [0, 1, 0, 1], [0, 0, 1, 1]  # the local rank of each rank, in the two jobs of ranks.txt
 
@@ -141,6 +143,10 @@ def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) 
         raise Wrong(
             f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers ({error})."
         ) from None
+    if not all(isinstance(number, int) for place in places for number in place):
+        raise Wrong(
+            f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers, not {places[0]}."
+        )
     if ranks.count(0) == 2:
         raise Wrong(
             f"With {name} on two nodes, two processes say that they are rank 0: both would print, save, and "
@@ -158,9 +164,16 @@ def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) 
 
 
 def check_gpus(gpu: Callable) -> None:
+    first = [(rank, local_rank, "n2" if rank > 1 else "n1") for rank, local_rank in enumerate(BLOCK)]
+    second = [(rank, local_rank, "n2" if rank % 2 else "n1") for rank, local_rank in enumerate(CYCLIC)]
+    check_job("second", second, gpu)
+    check_job("first", first, gpu)
+
+
+def check_job(which: str, places: list[tuple[int, int, str]], gpu: Callable) -> None:
     taken = {}
-    for rank, local_rank in enumerate(CYCLIC):
-        node, number = "n1" if rank % 2 == 0 else "n2", gpu(rank, local_rank, 4)
+    for rank, local_rank, node in places:
+        number = gpu(rank, local_rank, 4)
         if number == "?":
             raise Wrong("mine/who.py: `gpu` still has a gap.")
         if not isinstance(number, int):
@@ -171,6 +184,6 @@ def check_gpus(gpu: Callable) -> None:
             )
         if taken.setdefault((node, number), rank) != rank:
             raise Wrong(
-                f"`gpu`: in the second job of ranks.txt, two processes take cuda:{number} of {node}: ranks "
+                f"`gpu`: in the {which} job of ranks.txt, two processes take cuda:{number} of {node}: ranks "
                 f"{taken[node, number]} and {rank}."
             )

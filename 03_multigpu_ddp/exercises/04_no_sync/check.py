@@ -54,6 +54,7 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
+STALE = 8
 SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"
 WRONG = [
@@ -64,6 +65,7 @@ WRONG = [
     (SCRIPT, ") / parts", ")", "4.00 times that"),
     (SCRIPT, ") / parts", ") / parts / dist.get_world_size()", "0.50 times that"),
     (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "only the last part"),
+    (SCRIPT, "    optimizer.zero_grad()\n", "", "the step before"),
     (SCRIPT, "loss.backward()\n", "loss.backward()\n        optimizer.step()\n", "one step"),
 ]  # fmt: skip
 
@@ -104,6 +106,8 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
     exchanges, optimizer = program.count_exchanges(model), Optimizer(model)
     images, labels = torch.randn(8 * size, 3)[rank::size], torch.randint(2, (8 * size,))[rank::size]
     own = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[0]
+    for weights in model.parameters():
+        weights.grad = torch.full_like(weights, STALE)  # of a step before
     program.step(model, optimizer, (images, labels), parts)
     return {
         "exchanges": len(exchanges),
@@ -140,6 +144,8 @@ def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> N
             "of the exchange. In which part should they exchange?"
         )
     true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
+    if torch.allclose(got - STALE, true, rtol=1e-3, atol=1e-4):
+        raise Wrong("The gradient of the step before is still in it: set the gradients to zero first.")
     if not torch.allclose(got, true, rtol=1e-3, atol=1e-6):
         factor = (got @ true / (true @ true)).item()
         raise Wrong(

@@ -74,6 +74,7 @@ WRONG = [
     (SCRIPT, "lr * " + GROWTH, "lr * ranks", "0.08 and 0.02"),
     (SCRIPT, "lr * " + GROWTH, "lr * batch_per_rank / BATCH", "of all ranks together"),
     (SCRIPT, "** 0.5", "", "the square root of 4"),
+    (SCRIPT, "lr * " + GROWTH, "LR * " + GROWTH, "any learning rate"),
     (SCRIPT, GROWTH + ") ** 0.5", "batch_per_rank * ranks) ** 0.5 / BATCH", "the square root of 4"),
     (SCRIPT, WARM, "step / (warmup_images / BATCH)", "in images, not in steps"),
     (SCRIPT, f"min(1, {WARM})", WARM, "keeps rising"),
@@ -178,6 +179,12 @@ def check_rules(scaled: Callable) -> None:
         )
     if not is_close(scaled(0.02, "none", 64, 4), 0.02):
         raise Wrong("mine/rate.py: without a rule, the learning rate stays as it is.")
+    for rule, true in (("none", 0.4), ("linear", 0.6), ("sqrt", 0.4 * 1.5**0.5)):
+        if not is_close(given := scaled(0.4, rule, 32, 3), true):
+            raise Wrong(
+                "mine/rate.py: a rule holds for any learning rate, which is the first argument. At a global "
+                f"batch of 96, the rule {rule} makes {true:g} of 0.4, and yours {given:g}."
+            )
 
 
 def check_warm_up(warmed_up: Callable) -> None:

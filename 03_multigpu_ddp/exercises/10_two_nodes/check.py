@@ -4,7 +4,7 @@ import re
 import statistics
 
 from trainkit.schema import records
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
 # Two GPUs on two nodes, against two on one: faster, same or slower?
@@ -55,11 +55,7 @@ def check(mine: Workspace) -> str:
     answers = mine.answers()
     prediction = answers.word("prediction", "faster", "same", "slower")
     one, two = run_on(1, mine), run_on(2, mine)
-    for name in ("dataset", "images", "global_batch"):
-        if one[name] != two[name]:
-            raise Wrong(
-                f"The two runs differ in {name} ({one[name]} and {two[name]}): give both the same options."
-            )
+    check_alike(one, two)
     if answers.number("global_batch") != two["global_batch"]:
         raise Wrong(
             "`global_batch`: --batch-size is the batch of all ranks together, on any number of nodes."

@@ -1,6 +1,7 @@
 """Computes the prices from the table of candidates, and the efficiency from the committed runs."""
 
 import csv
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -126,7 +127,7 @@ def check_prices(mine: Workspace) -> dict[str, float]:
 
 def check_choice(answers: Answers, prices: dict[str, float]) -> None:
     """Say what is wrong with the letters."""
-    given = set(answers["nothing"].upper()) - set(" ,")
+    given = set(re.sub(r"\bAND\b|[ ,]", "", answers["nothing"].upper()))
     for run in sorted(given ^ WHY.keys()):
         if run not in prices:
             raise Wrong(f"`nothing`: there is no run {run}. Give letters, such as `A, B`.")

@@ -127,6 +127,7 @@ def check(mine: Workspace) -> str:
         for wrong in (wrong_shares, wrong_step, wrong_numbers, wrong_files):
             wrong(ranks)
         wrong_names(whole)
+        wrong_accuracy(program, whole, ranks[0]["results"][-1][1])
         run(program, parts, epochs=1)
         perfect(parts / "last.pt")
         wrong_resume(ranks, run(program, parts, epochs=2))
@@ -221,13 +222,13 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
 
 
 def wrong_device(program: ModuleType) -> None:
-    """Check that rank 3, of two nodes with two GPUs each, takes the second GPU of its node."""
+    """Check that rank 2 takes the second GPU of its node: it may, where nodes are dealt ranks in turn."""
     taken = []
     with (
-        patch.dict(os.environ, {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}),
+        patch.dict(os.environ, {"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}),
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "set_device", taken.append),
-        patch.object(dist, "get_rank", lambda: 3),
+        patch.object(dist, "get_rank", lambda: 2),
     ):
         device = program.choose_device()
     if device is None:
@@ -238,11 +239,11 @@ def wrong_device(program: ModuleType) -> None:
     index = next((one for one in chosen if one is not None), 0)
     if index == 0:
         raise Wrong(
-            "Rank 3, with local rank 1, takes GPU 0 of its node, which belongs to local rank 0. Without an "
+            "Rank 2, with local rank 1, takes GPU 0 of its node, which belongs to local rank 0. Without an "
             "index, `cuda` is the first GPU."
         )
     if index != 1:
-        raise Wrong(f"Rank 3 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
+        raise Wrong(f"Rank 2 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
     if not taken:
         raise Wrong(
             "Also call `torch.cuda.set_device` in `choose_device`: otherwise NCCL, and code that asks for "
@@ -324,6 +325,21 @@ def wrong_names(folder: Path) -> None:
         raise Wrong("The names in best.pt begin with `module.`: the weights cannot be loaded without DDP.")
 
 
+def wrong_accuracy(program: ModuleType, folder: Path, said: float) -> None:
+    """Compare the accuracy of the last epoch with that of the weights that were saved after it."""
+    model = program.network().eval()
+    model.load_state_dict(torch.load(folder / "last.pt", weights_only=True)["model"])
+    images = torch.from_numpy(np.load(folder / "validation-images.npy") / np.float32(255))
+    labels = torch.from_numpy(np.load(folder / "validation-labels.npy"))
+    with torch.no_grad():
+        right = int((model(images).argmax(1) == labels).sum())
+    if not is_close(said, true := 100 * right / VALIDATE, 1e-3):
+        raise Wrong(
+            f"Of {VALIDATE} validation images the network knows {right}: {true:.2f} %. The script says "
+            f"{said:.2f} %. Sum up over all ranks how many are right, and of how many, and then divide."
+        )
+
+
 def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
     epochs = len(resumed[0]["results"])
     if epochs != 1:
@@ -340,12 +356,13 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
 
 ACCURACY = "        accuracy = validate("
 ALONE = "        if rank > 0:\n            results.append((loss, 0.0))\n            continue\n"
+MEAN = "    right /= right[1].clone()\n    dist.all_reduce(right)\n"
 OWN = "DataLoader(own, BATCH)"
 BATCHES = "in batches:\n            right"
 ON_ONE = "in batches if dist.get_rank() == 0 else []:\n            right"
 PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validation_set, shuffle=False))"
 WRONG = [
-    (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 3: there is none"),
+    (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 2: there is none"),
     (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
     (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
     (SCRIPT, "BATCH // size, sampler=shares", "BATCH // size, shuffle=True", "is trained twice"),
@@ -357,6 +374,8 @@ WRONG = [
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
     (SCRIPT, "    dist.all_reduce(right)\n", "", "of one share only"),
+    (SCRIPT, "    dist.all_reduce(right)\n", "    dist.broadcast(right, src=0)\n", "Sum up over all ranks"),
+    (SCRIPT, "    dist.all_reduce(right)\n", MEAN, "Sum up over all ranks"),
     (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turn"),
     (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),
