@@ -182,8 +182,8 @@ class LocalHandle(Handle):
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return State("done", self._log_line("results: ") or f"see {self.log}")
         reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())
-        foreign = "" if any(self.folder.glob("rank-*")) else "; one that does not use the kit needs --plain"
-        return State("failed", reasons[0] or f"see {self.log.parent}{foreign}")
+        silent = "" if any(self.folder.glob("rank-*")) else ": no rank left a note; does it need --plain?"
+        return State("failed", reasons[0] or f"see {self.log.parent}{silent}")
 
     def _end_peers(self) -> None:
         """End the other ranks, as srun --kill-on-bad-exit does: they would wait for the one that failed."""

@@ -116,7 +116,7 @@ def quiet_without_run() -> None:
     """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = str(error) if issubclass(kind, UserError) else _no_memory(error) or by_what_was_saved(error)
+        text = str(error) if issubclass(kind, UserError) else _limited(error) or by_what_was_saved(error)
         if text:
             text = f"error{_which_rank()}: {text}"
             note("failed", text)
@@ -195,7 +195,7 @@ def by_what_was_saved(error: BaseException) -> str | None:
     )
 
 
-def _no_memory(error: BaseException) -> str | None:
+def _limited(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or re.search("failed to map segment|an't allocate memory", str(error)):
         return "this process may not have more memory: raise `ulimit -v`, or ask Slurm for more with --mem."
     too_many = isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
@@ -229,7 +229,7 @@ def _in_a_sentence(error: Exception) -> str | None:
     if isinstance(error, shutil.Error) and _is_of_the_kit(error):  # (from, to, why) of each file
         _, path, why = error.args[0][0]
         return f"{path} cannot be written ({why.partition(': ')[0]}): free the space, or mend it."
-    if lacks := _no_memory(error):
+    if lacks := _limited(error):
         return lacks
     text = str(error) if isinstance(error, RuntimeError) else ""
     # The frames of a loader process are in the text.

@@ -43,7 +43,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     reason = f"rank {here.rank} ended with exit code {code}" if code else ""
     job_folder.note("failed" if code else "finished", reason)
     code = code if code >= 0 else 128 - code
-    sys.exit(1 if code == 144 else code)  # by which submitit would start the job again
+    sys.exit(1 if code == 144 else code)  # by 144 submitit would start the job again
 
 
 if __name__ == "__main__":

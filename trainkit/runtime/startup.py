@@ -1,4 +1,4 @@
-"""How a process starts and until its first training step is done, how long that takes, and for what."""
+"""The start of a process: whose end is also its own, and how long it takes to the first training step."""
 
 import ctypes
 import os
