@@ -149,13 +149,13 @@ class Text:
         """Return windows, int64 (n, context + 1).
 
         Raises:
-            UserError: if a shard has tokens that are no words.
+            UserError: if a shard has tokens that are no words, or only zeros, which is no sentence.
         """
         places = [divmod(index, self._of_each) for index in indices]
         starts = [(self._shards[shard], self._context * window) for shard, window in places]
         chosen = [shard[start : start + self._context + 1] for shard, start in starts]
         for window in chosen:
-            if window.max() >= len(WORDS):
+            if window.max() >= len(WORDS) or not window.any():  # zeros, as a crash may leave them
                 raise errors.UserError(NOT_OURS.format(window.filename))
         return torch.from_numpy(np.stack(chosen).astype(np.int64))
 

@@ -142,16 +142,16 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
     assert math.isnan(told["mfu_percent"])  # of a CPU no peak is known
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[:-1], lambda text: b"\xff" * len(text), None])
+@pytest.mark.parametrize("harm", [lambda t: t[1:], lambda t: b"\xff" * len(t), lambda t: bytes(len(t)), None])
 def test_a_shard_of_another_program_is_refused(
-    damage: Callable[[bytes], bytes] | None, gpt_data: ModuleType, tmp_path: Path
+    harm: Callable[[bytes], bytes] | None, gpt_data: ModuleType, tmp_path: Path
 ) -> None:
-    """One that is cut, tokens that are no words, and a pipe, which would be waited for."""
+    """One that is cut, tokens that are no words, zeros, and a pipe, which would be waited for."""
     _, shard = gpt_data.write(tmp_path, 1)
     text = shard.read_bytes()
     shard.unlink()
-    if damage:
-        shard.write_bytes(damage(text))
+    if harm:
+        shard.write_bytes(harm(text))
     else:
         os.mkfifo(shard)
     with pytest.raises(UserError, match=f"{shard} is no text of this program: remove it"):

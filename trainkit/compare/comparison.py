@@ -205,7 +205,7 @@ def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
-        if path.name in WRITTEN and not path.is_dir():
+        if Path(os.path.realpath(path)).name in WRITTEN and not path.is_dir():
             raise UserError(f"{path} has the name of a report, not of a run: give another file.")
         found = _searched(path, skipped) if path.is_dir() else [path]
         files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself

@@ -197,7 +197,7 @@ class RunLog:
             advice = f"mend that. The results are in {self._recorder.path}."
             save("the weights", weights, path, advice, check=False)
             tell(f"weights: {path}")
-        tell(f"results: {self._recorder.path}")
+        tell(f"results: {self._recorder.path if self._recorder.rows else 'none, without an epoch'}")
 
 
 def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:

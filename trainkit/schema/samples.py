@@ -102,10 +102,10 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
         try:
             check_regular(path)
             with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-                first = file.readline()
+                first = file.readline(10**6)  # a damaged file may be one endless line
                 if first != HEADER and HEADER.startswith(first):
                     continue  # a full disk, or the end of the node: the other nodes' files are still good
-                lines = csv.reader(line for line in file if "\0" not in line)
+                lines = csv.reader(one for one in iter(lambda: file.readline(10**6), "") if "\0" not in one)
                 header = next(csv.reader([first]), [])
                 if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")

@@ -87,6 +87,9 @@ WRONG = [
     ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "gets only one core"),
     ("job.sh", '"$SLURM_CPUS_PER_TASK"', "1", "#SBATCH asks for 2"),
     ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR" || true', "no & and no ||"),
+    ("job.sh", '"$SLURM_CPUS_PER_TASK"', '"$SLURM_CPUS_PER_TASK" -n 2', "leave `-n 2` out"),
+    ("job.sh", "mnist_singlegpu", "mnist_singelgpu", "is no longer there"),
+    ("job.sh", "first-%j.log", "logs/first-%j.log", "no folder logs"),
     ("job.sh", "srun --c", "exec --c", "no line begins with srun"),
     ("answers.txt", "ignored = memory", "ignored = time", "Slurm reads that line"),
 ]
@@ -104,10 +107,11 @@ def check(mine: Workspace) -> str:
         )
     _check_lines(text.splitlines())
     options = requested(text)
-    _check_options(options)
+    _check_options(options, mine.folder.parents[2])
     _check_commands(
         mine.folder / JOB, options["cpus-per-task"], re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
     )
+    _check_rest(text)
     if ignored != "memory":
         raise Wrong(
             f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
@@ -141,7 +145,7 @@ def _check_lines(lines: list[str]) -> None:
         has_begun |= bool(line.strip()) and not line.startswith("#")
 
 
-def _check_options(options: dict[str, str]) -> None:
+def _check_options(options: dict[str, str], stage: Path) -> None:
     for name in ("ntasks", "gpus-per-node", "cpus-per-task", "mem", "time", "output"):
         if name not in options:
             raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
@@ -182,6 +186,8 @@ def _check_options(options: dict[str, str]) -> None:
         raise Wrong(
             f"--output={options['output']}: every job would write into the same log. %j is the job's number."
         )
+    if not (stage / (folder := Path(options["output"]).parent)).is_dir():
+        raise Wrong(f"There is no folder {folder}: a job whose log cannot be written fails without a word.")
 
 
 def _check_commands(path: Path, cpus: str, commands: str) -> None:
@@ -204,21 +210,33 @@ def _check_commands(path: Path, cpus: str, commands: str) -> None:
     starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
     if not starts:
         raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
-    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", starts[-1])
+    given, _, site = starts[-1].partition('"${SITE_SRUN_ARGS')
+    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", given)
     if not passed:
         raise Wrong(
             f"mine/{JOB}: srun does not read --cpus-per-task from #SBATCH, so the training gets only one "
             "core."
         )
-    if (number := passed[1].strip('"')) != cpus and "SLURM_CPUS_PER_TASK" not in number:
+    if (number := passed[1].strip('"')) != cpus and not re.fullmatch(
+        r"\$\{?SLURM_CPUS_PER_TASK(:-\d+)?\}?", number
+    ):
         raise Wrong(
             f"mine/{JOB}: srun starts the training with {number} core(s), and #SBATCH asks for {cpus}. Pass "
             "on $SLURM_CPUS_PER_TASK."
         )
+    if site and (more := given.replace(passed[0], "").strip()):
+        raise Wrong(f"mine/{JOB}: leave `{more}` out: srun takes all but the cores from #SBATCH.")
     if re.search(r"\|\||(?<!&)&\s*$", starts[-1]):
         raise Wrong(
             f"mine/{JOB}: the script has to wait for srun, and end with its exit code: no & and no || there."
         )
+
+
+def _check_rest(text: str) -> None:
+    """What has no gap in the starter is needed as it is."""
+    for line in (Path(__file__).parent / "starter" / JOB).read_text().splitlines():
+        if line and not line.startswith("#") and "____" not in line and line not in text:
+            raise Wrong(f"mine/{JOB}: the line `{line.strip()}` of the starter is no longer there.")
 
 
 def _log(options: dict[str, str], stage: Path) -> str:

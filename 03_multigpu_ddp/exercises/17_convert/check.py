@@ -222,13 +222,17 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
 
 
 def wrong_device(program: ModuleType) -> None:
-    """Check that rank 2 takes the second GPU of its node: it may, where nodes are dealt ranks in turn."""
+    for rank, local_rank in ((2, 1), (1, 1), (2, 0)):  # of nodes with two GPUs, in one order or another
+        wrong_gpu(program, rank, local_rank)
+
+
+def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
     taken = []
     with (
-        patch.dict(os.environ, {"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}),
+        patch.dict(os.environ, {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "WORLD_SIZE": "4"}),
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "set_device", taken.append),
-        patch.object(dist, "get_rank", lambda: 2),
+        patch.object(dist, "get_rank", lambda: rank),
     ):
         device = program.choose_device()
     if device is None:
@@ -237,13 +241,16 @@ def wrong_device(program: ModuleType) -> None:
         getattr(one, "index", one) for one in (device, *taken)
     ]  # `cuda` without an index is what was set
     index = next((one for one in chosen if one is not None), 0)
-    if index == 0:
+    if local_rank and index == 0:
         raise Wrong(
-            "Rank 2, with local rank 1, takes GPU 0 of its node, which belongs to local rank 0. Without an "
-            "index, `cuda` is the first GPU."
+            f"Rank {rank}, with local rank 1, takes GPU 0 of its node, which belongs to local rank 0. "
+            "Without an index, `cuda` is the first GPU."
         )
-    if index != 1:
-        raise Wrong(f"Rank 2 has local rank 1 on its node of two GPUs, and takes GPU {index}: there is none.")
+    if index != local_rank:
+        why = "there is none" if index > 1 else "it belongs to local rank 1"
+        raise Wrong(
+            f"Rank {rank} has local rank {local_rank} on its node of two GPUs, and takes GPU {index}: {why}."
+        )
     if not taken:
         raise Wrong(
             "Also call `torch.cuda.set_device` in `choose_device`: otherwise NCCL, and code that asks for "
@@ -364,6 +371,7 @@ PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validatio
 WRONG = [
     (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 2: there is none"),
     (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
+    (SCRIPT, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"]) // 2', "takes GPU 0 of its node"),
     (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
     (SCRIPT, "BATCH // size, sampler=shares", "BATCH // size, shuffle=True", "is trained twice"),
     (SCRIPT, "BATCH // size", "BATCH", "takes 64 images"),
