@@ -10,6 +10,13 @@ ARGS ?=
 NODES ?= 2
 GPUS ?= 2
 
+# An upgrade may take away the Python that it was made with; so does a module that is not loaded.
+ifneq ($(filter-out help clean cluster-%,$(MAKECMDGOALS)),)
+ifneq ($(shell test ! -e $(VENV)/ready || test -x $(RUN) || echo gone),)
+$(error the Python that $(VENV) was made with is gone: load its module again, or make clean, and then this again)
+endif
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons cluster-up cluster-down clean
 

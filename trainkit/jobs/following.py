@@ -139,7 +139,7 @@ class SlurmHandle(Handle):
         if state in FAILED:
             reasons = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
             failure = "; ".join(text for text in reasons if text) or self._last_words()
-            return State("failed", failure or f"Slurm gives the reason {reason}; see {self.log}")
+            return State("failed", failure or f"Slurm gives the reason {reason or state}; see {self.log}")
         return State("running", self._progress())
 
     def cancel(self) -> None:

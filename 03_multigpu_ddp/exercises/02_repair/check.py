@@ -245,10 +245,11 @@ def fit(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
     }
 
 
-def save(program: ModuleType, rank: int) -> list[str]:
+def save(program: ModuleType, rank: int) -> list[tuple[str, list[str]]]:
+    """Return the files that this rank writes, each with the names of the weights in it."""
     files = []
     with (
-        patch.object(torch, "save", lambda what, file, *more, **how: files.append(str(file))),
+        patch.object(torch, "save", lambda what, file, *more, **how: files.append((str(file), sorted(what)))),
         patch.dict(os.environ, LOCAL_RANK="0"),  # as on two nodes
     ):
         program.save(DistributedDataParallel(nn.Linear(1, 1)), rank)
@@ -372,9 +373,13 @@ def wrong_seconds(ranks: list[Seen]) -> str | None:
 
 def wrong_files(ranks: list[Seen]) -> str | None:
     files = [file for rank in ranks for file in rank["saved"]]
+    if any(names != ["bias", "weight"] for _, names in files):
+        return (
+            f"A network with `weight` and `bias` is saved as {files[0][1]}: the plain one cannot load that."
+        )
     if len(files) == 1 and ranks[0]["saved"]:
         return None
-    if len(set(files)) > 1:
+    if len({file for file, _ in files}) > 1:
         return "Every rank saves another file, and all these files have the same weights."
     if files:
         return (
@@ -416,5 +421,6 @@ WRONG = [
     (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own time, not that of all"),
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
     (SCRIPT, SAVE, "    torch.save(", "write the same file"),
+    (SCRIPT, "torch.save(model.module.", "torch.save(model.", "cannot load that"),
     (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "saves another file"),
 ]  # fmt: skip

@@ -77,6 +77,7 @@ WRONG = [
     (SCRIPT, "lr * " + GROWTH, "LR * " + GROWTH, "any learning rate"),
     (SCRIPT, GROWTH + ") ** 0.5", "batch_per_rank * ranks) ** 0.5 / BATCH", "the square root of 4"),
     (SCRIPT, WARM, "step / (warmup_images / BATCH)", "in images, not in steps"),
+    (SCRIPT, "/ warmup_images", "/ 1280", "warm-up of 640 images"),
     (SCRIPT, f"min(1, {WARM})", WARM, "keeps rising"),
     (SCRIPT, f"lr * min(1, {WARM}", f"min(1, {WARM}", "has 0.125"),
 ]  # fmt: skip
@@ -204,6 +205,11 @@ def check_warm_up(warmed_up: Callable) -> None:
         raise Wrong(
             "mine/rate.py: in a warm-up of 1,280 images to 1.0, the steps 1, 5 and 20 of batch 64 have "
             f"0.05, 0.25 and 1. Yours have {small[0]:g}, {small[1]:g} and {small[2]:g}."
+        )
+    if not is_close(shorter := warmed_up(1.0, 5, 64, 640), 0.5):
+        raise Wrong(
+            "mine/rate.py: in a warm-up of 640 images to 1.0, step 5 of batch 64 has 0.5. Yours has "
+            f"{shorter:g}."
         )
     if not is_close(half := warmed_up(0.5, 5, 64, 1_280), 0.125):
         raise Wrong(

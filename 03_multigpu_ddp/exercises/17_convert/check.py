@@ -194,7 +194,7 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
 
     def normalized(layer: nn.BatchNorm2d, images: torch.Tensor) -> torch.Tensor:
         if not layer.training:
-            means.append(layer.running_mean.sum().item())
+            means.append((layer.running_mean.sum().item(), layer.running_var.sum().item()))
         return normalize(layer, images)
 
     with (
@@ -381,6 +381,7 @@ WRONG = [
     (SCRIPT, "loss.backward()", "(loss / dist.get_world_size()).backward()", "by 0.50 before"),
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
+    (SCRIPT, "buffer in model.buffers()", "buffer in [*model.buffers()][:1]", "validate two networks"),
     (SCRIPT, "    dist.all_reduce(right)\n", "", "of one share only"),
     (SCRIPT, "    dist.all_reduce(right)\n", "    dist.broadcast(right, src=0)\n", "Sum up over all ranks"),
     (SCRIPT, "    dist.all_reduce(right)\n", MEAN, "Sum up over all ranks"),
