@@ -229,6 +229,8 @@ class WorkerBatches(Batches):
         try:
             samples = iter(self.loader)
         except (OSError, RuntimeError) as error:
+            if not isinstance(error, OSError) and "new thread" not in str(error):
+                raise
             sys.unraisablehook = lambda _: None  # what PyTorch has half made complains at its end
             raise UserError(
                 f"the processes of --loader workers cannot be started ({first_line(error)}): lower "

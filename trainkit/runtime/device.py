@@ -180,9 +180,8 @@ def card(device: torch.device) -> str:
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
-    """List all GPUs on which this process has used memory, or its CPU."""
-    used = [gpu for gpu in gpus() if torch.cuda.max_memory_allocated(gpu)] if is_gpu(device) else []
-    return used or [device]  # nothing is counted with PYTORCH_NO_CUDA_MEMORY_CACHING
+    """List all GPUs on which this process has used memory, or its device if none was counted, as of a CPU."""
+    return [gpu for gpu in gpus() if is_gpu(device) and torch.cuda.max_memory_allocated(gpu)] or [device]
 
 
 def peak_memory_mb(device: torch.device) -> float:

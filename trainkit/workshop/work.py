@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.txt"
 SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "t": "time", "o": "output"}
-SAME = ("dataset", "device_name", "images", "global_batch", "width", "recipe", "precision")
-SAME += ("threads_per_worker",)
+SAME = ("dataset", "device_name", "images", "global_batch", "width", "precision", "threads_per_worker")
 OPEN = "?"  # an answer that is not given yet
 
 
