@@ -68,6 +68,9 @@ def pack(folder: Path) -> None:
     for suffix, (read, _) in READERS.items():  # all of it is read before anything is written
         having = {name: path for name, path in runs.items() if path.with_suffix(suffix).exists()}
         tables[suffix] = [row | {"run_id": name} for name, path in having.items() for row in read(path)]
+        size = sum(path.with_suffix(suffix).stat().st_size for path in having.values())
+        if size + 40 * len(tables[suffix]) > records.LARGEST_FILE:  # with the name of the run in each row
+            raise ValueError("a reader takes no file as large as its runs make: pack them in several folders")
     try:
         if verdicts:
             with replacing(folder.with_name(folder.name + VERDICT)) as file:

@@ -7,8 +7,9 @@ export SBATCH_PARTITION=gpu
 activate_environment() {
     local on_each=()
     [[ -z ${SLURM_JOB_ID:-} ]] || on_each=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
-    "${on_each[@]}" bash -c \
-        "podman image exists tutorial || podman load --quiet --input '$HOME/images/tutorial.tar'"
+    # shellcheck disable=SC2016  # "$0" is for the shell that it starts
+    "${on_each[@]}" bash -c 'podman image exists tutorial || podman load --quiet --input "$0"' \
+        "$HOME/images/tutorial.tar"
 }
 
 # Into the container go the job's variables and network, the checkout and the data at the same paths, and the GPUs.

@@ -272,9 +272,8 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
         UserError: if a job is refused while none is active, or Slurm does not answer.
     """
     todo = [run for run in planned if not sweep.finished(run.name)]
-    found = {run: handle for run in todo if (handle := sweep.attach(run))}
     over = {"failed"} if sweep.plain else ENDED  # a plain one may have ended well meanwhile
-    active = {run: handle for run, handle in found.items() if handle.state().name not in over}
+    active = {run: job for run in todo if (job := sweep.attach(run)) and job.state().name not in over}
     waiting = [run for run in todo if run not in active]
     most = room = 1 if sweep.here else max_jobs
     shown: dict[PlannedRun, State] = {}

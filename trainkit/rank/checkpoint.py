@@ -210,8 +210,7 @@ class Checkpoints:
             there = Path(state.get("folder", self._folder))  # which earlier versions do not say
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
         RESUMED.append(path)
-        if process_group.is_rank_0():
-            tell(f"resumed from {path}")
+        process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 
     def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
         if len(packed) != process_group.count():
@@ -223,7 +222,8 @@ class Checkpoints:
         wanted = self._options.precision
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
+        now = {name: value and None for name, value in was.items()} | asked  # what this script lacks is off
+        differ = [name for name in now if was.get(name, now[name]) != now[name]]
         unknown = [name for name in asked if name not in was and asked[name] is not None]
         earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
         if earlier or unknown:

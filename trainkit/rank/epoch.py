@@ -96,7 +96,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
         loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.
 
     Returns:
-        The loss is the mean per sample. The accuracy is NaN where the targets are not class numbers.
+        The loss is the mean per sample. The accuracy is NaN unless the targets (n,) are class numbers.
 
     Raises:
         UserError: if the loss is not a number: the last training step went wrong.
@@ -110,7 +110,8 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
         for inputs, targets in batches:
             output = network(inputs)
             total = loss(output, targets, reduction="sum")
-            correct = math.nan * total if targets.is_floating_point() else output.argmax(1).eq(targets).sum()
+            classes = output.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+            correct = output.argmax(1).eq(targets).sum() if classes else math.nan * total
             sums += torch.stack([total, correct, torch.full_like(total, len(targets))])
     seconds = clock.stop(device, started)
     total, correct, samples = process_group.sum_in_place(sums).tolist()
