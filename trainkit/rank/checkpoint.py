@@ -222,8 +222,7 @@ class Checkpoints:
         wanted = self._options.precision
         # "auto": as the run chose at its start, whatever is faster today.
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        now = {name: value and None for name, value in was.items()} | asked  # what this script lacks is off
-        differ = [name for name in now if was.get(name, now[name]) != now[name]]
+        differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
         unknown = [name for name in asked if name not in was and asked[name] is not None]
         earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
         if earlier or unknown:

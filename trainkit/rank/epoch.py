@@ -110,7 +110,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
         for inputs, targets in batches:
             output = network(inputs)
             total = loss(output, targets, reduction="sum")
-            classes = output.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+            classes = not targets.is_floating_point() and targets.ndim == 1 and output.ndim == 2
             correct = output.argmax(1).eq(targets).sum() if classes else math.nan * total
             sums += torch.stack([total, correct, torch.full_like(total, len(targets))])
     seconds = clock.stop(device, started)
