@@ -227,7 +227,7 @@ def test_a_job_that_may_not_come_back_keeps_its_exit_code(on_cluster: Checkout) 
         ("time.sleep(600) if rank else os.kill(os.getpid(), 9)", 1, "rank 0 ended with exit code -9\n"),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
         ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to go on: copy /"),
-        ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, "rank 0 ended with exit code 144\n"),
+        ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144\n"),
     ],
 )  # fmt: skip
 def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, checkout: Checkout) -> None:
