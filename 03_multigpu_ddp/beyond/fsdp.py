@@ -33,7 +33,8 @@ def main() -> None:
     steps = process_group.gather([len(one) for one in evaluated])  # each forward pass is a meeting
     if steps.count(steps[0]) < here.size:
         raise errors.UserError(
-            "the ranks have unequal numbers of test steps: raise --test-batch-size, --test-size, --keep-best."
+            "the ranks have unequal numbers of test steps: raise --test-batch-size, --test-size or "
+            "--keep-best."
         )
 
     # channels_last is faster, but fully_shard refuses it.

@@ -162,7 +162,7 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
         (mended,): "images on each, differ by a factor of 2.0, as before and after a repair",
         (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "on one device say nothing about several",
         (runs(tmp_path / "fast", too_fast),): "all efficiencies are above 100 %",
-        (runs(tmp_path / "off", lambda n, batch: 1 / batch if n == 1 else batch / 1e6),): "no model explains",
+        (runs(tmp_path / "off", lambda n, b: 1 / b if n == 1 else b / 1e6),): "no model explains these runs",
         (mixed,): "1: device NVIDIA A100 (9 runs); 2: device NVIDIA H200 (9 runs). Choose one with --set N",
         (mixed, "--set", 3): "Choose one with --set N",
         (law, "--gpus", 3): "can be predicted (no batch divides evenly among the devices)",

@@ -657,9 +657,9 @@ def test_a_report_replaces_no_record_and_no_picture_of_the_users(tmp_path: Path)
     mine = out / "comparison.csv"
     shutil.copy(runs, mine)
     (tmp_path / "link.csv").symlink_to(mine)
-    for given in (mine, tmp_path / "link.csv"):
-        with pytest.raises(UserError, match=r"csv has the name of a report, not of a run"):
-            report([given], out)
+    for one in (mine, tmp_path / "link.csv"):
+        with pytest.raises(UserError, match=rf"{re.escape(one.name)} has the name of a report, not of a run"):
+            report([one], out)
     assert mine.read_bytes() == runs.read_bytes()
     (out / "speedup.png").write_bytes(b"mine")
     (out / "throughput.png").symlink_to(tmp_path / "elsewhere.png")

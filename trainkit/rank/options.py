@@ -296,7 +296,7 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None
             "opts.for_devices, as the stages do."
         )
     check_divides(options.batch_size, ranks, "processes")
-    size = options.train_size or available if available != 0 else 0
+    size = 0 if available == 0 else options.train_size or available
     if size is not None and options.batch_size > size:
         raise UserError(
             f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
