@@ -114,8 +114,8 @@ def up(arguments: argparse.Namespace) -> int:
             raise ClusterError(f"{name} is up already: take it down first, or choose another --name.")
         clear(name)  # what a crash may have left
         try:
-            cluster = prepare(arguments)
-            start(cluster)
+            asked = prepare(arguments)
+            start(asked)
         except StartError:
             processes.kill(name)  # the logs stay, as the error names them
             raise
@@ -125,8 +125,11 @@ def up(arguments: argparse.Namespace) -> int:
         except BaseException:
             remove(name)
             raise
+    cluster = load(name)
     tell(*description(cluster))
-    if not cluster.accounting and not arguments.no_accounting:
+    if asked.accounting and not cluster.accounting:
+        tell(f"There is no sacct, as the accounting did not start: {last_words(cluster)}")
+    elif not cluster.accounting and not arguments.no_accounting:
         tell("MariaDB and slurmdbd could not be had, so there is no sacct.")
     return 0
 
@@ -341,13 +344,12 @@ def start(cluster: Cluster) -> None:
     if cluster.hosts:
         login = [str(HERE / "login.sh"), str(cluster.folder / "hosts"), cluster.login_address]
         command = ["unshare", *processes.NAMESPACES, *login, *command]
-    log = cluster.folder / "log" / "init.log"
     variables = {
         "PATH": f"{cluster.folder}/bin:{software.SYSTEM_PATH}",
         "SLURM_CONF": str(slurm_conf(cluster.name)),
         "MYSQL_UNIX_PORT": str(cluster.folder / "mariadb.socket"),  # for slurmdbd
     }
-    with log.open("w") as output:
+    with (cluster.folder / "log" / "init.log").open("w") as output:
         init = subprocess.Popen(
             command,
             cwd="/",  # where it stays; the current folder may be deleted
@@ -359,8 +361,14 @@ def start(cluster: Cluster) -> None:
         )
     while not (cluster.folder / "ready").exists():
         if init.poll() is not None:
-            raise StartError((log.read_text().splitlines() or ["its first process was killed"])[-1])
+            raise StartError(last_words(cluster))
         time.sleep(0.02)
+
+
+def last_words(cluster: Cluster) -> str:
+    """Return the last line that init.py has written: why a daemon did not start."""
+    lines = (cluster.folder / "log" / "init.log").read_text().splitlines()
+    return lines[-1] if lines else "its first process was killed"
 
 
 def tell(*lines: str) -> None:

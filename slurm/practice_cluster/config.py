@@ -27,7 +27,7 @@ def write(cluster: Cluster) -> None:
     (cluster.folder / "munge.key").write_bytes(os.urandom(128))
     (cluster.folder / "munge.key").chmod(0o600)
     (cluster.folder / "hosts").write_text(_hosts(cluster))
-    slurm_conf(cluster.name).write_text(_slurm_conf(cluster))
+    write_slurm_conf(cluster)
     (cluster.folder / "gres.conf").write_text(_gres_conf(cluster))
     (cluster.folder / "cgroup.conf").write_text(_cgroup_conf(cluster))
     (cluster.folder / "slurmdbd.conf").write_text(_slurmdbd_conf(cluster))
@@ -35,6 +35,10 @@ def write(cluster: Cluster) -> None:
     if cluster.accounting:
         _write_database(cluster)
     cluster.save()
+
+
+def write_slurm_conf(cluster: Cluster) -> None:
+    slurm_conf(cluster.name).write_text(_slurm_conf(cluster))
 
 
 def _write_commands(cluster: Cluster) -> None:
@@ -60,8 +64,11 @@ def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
     the jobs, so there the libraries are on the dynamic loader's command line. The link in exec/ gives the
     process its name: without it `ps` would show slurmd-wlm, and the loader instead of srun.
     """
-    library_path = ":".join(_short(cluster, library) for library in software.libraries())
     link = cluster.folder / "exec" / name
+    if software.brings_its_c_library():
+        link.symlink_to(_short(cluster, program))
+        return [str(link)]
+    library_path = ":".join(_short(cluster, library) for library in software.libraries())
     if name in software.DAEMONS:
         link.symlink_to(_short(cluster, program))
         return ["env", f"LD_LIBRARY_PATH={library_path}", str(link)]
@@ -242,8 +249,9 @@ innodb_log_file_size=4M
 innodb_flush_log_at_trx_commit=0
 aria_log_file_size=8M
 """)
-    # What mariadb-install-db does; that script knows no other place for the programs than the system's.
-    sql = "create database mysql;\nuse mysql;\n" + tables.read_text()
+    # slurmdbd would make its database itself, but with MariaDB 11.8.9's library no query succeeds after that.
+    # The rest is what mariadb-install-db does, which knows no other place for the programs than the system's.
+    sql = "create database slurm_acct_db;\ncreate database mysql;\nuse mysql;\n" + tables.read_text()
     (cluster.folder / "tables.sql").write_text(sql)
 
 

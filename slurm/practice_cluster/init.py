@@ -38,10 +38,19 @@ def main() -> None:
 
 
 def start(cluster: Cluster) -> None:
-    """Start the daemons in order, each as soon as the one it needs answers."""
+    """Start the daemons in order, each as soon as the one it needs answers.
+
+    Jobs need no accounting: where that does not start, the cluster goes on without.
+    """
     start_munged(cluster)
     if cluster.accounting:
-        start_accounting(cluster)
+        try:
+            start_accounting(cluster)
+        except ClusterError as error:
+            print(error, file=sys.stderr, flush=True)  # for `up`, which tells it
+            cluster.accounting = False
+            config.write_slurm_conf(cluster)
+            cluster.save()
     slurmctld = Daemon(cluster, "slurmctld", ["slurmctld", "-D"])
     slurmctld.wait_for(lambda: listens(cluster, config.SLURMCTLD_PORT))
     slurmds = {node: start_slurmd(cluster, node) for node in cluster.node_names}
@@ -95,14 +104,24 @@ def start_munged(cluster: Cluster) -> None:
 
 
 def start_accounting(cluster: Cluster) -> None:
-    """Start the database, empty, then the daemon that keeps the accounts in it."""
+    """Start the database, empty, then the daemon that keeps the accounts in it.
+
+    Raise a ClusterError, and leave no database, if one of them fails.
+    """
     database = cluster.folder / "mariadb.socket"
     command = ["mariadbd", f"--defaults-file={cluster.folder / 'mariadb.cnf'}"]
     tables = cluster.folder / "tables.sql"
     Daemon(cluster, "mariadbd-tables", [*command, "--bootstrap"], stdin=tables).wait_for_end()
-    Daemon(cluster, "mariadbd", command).wait_for(database.exists)
-    Daemon(cluster, "slurmdbd", ["slurmdbd", "-D"]).wait_for(lambda: listens(cluster, config.SLURMDBD_PORT))
-    Daemon(cluster, "sacctmgr", ["sacctmgr", "--immediate", "add", "cluster", "practice"]).wait_for_end()
+    mariadbd = Daemon(cluster, "mariadbd", command)
+    try:
+        mariadbd.wait_for(database.exists)
+        slurmdbd = Daemon(cluster, "slurmdbd", ["slurmdbd", "-D"])
+        slurmdbd.wait_for(lambda: listens(cluster, config.SLURMDBD_PORT))
+        add_cluster = ["sacctmgr", "--immediate", "add", "cluster", "practice"]
+        Daemon(cluster, "sacctmgr", add_cluster).wait_for_end()
+    except ClusterError:
+        mariadbd.process.kill()
+        raise
 
 
 def start_slurmd(cluster: Cluster, node: str) -> Daemon:

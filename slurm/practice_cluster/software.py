@@ -11,7 +11,10 @@ from pathlib import Path
 
 from state import ClusterError
 
-UNPACKED = Path(__file__).resolve().parent / "packages"
+HERE = Path(__file__).resolve().parent
+# A folder with another release of Slurm, unpacked, takes the place of both.
+GIVEN = os.environ.get("PRACTICE_SLURM", "")
+UNPACKED = Path(GIVEN).resolve() if GIVEN else HERE / "packages"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FOLDERS = ["usr/sbin", "usr/bin", "sbin", "bin"]
 ACCOUNTING_DAEMONS = ["slurmdbd", "mariadbd"]
@@ -25,16 +28,18 @@ CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
 
 
 def ensure(accounting: bool) -> None:
-    """Unpack what the system lacks, unless that was done before.
+    """Unpack what the system lacks, unless that was done before, or a folder is given.
 
     Raise a ClusterError if it is not available; what only the accounting needs may be missing.
     """
+    if GIVEN:
+        if missing():
+            raise ClusterError(f"PRACTICE_SLURM is {GIVEN}, which lacks {', '.join(missing())}: correct it.")
+        return
     try:
-        file = os.open(UNPACKED.parent / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # waits for no pipe
+        file = os.open(HERE / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # waits for no pipe
     except OSError as error:
-        raise ClusterError(
-            f"cannot write to {UNPACKED.parent} ({error.strerror}): make it writable."
-        ) from error
+        raise ClusterError(f"cannot write to {HERE} ({error.strerror}): make it writable.") from error
     with os.fdopen(file, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (missing() or accounting and not has_accounting()) and not UNPACKED.exists():
@@ -48,14 +53,19 @@ def ensure(accounting: bool) -> None:
 
 
 def find(program: str) -> Path | None:
-    """Return the program's file: the system's own, else the unpacked one."""
+    """Return the program's file: the system's own, else the unpacked one; of a given folder first."""
     installed = shutil.which(program, path=SYSTEM_PATH)
-    if installed:
-        return Path(installed)
     # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
     names = (program, f"{program}-wlm")
-    places = (UNPACKED / folder / name for folder in FOLDERS for name in names)
-    return next((place for place in places if place.exists()), None)
+    places = [UNPACKED / folder / name for folder in FOLDERS for name in names]
+    unpacked = next((place for place in places if place.exists()), None)
+    system = Path(installed) if installed else None
+    return (unpacked or system) if GIVEN else (system or unpacked)
+
+
+def brings_its_c_library() -> bool:
+    """Return whether the unpacked programs name libraries of their own, and need no variable for them."""
+    return bool(list(UNPACKED.glob("usr/lib/*/ld-linux*.so.*")))
 
 
 def missing() -> list[str]:
@@ -77,7 +87,10 @@ def libraries() -> list[Path]:
 def environment() -> dict[str, str]:
     """Return the environment of a program started before the cluster has its own commands."""
     path = [*(str(UNPACKED / folder) for folder in FOLDERS), SYSTEM_PATH]
-    return os.environ | {"PATH": ":".join(path), "LD_LIBRARY_PATH": ":".join(map(str, libraries()))}
+    environment = os.environ | {"PATH": ":".join(path)}
+    if not brings_its_c_library():
+        environment["LD_LIBRARY_PATH"] = ":".join(map(str, libraries()))
+    return environment
 
 
 def loader(program: Path) -> str:
@@ -93,9 +106,9 @@ def _unpack() -> None:
             "install Slurm and munge, or use Debian or Ubuntu."
         )
     print("Downloading Slurm (once) ...", flush=True)
-    for leftover in UNPACKED.parent.glob("unpacking-*"):
+    for leftover in HERE.glob("unpacking-*"):
         shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix="unpacking-", dir=UNPACKED.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix="unpacking-", dir=HERE) as temporary:
         here = Path(temporary)
         for package in _download(here):
             _run(["dpkg", "-x", str(package), str(here / "root")])

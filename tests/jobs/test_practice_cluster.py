@@ -372,3 +372,28 @@ def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "no apt-get to fetch them with" in done.stderr
     assert not traces(name)
+
+
+@pytest.mark.full
+def test_without_accounting_it_is_up_all_the_same(tmp_path: Path) -> None:
+    """A broken database costs `sacct`, and no job."""
+    own = PROGRAM.parent / "packages"
+    packages = Path(os.environ.get("PRACTICE_SLURM") or own)
+    if not packages.exists():
+        pytest.skip("Slurm is installed here")
+    shutil.copytree(packages, tmp_path / "slurm", symlinks=True)
+    slurmdbd = tmp_path / "slurm" / "usr" / "sbin" / "slurmdbd"
+    slurmdbd.unlink()
+    slurmdbd.write_text("#!/bin/sh\necho 'slurmdbd: fatal: no such luck' >&2\nexit 1\n")
+    slurmdbd.chmod(0o755)
+    name = f"test-{os.getpid()}-accounting"
+    environment = ENVIRONMENT | {"PRACTICE_SLURM": str(tmp_path / "slurm")}
+    try:
+        done = succeeded(run_program("up", "--name", name, env=environment))
+        assert "Accounting (sacct): off.\n" in done.stdout and "no such luck" in done.stdout
+        assert run_program("shell", "--name", name, "--", "srun", "true").returncode == 0
+        running = traces(name)
+    finally:
+        run_program("down", "--name", name)
+    assert [line for line in running if "slurmctld" in line]
+    assert not [line for line in running if "mariadb" in line]
