@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY
 
 PROGRAM = REPOSITORY / "slurm" / "practice_cluster" / "cluster.py"
 UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED"}
@@ -85,17 +85,17 @@ def running_cluster(
 ) -> Iterator[RunningCluster]:
     """A cluster of this test run's own.
 
-    Where it cannot be had the test is skipped, or fails if REQUIRE_CLUSTER is set.
+    Where it cannot be had the test is skipped, or fails if REQUIRE_CLUSTER is 1.
     """
     _clear_abandoned()
     name = f"test-{os.getpid()}-{next(numbers)}"
     options += ("--nodes", nodes, "--gpus", gpus, *([] if accounting else ["--no-accounting"]))
     started = run_program("up", "--name", name, *options, timeout=600)
     try:
-        if started.returncode != 0 and os.environ.get("REQUIRE_CLUSTER"):
-            pytest.fail(f"no practice cluster: {started.stderr}")
+        if started.returncode != 0 and os.environ.get("REQUIRE_CLUSTER") == "1":
+            pytest.fail(f"{NO_CLUSTER}{started.stderr}")
         if started.returncode != 0:
-            pytest.skip(f"no practice cluster: {started.stderr}")
+            pytest.skip(f"{NO_CLUSTER}{started.stderr}")
         yield RunningCluster(name)
     finally:
         stopped = run_program("down", "--name", name)

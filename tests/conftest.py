@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,15 +82,49 @@ LONG_FILES = {
     )
 }
 CLUSTERS = 2
+NO_CLUSTER = "no practice cluster: "  # and why
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort each test into a tier by what it uses. Jobs come first, as they wait: others fill the time."""
     for item in items:
+        if "cluster" in item.fixturenames:
+            item.add_marker("cluster")
         takes_long = LONG & {*item.fixturenames} or item.path.stem in LONG_FILES
         if takes_long and not item.get_closest_marker("quick"):
             item.add_marker("full")
     items.sort(key=lambda item: "cluster" not in item.fixturenames)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that tried none of its jobs in a Slurm is red, though each test of one was only skipped."""
+    if session.exitstatus == pytest.ExitCode.OK and _why_no_job_was_tried(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if why := _why_no_job_was_tried(config):
+        reporter.write_line(f"error: all tests of jobs in a Slurm were skipped: {why}", red=True)
+        reporter.write_line("Mend that; or accept it, with REQUIRE_CLUSTER=0 in the environment.", red=True)
+
+
+def _why_no_job_was_tried(config: pytest.Config) -> str:
+    """Return why every test of the cluster was skipped, if so.
+
+    Return "" on a machine that cannot have one (slurm/practice_cluster/README.md), or if that is accepted.
+    """
+    reporter = config.pluginmanager.get_plugin("terminalreporter")  # the workers of pytest-xdist have none
+    possible = shutil.which("apt-get") or shutil.which("slurmctld")
+    if not reporter or not possible or os.environ.get("REQUIRE_CLUSTER") == "0":
+        return ""
+    of_cluster = {
+        outcome: [report for report in reporter.stats.get(outcome, []) if "cluster" in report.keywords]
+        for outcome in ("passed", "failed", "error", "skipped")
+    }
+    reasons = [report.longrepr[2] for report in of_cluster.pop("skipped")]
+    wanting = [reason for reason in reasons if NO_CLUSTER in reason]
+    return wanting[0] if wanting and not any(of_cluster.values()) else ""
 
 
 class SharedFixtures(LoadScopeScheduling):

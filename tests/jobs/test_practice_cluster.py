@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from checkout import copy_project
 from cluster import PROGRAM, RunningCluster, run_program, running_cluster
-from conftest import ENVIRONMENT, ran, succeeded
+from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
 from trainkit.doctor.checkup import in_words
 from trainkit.schema.records import read_all_reduce
@@ -45,7 +45,7 @@ def starting(name: str) -> subprocess.Popen:
     deadline = time.monotonic() + 60
     while not log.exists():
         if started.poll() is not None:
-            pytest.skip(f"no practice cluster: {started.stderr.read()}")
+            pytest.skip(f"{NO_CLUSTER}{started.stderr.read()}")
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return started
@@ -397,3 +397,22 @@ def test_without_accounting_it_is_up_all_the_same(tmp_path: Path) -> None:
         run_program("down", "--name", name)
     assert [line for line in running if "slurmctld" in line]
     assert not [line for line in running if "mariadb" in line]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("required", "code"), [("", 1), ("0", 0), ("1", 1)])
+def test_a_run_of_tests_without_a_cluster_is_red(required: str, code: int, tmp_path: Path) -> None:
+    """Though every test is skipped, and none fails: on a machine that should have one, with apt-get."""
+    for name in ("usr/sbin/slurmctld", "apt-get"):
+        broken = tmp_path / name
+        broken.parent.mkdir(parents=True, exist_ok=True)
+        broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+        broken.chmod(0o755)
+    test = f"{__file__}::test_a_job_keeps_its_environment_and_its_exit_code"
+    broken_slurm = {"PRACTICE_SLURM": str(tmp_path), "REQUIRE_CLUSTER": required}
+    broken_slurm["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n1", test)
+    done = ran(*command, env=ENVIRONMENT | broken_slurm, cwd=REPOSITORY)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("1 skipped" in done.stdout) == (required != "1"), done.stdout
+    assert ("REQUIRE_CLUSTER=0" in done.stdout) == (required == ""), done.stdout
