@@ -14,6 +14,7 @@ from conftest import (
     Script,
     assert_same_end,
     failed,
+    furthest,
     places,
     rows_of,
     succeeded,
@@ -32,6 +33,101 @@ SMALL = ("--train-size", 180, "--test-size", 101, "--batch-size", 60, "--width",
 SMALL += ("--recipe", "sgd", "--precision", "fp32", "--timeout", 60, "--save-model")
 PARAMETERS = 149_210  # of Net at this width
 Train = Callable[..., str]
+
+# A training of a user who splits the network in one of several ways, and keeps it with Run.
+BY_RUN = """
+import os, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainkit import Run, batches, data, errors, options, process_group
+from trainkit.rank.sharded import Sharded
+
+SPLIT, GIVEN = os.environ["SPLIT"], os.environ.get("GIVEN")
+
+def split(model, mesh):
+    if SPLIT in ("fully_shard", "later"):
+        fully_shard(model, mesh=mesh)
+    elif SPLIT == "parallelize_module":
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif SPLIT == "FullyShardedDataParallel":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif SPLIT == "layers":
+        return model[: 1 + 2 * process_group.rank()]
+    return model
+
+def main():
+    opts = options.parse("")
+    here = process_group.join(False, 60)
+    torch.manual_seed(opts.seed)
+    mesh = init_device_mesh("cpu", (here.size,))
+    critic = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = model if SPLIT in ("later", "critic") else split(model, mesh)
+    critic = fully_shard(critic, mesh=mesh) if SPLIT == "critic" else critic
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    samples = data.Split("own", inputs, inputs.flip(1))
+    train = batches.training(samples, opts, here.device)  # all of it, as tensor parallel wants it
+    sharded = Sharded(model, optimizer) if GIVEN else None
+    how = {"also": {"critic": critic}, "sharded": sharded}
+    run = Run("own", opts, here, samples, model, optimizer, None, here.size, **how)
+    if SPLIT == "later":
+        split(model, mesh)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    for epoch in run.epochs():
+        for inputs, targets in run.steps(epoch, train):
+            optimizer.zero_grad()
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.add(loss)
+        run.end_of_epoch(epoch)
+    run.finish()
+    process_group.leave()
+
+errors.run(main)
+"""
+
+# As the pages say: what is split goes to torch.distributed.checkpoint, and the record to the Recorder.
+BY_RECORDER = """
+import os, sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from trainkit import Recorder, errors
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = nn.Linear(6, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    recorder = Recorder("own", model, optimizer, batch_size=8, epochs=2, dataset="own", results_dir=".")
+    parts = {} if "apart" in sys.argv else {"model": model, "optimizer": optimizer}
+    if "only at the end" not in sys.argv:
+        recorder.load("record.pt", parts)
+    if recorder.first_epoch > 1:
+        states = dict(zip("mo", get_state_dict(model, optimizer)))
+        dcp.load(states, checkpoint_id="split")
+        set_state_dict(model, optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
+    for epoch in range(recorder.first_epoch, int(os.environ["EPOCHS"]) + 1):
+        optimizer.zero_grad()
+        loss = (model(torch.ones(4, 6)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        recorder.epoch(8, 1.0, loss.item())
+        dcp.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id="split")
+        recorder.save("record.pt", parts)
+    recorder.finish()
+    dist.destroy_process_group()
+
+errors.run(main)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +241,60 @@ def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
     assert facts == [("pipeline", 2, 6), ("pipeline", 4, 3)]
     parameters = sum(weights.numel() for weights in deep.parameters())
     assert {(row["parameters"], row["test_images"]) for row in rows_of(four)} == {(parameters, 101)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("split", "part"),
+    [
+        ("fully_shard", "model"),
+        ("parallelize_module", "model"),
+        ("FullyShardedDataParallel", "model"),
+        ("layers", "model"),
+        ("critic", "critic"),
+        ("later", "model"),
+    ],
+)
+def test_a_share_of_a_network_is_never_saved_as_all_of_it(
+    split: str, part: str, script: Script, tmp_path: Path
+) -> None:
+    """`Run` says so before the training; what was split later is not saved, either."""
+    (own := tmp_path / "own.py").write_text(BY_RUN)
+    given = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
+    told = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
+    assert f"error on rank 0: {part} " in told and "give Run sharded=Sharded(model, optimizer)" in told
+    assert not [*tmp_path.glob("checkpoints/*.pt"), *tmp_path.glob("models/*.pt")]
+    assert len([*tmp_path.glob("runs/*.csv")]) == (split == "later")  # of the epoch that it has trained
+
+
+@pytest.mark.parametrize("split", ["fully_shard", "parallelize_module"])
+def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp_path: Path) -> None:
+    """And goes on where it was, as one process that has all of it would."""
+    (own := tmp_path / "own.py").write_text(BY_RUN)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, ranks, how, epochs in ((one, 1, "", 2), (two, 2, split, 1), (two, 2, split, 2)):
+        given = (own, "--epochs", epochs, "--batch-size", 32, "--save-model", *places(folder))
+        succeeded(script(*given, ranks=ranks, env={"SPLIT": how, "GIVEN": how}))
+    losses, expected = ([row["train_loss"] for row in rows_of(folder)] for folder in (two, one))
+    assert len(losses) == 2 and losses == pytest.approx(expected, rel=1e-5)
+    assert furthest(weights_of(two), weights_of(one)) < 1e-5
+
+
+@pytest.mark.parametrize("when", ["before", "only at the end"])
+def test_a_recorder_never_saves_a_share_as_all(when: str, script: Script, tmp_path: Path) -> None:
+    (own := tmp_path / "own.py").write_text(BY_RECORDER.replace('"."', repr(str(tmp_path))))
+    own.write_text(own.read_text().replace('"record.pt"', repr(str(tmp_path / "record.pt"))))
+    told = failed(script(own, when, ranks=2, env={"EPOCHS": "2"}))
+    assert "error on rank 0: model is split over the ranks" in told
+    assert "torch.distributed.checkpoint" in told
+    assert not (tmp_path / "record.pt").exists()
+    assert len([*tmp_path.glob("runs/*.csv")]) == (when != "before")
+
+
+def test_a_recorder_goes_on_beside_a_checkpoint_of_pytorch(script: Script, tmp_path: Path) -> None:
+    text = BY_RECORDER.replace('"."', repr(str(tmp_path))).replace('"split"', repr(str(tmp_path / "split")))
+    (own := tmp_path / "own.py").write_text(text.replace('"record.pt"', repr(str(tmp_path / "record.pt"))))
+    for epochs in "12":
+        succeeded(script(own, "apart", ranks=2, env={"EPOCHS": epochs}))
+    losses = [row["train_loss"] for row in rows_of(tmp_path)]
+    assert len(losses) == 2 and losses[1] < losses[0]

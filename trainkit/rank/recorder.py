@@ -14,12 +14,13 @@ from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import save
+from trainkit.rank.weights import check_equal, check_whole, save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line, hear_stop
 from trainkit.schema.columns import OWN_LOOP
 
+IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
 # What has to be equal in a training that goes on.
 OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision", "lr")
 
@@ -153,10 +154,11 @@ class Recorder:
         """Write rank 0's state_dict of each of `parts`, and of this record, to `path`, whole or not at all.
 
         Raises:
-            UserError: if that fails; an earlier file is kept.
+            UserError: if that fails, or a part is split over the ranks; an earlier file is kept.
         """
         if "record" in parts:
             raise UserError("`record` is the name of the Recorder's own part: give another.")
+        _check(parts)
         path = Path(path)
         record = self.state_dict() | {"file": str(Path(os.path.realpath(path.parent), path.name))}
         state = {name: part.state_dict() for name, part in parts.items()} | {"record": record}
@@ -167,8 +169,10 @@ class Recorder:
         """Continue on every rank from what `save` has written, if `path` exists.
 
         Raises:
-            UserError: if it cannot be read, or is of another training.
+            UserError: if it cannot be read, or is of another training; or if a part is split over the ranks,
+                which `save` would refuse later.
         """
+        _check(parts)
         if not process_group.broadcast(os.path.lexists(path)):
             return
         with fitting(Path(path), "move it away to start over."):
@@ -199,6 +203,11 @@ class Recorder:
         words = f"stopped by a signal; saved in {saved}"
         end = (lambda: report_stop(words, Path(saved))) if saved else (lambda: self._log.finish({}))
         process_group.on_rank_0(end)
+
+
+def _check(parts: dict[str, object]) -> None:
+    check_whole(parts, IF_SPLIT)
+    check_equal(parts, IF_SPLIT)
 
 
 def _mean(of_ranks: list[dict[str, float]], name: str) -> float:

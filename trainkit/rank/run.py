@@ -22,7 +22,7 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import Best
+from trainkit.rank.weights import Best, check_equal, check_whole
 from trainkit.runtime import clock, process_group, startup
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.runtime.errors import UserError, tell
@@ -31,6 +31,7 @@ from trainkit.runtime.place import Place
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few scripts need it
 
+IF_SPLIT = "give Run sharded=Sharded(model, optimizer), as fsdp.py does; nothing else may be split."
 # Asking after every step would make each rank wait for the others.
 SECONDS_BETWEEN = 1.0
 
@@ -51,6 +52,7 @@ class Run:
 
     Raises:
         UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
+            Also if a network or an optimizer is split over the ranks, and not given as `sharded`.
     """
 
     name: str  # the run's name in the record: "single", "dp", "ddp", or your own
@@ -78,6 +80,9 @@ class Run:
 
     def __post_init__(self) -> None:
         startup.mark("optimizer")
+        kept = ({} if self.sharded else {"model": self.model, "optimizer": self.optimizer}) | self.also
+        check_whole(kept | self.each_rank, IF_SPLIT)
+        check_equal(kept, IF_SPLIT)
         dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.here.device
         unit = self.unit, self.per_sample
         given = (self.options, self.here, dataset, self.model, self._facts(), unit)

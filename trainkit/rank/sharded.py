@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from trainkit.rank.weights import is_split
 from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError
 
@@ -69,7 +70,7 @@ def _gathered(own: dict[str, object]) -> dict[str, object]:
         owners |= {name: rank for name in names if name not in owners}
     for name, owner in owners.items():
         value = own.get(name)
-        if _is_split(value):
+        if is_split(value):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor) and process_group.rank() in (0, owner):
             value = value.cpu()
@@ -89,7 +90,7 @@ def _take(own: dict[str, object], whole: dict[str, object]) -> None:
         raise ValueError("its weights have other names or shapes")
     for name in shapes:
         value, target = process_group.broadcast(whole.get(name)), own.get(name)
-        if _is_split(target):
+        if is_split(target):
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         if isinstance(target, torch.Tensor):
             local_part(target).copy_(local_part(value))
@@ -103,8 +104,4 @@ def _shapes(values: dict[str, object]) -> dict[str, torch.Size | None]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: its share if fully_shard has split it, else all of it."""
-    return tensor.to_local() if _is_split(tensor) else tensor
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # DTensor, whose module differs between releases
+    return tensor.to_local() if is_split(tensor) else tensor

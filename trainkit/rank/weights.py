@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import PickleError
 from typing import TYPE_CHECKING, BinaryIO
@@ -16,6 +17,8 @@ from trainkit.runtime.files import identity, replacing
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
+
+IF_SPLIT = "give Run sharded=Sharded(model, optimizer), or use torch.distributed.checkpoint in your own loop."
 
 
 class Best:
@@ -80,14 +83,84 @@ class Best:
         self.weights = weights if process_group.is_rank_0() else {}
 
 
+def is_split(value: object) -> bool:
+    """Return whether this is a tensor of which the rank has only a part, as the other ranks have the rest."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    # A DTensor, whose module differs between releases; a ShardedTensor; a weight of the earlier FSDP.
+    return hasattr(value, "to_local") or hasattr(value, "local_shards") or hasattr(value, "_is_flat_param")
+
+
+def check_whole(parts: dict[str, object], way: str) -> None:
+    """Check that each of `parts` is whole on this rank: torch.save would write a share without a word.
+
+    Raises:
+        UserError: "<name> is split over the ranks, ...: <way>".
+    """
+    for name, part in parts.items():
+        if _is_shared_out(part):
+            raise UserError(f"{name} is split over the ranks, and rank 0's part would be saved as all: {way}")
+
+
+def check_equal(parts: dict[str, object], way: str) -> None:
+    """Check that each of `parts` has weights of the same names and shapes on all ranks; call it on all.
+
+    Raises:
+        UserError: "<name> has other weights on rank <N> ...: <way>".
+    """
+    shapes = {
+        name: {label: tuple(value.shape) for label, value in _weights_of(part)}
+        for name, part in parts.items()
+    }
+    first, *others = process_group.gather(shapes)
+    for rank, other in enumerate(others, start=1):
+        for name, own in first.items():
+            if other.get(name, own) != own:
+                told = f"{name} has other weights on rank {rank} than on rank 0"
+                raise UserError(f"{told}, which alone would be saved: {way}")
+
+
+def _is_shared_out(part: object) -> bool:
+    if hasattr(part, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
+        return True
+    # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        return True
+    return any(is_split(value) for _, value in _weights_of(part))
+
+
+def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and the weights of a network, or those that an optimizer trains."""
+    optimizer = getattr(part, "optimizer", part)  # Accelerate and Fabric wrap it
+    if isinstance(part, nn.Module):
+        yield from part.named_parameters()
+        yield from part.named_buffers()
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        for number, group in enumerate(optimizer.param_groups):
+            yield from ((f"{number} {place}", weights) for place, weights in enumerate(group["params"]))
+
+
+def _tensors(state: object) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, (dict, list, tuple)):
+        for inner in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(inner)
+
+
 def pack(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
     """Write `state` to `file`, as torch.save does; with `check`, refuse what could not be loaded again.
 
     Raises:
-        UserError: if `state` has other than tensors, numbers and texts, which could run a program.
+        UserError: if a tensor in `state` is split over the ranks, or it has other than tensors, numbers and
+            texts, which could run a program.
     """
     found = []
     try:
+        for name, part in state.items():  # split after Run or Recorder had looked
+            if any(map(is_split, _tensors(part))):
+                raise UserError(f"{name} is split over the ranks, and only a part of it is here: {IF_SPLIT}")
         torch.save(state, file)
         if check:
             file.seek(0)
