@@ -196,20 +196,26 @@ def _cgroup_conf(cluster: Cluster) -> str:
 
 
 def _task_prolog(cluster: Cluster) -> str:
-    """Return the prolog's line. From 24.11 a copy of slurmstepd runs it, without the libraries' variable."""
-    return f"TaskProlog={cluster.folder}/task_prolog.sh" if _version(cluster) < (24, 11) else ""
+    """Return the prolog's line, but for releases that run it by a copy of slurmstepd: ours is a script.
+
+    SchedMD's list of changes calls that a regression; it ended with 24.11.7 and 25.05.2.
+    """
+    by_a_copy = [((24, 11, 0), (24, 11, 7)), ((25, 5, 0), (25, 5, 2))]
+    if any(first <= _version(cluster) < ended for first, ended in by_a_copy):
+        return ""
+    return f"TaskProlog={cluster.folder}/task_prolog.sh"
 
 
-def _version(cluster: Cluster) -> tuple[int, int]:
-    """Return Slurm's version, such as (22, 5): year and month of its release."""
+def _version(cluster: Cluster) -> tuple[int, ...]:
+    """Return Slurm's version, such as (22, 5, 8): year and month of its release, and its update."""
     command = [cluster.folder / "bin" / "slurmctld", "-V"]
     done = subprocess.run(command, capture_output=True, text=True)
-    if not (found := re.search(r"(\d+)\.(\d+)", done.stdout)):
+    if not (found := re.search(r"(\d+)\.(\d+)\.(\d+)", done.stdout)):
         raise ClusterError(
             f"slurmctld does not start here ({done.stderr.strip() or done.returncode}): remove "
             f"{software.UNPACKED}, and try again."
         )
-    return int(found[1]), int(found[2])
+    return tuple(map(int, found.groups()))
 
 
 def _slurmdbd_conf(cluster: Cluster) -> str:
