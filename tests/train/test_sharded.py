@@ -280,21 +280,31 @@ def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp
     assert furthest(weights_of(two), weights_of(one)) < 1e-5
 
 
+@pytest.fixture
+def by_recorder(tmp_path: Path) -> Path:
+    """A training that keeps all that it has in `tmp_path`."""
+    text = BY_RECORDER
+    for place in (".", "record.pt", "split"):
+        text = text.replace(f'"{place}"', repr(str(tmp_path / place)))
+    (own := tmp_path / "own.py").write_text(text)
+    return own
+
+
 @pytest.mark.parametrize("when", ["before", "only at the end"])
-def test_a_recorder_never_saves_a_share_as_all(when: str, script: Script, tmp_path: Path) -> None:
-    (own := tmp_path / "own.py").write_text(BY_RECORDER.replace('"."', repr(str(tmp_path))))
-    own.write_text(own.read_text().replace('"record.pt"', repr(str(tmp_path / "record.pt"))))
-    told = failed(script(own, when, ranks=2, env={"EPOCHS": "2"}))
+def test_a_recorder_never_saves_a_share_as_all(
+    when: str, by_recorder: Path, script: Script, tmp_path: Path
+) -> None:
+    told = failed(script(by_recorder, when, ranks=2, env={"EPOCHS": "2"}))
     assert "error on rank 0: model is split over the ranks" in told
     assert "torch.distributed.checkpoint" in told
     assert not (tmp_path / "record.pt").exists()
     assert len([*tmp_path.glob("runs/*.csv")]) == (when != "before")
 
 
-def test_a_recorder_goes_on_beside_a_checkpoint_of_pytorch(script: Script, tmp_path: Path) -> None:
-    text = BY_RECORDER.replace('"."', repr(str(tmp_path))).replace('"split"', repr(str(tmp_path / "split")))
-    (own := tmp_path / "own.py").write_text(text.replace('"record.pt"', repr(str(tmp_path / "record.pt"))))
+def test_a_recorder_goes_on_beside_a_checkpoint_of_pytorch(
+    by_recorder: Path, script: Script, tmp_path: Path
+) -> None:
     for epochs in "12":
-        succeeded(script(own, "apart", ranks=2, env={"EPOCHS": epochs}))
+        succeeded(script(by_recorder, "apart", ranks=2, env={"EPOCHS": epochs}))
     losses = [row["train_loss"] for row in rows_of(tmp_path)]
     assert len(losses) == 2 and losses[1] < losses[0]
