@@ -89,6 +89,20 @@ errors.run(main)
 OF_STORIES = ("--epochs", 2, "--batch-size", 8, "--loader", "workers")
 
 
+# As the optimizers of the package schedulefree: whether they train is a mode in their groups.
+WITH_A_MODE = """
+class Averaging(torch.optim.AdamW):
+    def __init__(self, weights, lr):
+        super().__init__(weights, lr)
+        self.defaults["train_mode"] = False
+        self.param_groups[0] |= {"train_mode": False, "frozen": False}
+    def step(self):
+        self.param_groups[0] |= {"train_mode": True, "frozen": True}  # the second is the script's own
+        super().step()
+
+def main():"""
+
+
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
@@ -274,6 +288,26 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
             (0, 63 + 4, "optimizer=SGD lr=0.1 optimizer=AdamW lr=0.1")
         }
     assert told["stopped"] == told["whole"]
+
+
+def test_a_mode_of_an_optimizer_does_not_stop_what_goes_on(script: Script, tmp_path: Path) -> None:
+    """It is True within an epoch, and False in a new one; amsgrad is for the user to choose."""
+    text = STORIES.replace("\ndef main():", WITH_A_MODE).replace(
+        "torch.optim.AdamW(second", "Averaging(second"
+    )
+    (own := tmp_path / "own.py").write_text(text)
+    losses = {}
+    for name, stop in (("whole", ""), ("stopped", "0 2")):
+        given = (own, *OF_STORIES, *places(tmp_path / name))
+        done = succeeded(script(*given, ranks=1, env={"STOP": stop}))
+        if stop:
+            assert "stopped after step 3 of epoch 1" in done.stdout
+            own.write_text(text.replace("__init__(weights, lr)\n", "__init__(weights, lr, amsgrad=True)\n"))
+            assert "does not fit this training (its amsgrad is False)" in one_error(script(*given, ranks=1))
+            own.write_text(text)
+            succeeded(script(*given, ranks=1))
+        losses[name] = [row["train_loss"] for row in rows_of(tmp_path / name)]
+    assert losses["stopped"] == losses["whole"]
 
 
 def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,20 @@ def test_a_state_that_no_recorder_has_saved(
     assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
 
 
+def test_what_a_script_notes_in_a_group_is_no_setting(tmp_path: Path) -> None:
+    before, parts = recorder(tmp_path)
+    parts["optimizer"].param_groups[0]["frozen"] = True
+    before.save(tmp_path / "saved.pt", parts)
+    after, parts = recorder(tmp_path)
+    (group,) = parts["optimizer"].param_groups
+    group["frozen"] = False
+    after.load(tmp_path / "saved.pt", parts)
+    assert parts["optimizer"].param_groups[0]["frozen"] is True
+    with pytest.raises(UserError, match="its amsgrad is False"):
+        parts["optimizer"].param_groups[0]["amsgrad"] = True
+        after.load(tmp_path / "saved.pt", parts)
+
+
 def go_on_beside(file: Path) -> None:
     """Go on from `file`: the record of the first training stays, and this one has its own."""
     (record,) = (file.parent / "runs").glob("*.csv")

@@ -5,6 +5,7 @@ network, the optimizer, the learning rate schedule, every rank's random numbers,
 CSV, so that the run continues under the same name. A network that is split over the ranks is whole in it.
 """
 
+import inspect
 import io
 import math
 import pickle
@@ -198,8 +199,7 @@ class Checkpoints:
             if self._sharded:
                 before = self._optimizer.state_dict()["param_groups"]
                 self._sharded.load_state_dict(state)
-                for own, group in zip(before, self._optimizer.param_groups, strict=True):
-                    _check_group(own, group)
+                _check_groups(self._optimizer, before)
             if bool(self._each_rank) != ("each_rank" in state):
                 raise ValueError(f"it has {'a' if 'each_rank' in state else 'no'} state of each rank")
             if self._each_rank:
@@ -357,20 +357,26 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
             for own, group in zip(before, part.param_groups, strict=True):
                 if missing := own.keys() & part.defaults.keys() - group.keys():  # a schedule adds some
                     raise ValueError(f"it is of another optimizer, without {min(missing)}")
-                _check_group(own, group)
+            _check_groups(part, before)
             if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
                 _lay_out(part.state)
 
 
-def _check_group(own: dict[str, object], group: dict[str, object]) -> None:
-    """Raise a ValueError if a loaded group of parameters has other switches, or no learning rate."""
-    # The checkpoint may come from another stage.
-    group.update({name: own[name] for name in KERNELS if name in own})
-    for key, value in own.items():
-        if isinstance(value, bool) and group.get(key, value) is not value:
-            raise ValueError(f"its {key} is {group[key]}")
-    if own.get("lr") is not None and not 0 <= float(group["lr"]) < math.inf:  # Adafactor may have none
-        raise ValueError(f"its learning rate is {group['lr']}")
+def _check_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, object]]) -> None:
+    """Raise a ValueError if an optimizer has loaded other switches than `before`, or no learning rate."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
+    # Switches are what its class takes. What else a group has may change in a training, such as the mode
+    # of a schedule-free optimizer, or what a script notes there.
+    kinds = type(optimizer).__mro__
+    taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    for own, group in zip(before, optimizer.param_groups, strict=True):
+        # The checkpoint may come from another stage.
+        group.update({name: own[name] for name in KERNELS if name in own})
+        for key in taken & own.keys():
+            if isinstance(own[key], bool) and group.get(key, own[key]) is not own[key]:
+                raise ValueError(f"its {key} is {group[key]}")
+        if own.get("lr") is not None and not 0 <= float(group["lr"]) < math.inf:  # Adafactor may have none
+            raise ValueError(f"its learning rate is {group['lr']}")
 
 
 @torch.no_grad()
