@@ -301,7 +301,7 @@ finish() {
             exit "$((code ? code : 1))"
         done
     elif [[ -n ${ended_from_outside:-} ]]; then
-        echo "ended from outside: by scancel, preemption, the time limit or a node that failed"
+        echo "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a node that failed"
         [[ -z $saved ]] || echo "if it does not come back by itself, $again"
     elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted && ! -e $TRAINKIT_JOB_DIR/first-failed ]] && was_preempted; then
         echo "why     a job of higher priority took its place (preemption): $again"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import traces
 from checkout import Checkout, wait_until
-from conftest import REPOSITORY, rows_of, succeeded
+from conftest import REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
 from trainkit.jobs import sweep
@@ -130,6 +130,100 @@ def test_accelerate_as_a_plain_job(checkout: Checkout) -> None:
     numbers = [(row["world_size"], row["images"], row["steps"], row["test_images"]) for row in rows]
     assert numbers == [(2, 640, 10, 301)] * 2
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
+
+
+# What handlers see and get; `told` has the numbers of the signals that they were called with.
+STATES = """
+import os, signal, subprocess, sys
+from signal import SIG_DFL, SIGUSR1, SIGUSR2
+
+told = []
+def hear(number, frame):
+    told.append(number)
+def send():
+    os.kill(os.getpid(), SIGUSR2)
+
+assert signal.getsignal(SIGUSR2) == SIG_DFL
+send()
+subprocess.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {SIGUSR2})"], check=True)
+signal.signal(SIGUSR1, hear)
+assert signal.getsignal(SIGUSR2) == SIG_DFL
+send()
+assert told == [SIGUSR1], told
+if not os.fork():
+    send()
+    os._exit(len(told) - 1)
+assert os.wait()[1] == 0, "a loader's worker has done what its rank should do"
+assert signal.signal(SIGUSR2, hear) == SIG_DFL
+send()
+assert told == [SIGUSR1, SIGUSR2], told
+assert signal.signal(SIGUSR2, SIG_DFL) == hear  # as Lightning does at the end of a fit
+send()
+assert told == [SIGUSR1, SIGUSR2, SIGUSR1], told
+signal.signal(SIGUSR1, SIG_DFL)
+send()
+assert len(told) == 3
+print(*sys.argv, __name__, os.path.basename(__file__), flush=True)
+"""
+
+
+def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> None:
+    """Also those who install it only where Python tells of none, and those who wait for USR1."""
+    script = tmp_path / "states.py"
+    script.write_text(STATES)
+    done = succeeded(ran(sys.executable, "-m", "trainkit.runtime.plain", script, "an", "argument"))
+    assert done.stdout == f"{script} an argument __main__ states.py\n"
+
+
+# As Lightning's users have it, with its own way back to the queue. The second start has nothing left to do.
+LIGHTNING = """
+import os, time
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, _):
+        time.sleep(0.1)
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_epoch_end(self):
+        print(f"trained until step {self.global_step}", flush=True)
+
+def main():
+    batches = torch.utils.data.DataLoader(torch.rand(64, 4), batch_size=8)
+    steps = 1 if "SLURM_RESTART_COUNT" in os.environ else -1
+    trainer = Trainer(max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False)
+    trainer.fit(Line(), batches)
+
+main()
+"""
+AGAIN = 'EPOCHS = 1 if "SLURM_RESTART_COUNT" in os.environ else 10**6\n'
+
+
+def test_lightning_comes_back(on_cluster: Checkout) -> None:
+    """By itself on one GPU, as its log promises, and by the page's callback on two."""
+    pytest.importorskip("lightning")
+    page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
+    *_, text = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    text = text.replace("train=True", "train=False").replace("job = Path", f"{AGAIN}job = Path")
+    jobs = {}
+    for launcher, script_text in {"single": LIGHTNING, "srun": text}.items():
+        script = write(on_cluster, script_text)
+        script = script.rename(script.with_name(f"{launcher}.py"))
+        sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
+        jobs[launcher] = on_cluster.submit(launcher, "--plain", script.name, sbatch=sbatch)
+    for launcher, epoch in {"single": "trained until step 8", "srun": "epoch 0, step "}.items():
+        on_cluster.wait_for(epoch, jobs[launcher])
+        on_cluster.cluster.run(["scancel", "--signal=USR2", jobs[launcher]])
+    for launcher, checkpoint in {"single": "/hpc_ckpt_1.ckpt", "srun": "/last.ckpt"}.items():
+        state, log = on_cluster.cluster.wait(jobs[launcher], timeout=300), on_cluster.log(jobs[launcher])
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
+        assert re.search(f"Restored all states from .*{checkpoint}", log), log
+    assert "back to the queue, to go on" in on_cluster.log(jobs["srun"])
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])

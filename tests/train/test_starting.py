@@ -71,9 +71,10 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
 
 def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
     """Where Slurm signals the ranks and our torchrun. Each goes back to the default first, as Python does."""
-    script, default = tmp_path / "obeys.py", "signal.signal(signal.SIGUSR2, signal.SIG_DFL)"
+    # Of `_signal`, as behind --plain the default of `signal` is that USR2 ends nothing.
+    script, default = tmp_path / "obeys.py", "_signal.signal(signal.SIGUSR2, _signal.SIG_DFL)"
     obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
-    script.write_text(f"import os, signal, time\n{default}\n{obey}\n")
+    script.write_text(f"import _signal, os, signal, time\n{default}\n{obey}\n")
     done = ran(*TORCHRUN, "-m", "trainkit.runtime.plain", script)
     assert done.returncode == 0, done.stderr
 

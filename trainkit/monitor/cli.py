@@ -124,7 +124,8 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     """Sample this node until the input, or the process `until`, ends; one node prints the verdict."""
     from trainkit.monitor import collector
 
-    for number in (signal.SIGINT, signal.SIGUSR2):
+    # Slurm sends USR2 before the time limit; USR1 with the `--signal=USR1@90` that Lightning's pages give.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if until:
 

@@ -1,7 +1,7 @@
 """Run a script that does not use the kit, as a rank of a job.
 
 `python -m trainkit.runtime.plain script.py ...` is `python script.py ...` with the variables of torchrun, and
-holds no signal back.
+holds no signal back. USR2, which comes a minute before the time limit, ends no script (runtime/as_main.py).
 """
 
 import os
@@ -13,14 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trainkit.runtime import errors, job_folder, place, startup
+from trainkit.runtime import as_main, errors, job_folder, place, startup
 
 
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
-    """Run the script in place of this process, or with `noted` in a child, whose exit code is noted.
-
-    USR2, which comes a minute before the time limit, ends only a script that asks Python for that.
-    """
+    """Run the script in place of this process, or with `noted` in a child, whose exit code is noted."""
     try:
         here = place.read()
     except ValueError as error:
@@ -33,7 +30,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, errors.STOP_SIGNALS)
-    command = [sys.executable, str(script.absolute()), *arguments]
+    command = [sys.executable, as_main.__file__, str(script.absolute()), *arguments]
     if not noted:
         os.execv(sys.executable, command)
     child = subprocess.Popen(command, preexec_fn=partial(startup.end_with, os.getpid()))
