@@ -140,6 +140,34 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     assert notes(tmp_path) == []
 
 
+SPAWNS = """
+import os, torch.multiprocessing
+from torch.utils.data import DataLoader
+
+def train(rank):
+    for batch in DataLoader(range(10**9), num_workers=1):
+        pass
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=2)
+"""
+
+
+def test_ranks_that_a_script_starts_itself(tmp_path: Path) -> None:
+    """They compute, and are no loader workers of the process that waits for them; nor are their own."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    job = psutil.Popen([sys.executable, tmp_path / "spawns.py"], env=environment)
+    try:
+        with sampled(tmp_path, period=0.25):
+            wait_until(lambda: any(row["others"] == 2 for row in seen(tmp_path, samples.RANK)), job)
+    finally:
+        for process in [*job.children(recursive=True), job]:
+            process.kill()
+        job.wait()
+    assert {(row["number"], row["loaders"]) for row in seen(tmp_path, samples.RANK)} == {("0", 0)}
+
+
 class Machine:
     """A /proc and a /sys to be looked at, on a clock of its own."""
 
@@ -166,16 +194,21 @@ class Machine:
         env: str = "JOB=1",
         parent: int = 1,
         pss: int = 10**6,
+        loader: bool = False,
+        command: str = "",
         **threads: str,
     ) -> None:
         """One that has loaded PyTorch and has 1 GB resident, `pss` kB its share; `threads`: their schedstat.
+
+        `loader`: it catches the signals that a loader worker does.
 
         A larger number has started later. The kernel cuts names within a letter.
         """
         cells = ["R", str(parent), *["0"] * 9, str(ticks), *["0"] * 7, str(500 + pid), *["0"] * 30]
         files = {"environ": env.replace(" ", "\0"), "stat": f"{pid} (a) \udcc3) {' '.join(cells)}"}
         pages = 1_000_000 * 1024 // os.sysconf("SC_PAGE_SIZE")
-        files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": ""}
+        files |= {"statm": f"{pages} {pages} 0 0 0 0 0", "maps": "/lib/libtorch.so", "cmdline": command}
+        files |= {"status": f"Name: a\nSigCgt:\t{0x44C2 if loader else 0x2:016x}\n"}
         files |= {"smaps_rollup": f"Rss: 1000000 kB\nPss: {pss} kB\n"}
         files |= {f"task/{name}/schedstat": text for name, text in threads.items()}
         self.write({f"proc/{pid}/{name}": text for name, text in files.items()})
@@ -197,7 +230,7 @@ def test_whose_rank(variables: str, children: tuple[str, ...], expected: dict, m
     machine.process(7, env=f"JOB=1 {variables}")
     machine.process(8, env=f"JOB=12 {variables}")
     for number, child in enumerate(children):
-        machine.process(9 + number, env=f"JOB=1 {variables} {child}", parent=7)
+        machine.process(9 + number, env=f"JOB=1 {variables} {child}", parent=7, loader=True)
     assert ranks(processes.Processes({"JOB": "1"}).sample()) == expected
 
 
@@ -214,13 +247,39 @@ def test_torchrun_is_no_rank(machine: Machine) -> None:
     assert ranks(job.sample()) == {}
 
 
+def test_processes_that_a_script_starts_itself(machine: Machine) -> None:
+    """Two ranks, one with a loader worker by way of a process that only forks, and a pool that rests."""
+    forks = "python\0-c\0from multiprocessing.forkserver import main"
+    second = os.sysconf("SC_CLK_TCK")
+    job = processes.Processes({"JOB": "1"})
+
+    def sample(seconds: int) -> Row:
+        machine.process(7)
+        for pid in (8, 9):
+            machine.process(pid, ticks=seconds * second, parent=7)
+        machine.process(10, parent=9, command=forks)
+        machine.process(11, ticks=seconds * second // 2, parent=10, loader=True)
+        machine.process(12, parent=7)
+        machine.process(13, ticks=seconds * second, parent=7, command="python\0torch/_inductor/compile")
+        machine.now += 1
+        return job.sample()[1]
+
+    sample(0)
+    rank = sample(1)
+    assert (rank["cores"], rank["loaders"], rank["loader_cores"]) == (0, 0, 0)
+    assert (rank["others"], rank["other_cores"]) == (2, 2)
+    machine.process(11, parent=7, loader=True)
+    machine.now += 1
+    assert job.sample()[1]["loaders"] == 1
+
+
 def test_memory_that_is_shared_counts_once(machine: Machine) -> None:
     """In the sample after a fork as in one that begins with it."""
     machine.process(7)
     job = processes.Processes({"JOB": "1"})
     assert job.sample()[1]["memory_mb"] == 1024
     for pid in (7, 8):
-        machine.process(pid, pss=500_000)
+        machine.process(pid, pss=500_000, loader=pid == 8)
     machine.now += 1
     for looks in (job, processes.Processes({"JOB": "1"})):
         node, row = looks.sample()

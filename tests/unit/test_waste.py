@@ -281,6 +281,42 @@ def test_a_rank_that_does_nothing(
     assert words in first_line(folder)
 
 
+def test_processes_that_the_script_starts_itself(made: Callable[..., Path]) -> None:
+    """They are counted, and of the rank that waits for them nothing is said."""
+    folder = made([FULL], record=False)
+    starts = {"cores": "0.01", "others": "2", "other_cores": "1.9", "name": "S"}
+
+    def of_a_cpu(row: Row) -> Row | None:
+        return None if row["what"] == samples.GPU else row | starts
+
+    change(folder, of_a_cpu)
+    verdict = waste.judge(folder)
+    assert verdict.findings == [] and "no waste found" not in verdict.lines("job 12")
+    assert verdict.lines("job 12")[0].startswith("not judged by rank: 2 processes that the script started")
+    assert verdict.devices == "2 CPU workers"
+    change(folder, lambda row: row | {"cores": "0.95"})  # as where the script is the first rank itself
+    verdict = waste.judge(folder)
+    assert "not judged by rank: 2 processes" in verdict.unknown and verdict.devices == "3 CPU workers"
+    change(folder, lambda row: row | {"others": "0", "other_cores": "0"})
+    assert waste.judge(folder).devices == "1 CPU worker"
+
+
+def test_a_loader_that_starves_its_rank_is_one_finding(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its workers get a part of a core each; where they rest, too, it just does nothing."""
+    monkeypatch.setattr(waste, "STALL", 10)
+    for at_work, kind in (
+        ("1.98", "waiting_for_loader"),
+        ("0.6", "waiting_for_loader"),
+        ("0", "stalled_rank"),
+    ):
+        folder = made([FULL], record=False)
+        starved = {"name": "S", "cores": "0.01", "loaders": "2", "loader_cores": at_work}
+        change(folder, lambda row, cells=starved: None if row["what"] == samples.GPU else row | cells)
+        assert kinds(folder) == [kind]
+
+
 def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
     folder = made([Gpu(power=120, waiting=0.4)] * 2)
     assert "other programs also use its 8 cores" in first_line(folder)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
@@ -16,6 +17,12 @@ from trainkit.schema import samples
 SYS = Path("/sys")
 WALK_EVERY = 10  # samples; and when a process is new
 STRANGE = 10  # samples in which a process was not the job's: it may start as Slurm's, and become a task
+# A DataLoader worker catches these, so that it can tell what killed it (torch/csrc/DataLoader.cpp).
+CAUGHT_BY_LOADER_WORKERS = {signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGTERM}
+# Parts of the command lines of processes that load PyTorch and are no ranks: Inductor's compile workers, and
+# the process from which multiprocessing forks others.
+HELPERS = (b"torch/_inductor/", b"multiprocessing.forkserver")
+COMPUTES = 0.05  # cores, from which a process counts as one that computes
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 
 
@@ -37,6 +44,7 @@ class Process:
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
+    loads_batches: bool = False  # it is a loader worker
 
     def update(self, seconds: float) -> None:
         """Read its current state, `seconds` after the last sample.
@@ -59,15 +67,18 @@ class Process:
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
         self.waiting = waiting if seconds > 0 else None  # the first value is for its whole life
-        # Inductor's compile, and are not loader workers.
-        self.torch = self.torch or (
-            b"/libtorch" in (_proc(self.pid) / "maps").read_bytes()
-            and b"torch/_inductor/" not in (_proc(self.pid) / "cmdline").read_bytes()
-        )
+        self.torch = self.torch or self._has_loaded_torch()
+        self.loads_batches = self.torch and _caught_signals(self.pid) >= CAUGHT_BY_LOADER_WORKERS
 
     @property
     def memory(self) -> int:
         return max(self.resident - self.shared, 0)
+
+    def _has_loaded_torch(self) -> bool:
+        if b"/libtorch" not in (_proc(self.pid) / "maps").read_bytes():
+            return False
+        command = (_proc(self.pid) / "cmdline").read_bytes()
+        return not any(helper in command for helper in HELPERS)
 
     def _waiting(self) -> float | None:
         """Return the share of its threads' runnable time that they waited; None if no thread was runnable.
@@ -85,10 +96,51 @@ class Process:
         return waited / (ran + waited) if ran + waited else None
 
 
+@dataclass
+class Family:
+    """A rank, its loader workers, and its other processes that have loaded PyTorch.
+
+    Its script has started these itself, and they may be anything: ranks of their own (`mp.spawn`), or a pool.
+    """
+
+    rank: Process
+    loaders: list[Process] = field(default_factory=list)
+    others: list[Process] = field(default_factory=list)
+
+    def processes(self) -> list[Process]:
+        return [self.rank, *self.loaders, *self.others]
+
+    def row(self, parents: dict[int, int]) -> dict[str, object]:
+        """Return the cells of its rank's row; `parents`: of each process of the job, its parent."""
+        loaders = [one for one in self.loaders if self._loads_for_the_rank(one, parents)]
+        computing = [one for one in self.others if one.cores >= COMPUTES]
+        return {
+            "what": samples.RANK,
+            "number": self.rank.rank,
+            "name": self.rank.state,
+            "memory_mb": sum(one.memory for one in self.processes()) / 1e6,
+            "cores": self.rank.cores,
+            "core_list": self.rank.core_list,
+            "waiting": self.rank.waiting,
+            "loaders": len(loaders),
+            "loader_cores": sum(one.cores for one in loaders),
+            "others": len(computing),
+            "other_cores": sum(one.cores for one in computing),
+        }
+
+    def _loads_for_the_rank(self, loader: Process, parents: dict[int, int]) -> bool:
+        """Return whether a loader worker is the rank's own, and not that of one of its other processes."""
+        others = {process.pid for process in self.others}
+        pid = loader.parent
+        while pid in parents and pid != self.rank.pid and pid not in others:
+            pid = parents[pid]
+        return pid not in others
+
+
 class Processes:
     """The processes whose environment has all of `variables`, except this one.
 
-    A rank has loaded PyTorch; descendants that have it too are its loader workers; torchrun is neither.
+    A rank has loaded PyTorch, and so have its loader workers; torchrun is neither.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
@@ -116,7 +168,7 @@ class Processes:
                     process.shared = process.resident - pss
         self._samples += 1
         families = self._families()
-        self.ranks = {process.pid: process.rank for family in families for process in family}
+        self.ranks = {process.pid: process.rank for family in families for process in family.processes()}
         before, self._network_bytes = self._network_bytes, _network_bytes()
         processes = self._processes.values()
         node = {
@@ -127,7 +179,8 @@ class Processes:
             "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
         }
-        return [node, *(_rank_row(*family) for family in families)]
+        parents = {process.pid: process.parent for process in processes}
+        return [node, *(family.row(parents) for family in families)]
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
         """Return a process of the job; None if it is not the job's, is another user's, or has ended."""
@@ -144,34 +197,30 @@ class Processes:
         self._strangers[pid] = 0
         return process
 
-    def _families(self) -> list[list[Process]]:
-        """Return each rank with its loader workers, which have its number and started later."""
+    def _families(self) -> list[Family]:
+        """Return a family for each number of a rank in an environment; the oldest process is the rank."""
         processes = sorted(self._processes.values(), key=lambda process: process.started)
         its_own = [process for process in processes if process.by_torchrun]
         self._torchruns |= {process.parent for process in its_own} - {process.pid for process in its_own}
-        families: dict[int, list[Process]] = {}
+        families: dict[int, Family] = {}
         for process in processes:
-            if process.torch and process.pid not in self._torchruns:
-                families.setdefault(process.rank, []).append(process)
+            if not process.torch or process.pid in self._torchruns:
+                continue
+            family = families.setdefault(process.rank, Family(process))
+            if process is not family.rank:
+                (family.loaders if process.loads_batches else family.others).append(process)
         return [families[rank] for rank in sorted(families)]
-
-
-def _rank_row(rank: Process, *workers: Process) -> dict[str, object]:
-    return {
-        "what": samples.RANK,
-        "number": rank.rank,
-        "name": rank.state,
-        "memory_mb": sum(one.memory for one in (rank, *workers)) / 1e6,
-        "cores": rank.cores,
-        "core_list": rank.core_list,
-        "waiting": rank.waiting,
-        "loaders": len(workers),
-        "loader_cores": sum(one.cores for one in workers),
-    }
 
 
 def _proc(pid: int | str) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid))
+
+
+def _caught_signals(pid: int) -> set[int]:
+    """Return the numbers of the signals that a process catches."""
+    status = (_proc(pid) / "status").read_text(errors="replace")
+    mask = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return {number for number in range(1, signal.NSIG) if mask >> (number - 1) & 1}
 
 
 def _rank(variables: list[str]) -> tuple[int, bool]:

@@ -27,6 +27,7 @@ NEARLY = 0.9  # of the time: without a rank, a GPU is unused; known of all in a 
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
 CORES = "--cpus-per-task"
+LAUNCHES, COMPUTE = 0.1, 0.1  # cores: of a rank that only waits for others; of the others that compute
 IDLE_AT_MOST = 0.2  # of its power limit, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
 Place = tuple[str, int]  # a node, and the number of a GPU or rank there
@@ -168,6 +169,23 @@ class SampledJob:
         # And only the time in which they could run: little, if they mostly wait for something else.
         return min(waiting, cores * waiting / (1 - waiting), idle)
 
+    def others(self, rank: Place) -> int:
+        """Return how many processes that a rank's script started itself compute; 0 if they hardly do."""
+        rows = self._judged_rows_of_rank(rank)
+        if not rows.other_cores.mean() >= COMPUTE:
+            return 0
+        return round(rows.others[rows.others > 0].median())
+
+    @cached_property
+    def launchers(self) -> set[Place]:
+        """Return the ranks that only wait for processes which their scripts started themselves."""
+        idle = (rank for rank in self.rows[RANK] if self._judged_rows_of_rank(rank).cores.mean() < LAUNCHES)
+        return {rank for rank in idle if self.others(rank)}
+
+    def _judged_rows_of_rank(self, rank: Place) -> pd.DataFrame:
+        """Return the samples to judge of a rank, or all if there are none."""
+        return self.judged[RANK].get(rank, self.rows[RANK][rank])
+
     def needs(self) -> list[Need]:
         """List the memory of a node and the cores of a task; none where a job script did not ask for them."""
         try:
@@ -175,7 +193,10 @@ class SampledJob:
         except ValueError:
             return []
         nodes, gb = pd.concat(self.rows[NODE].values()), 2**30 / 1e6
-        of_ranks = [(rows.cores + rows.loader_cores.fillna(0)).max() for rows in self.rows[RANK].values()]
+        of_ranks = [
+            (rows.cores + rows.loader_cores.fillna(0) + rows.other_cores.fillna(0)).max()
+            for rows in self.rows[RANK].values()
+        ]
         # A task of torchrun has all ranks of its node.
         cores = pd.Series([nodes.cores.max() / max(tasks, 1), *of_ranks]).max()
         memory = Need("--mem", "G", round(mb / 1024, 2), nodes.memory_mb.max() / gb)
@@ -185,12 +206,14 @@ class SampledJob:
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> pd.DataFrame:
         """Return the samples of the longest time to judge in which a rank and its GPUs did nothing.
 
-        That is, its process is stopped, or uses fewer than `cores`, and its GPUs less than `utilisation` (%).
+        That is, its process is stopped, or uses fewer than `cores`, as do its loader workers together and the
+        processes that it has started, and its GPUs less than `utilisation` (%).
         """
         rows = self.rows[RANK][rank]
         gpus = [self.rows[GPU][gpu] for gpu in self.gpus_of_rank.get(rank, [])]
         at_work = {time for gpu in gpus for time in gpu.time[gpu.utilisation >= utilisation]}
-        idle = (rows["name"] == "T") | (rows.cores < cores) & ~rows.time.isin(at_work)
+        by_others = rows[["loader_cores", "other_cores"]].max(axis=1).fillna(0)
+        idle = (rows["name"] == "T") | (rows.cores < cores) & (by_others < cores) & ~rows.time.isin(at_work)
         idle &= rows.time > self.windows[0][0]
         goes_on = idle & idle.shift(fill_value=False) & rows.seconds.notna()
         pause = (~goes_on).cumsum()

@@ -96,7 +96,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged, why.
+    """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged.
 
     `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job,
     `joules_per_1000_images` of all its trainings together, `of_runs` of each, by its CSV; NaN if unknown.
@@ -115,7 +115,9 @@ class Verdict:
 
     def lines(self, name: str) -> list[str]:
         """Return a line for each finding; the last one says what was watched of the job called `name`."""
-        lines = [issue.sentence for issue in self.findings] or [self.unknown or "no waste found"]
+        lines = [issue.sentence for issue in self.findings]
+        if self.unknown or not lines:
+            lines.append(self.unknown or "no waste found")
         if self.notes:
             more = f" ({len(self.notes) - 1} more)" if len(self.notes) > 1 else ""
             lines.append(f"not seen: {self.notes[0]}{more}")
@@ -159,19 +161,20 @@ def judge(folder: Path) -> Verdict:
     elif job.moments < LEAST_MOMENTS:
         samples = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         unknown = f"too short to tell: {samples}, and {LEAST_MOMENTS} are needed"
+    enough = "" if unknown else _next_request(job, found.keys())
     unseen = job.notes
     if job.judged[GPU] and all(of.power_w.isna().all() for of in job.judged[GPU].values()):
         unseen = [*unseen, "the power of the GPUs, without which gaps between kernels do not show"]
     return Verdict(
         findings=findings,
-        unknown=unknown,
+        unknown=unknown or _not_judged_by_rank(job),
         seconds=job.seconds,
         devices=_devices(job),
         energy_kwh=job.joules() / 3.6e6,
         joules_per_1000_images=job.joules_per_1000_images(job.trainings),
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
         notes=unseen,
-        enough="" if unknown else _next_request(job, found.keys()),
+        enough=enough,
     )
 
 
@@ -189,6 +192,16 @@ def keep(folder: Path, verdict: Verdict) -> None:
     for path, content in files.items():
         with replacing(path) as file:
             json.dump(content, file, indent=1)
+
+
+def _not_judged_by_rank(job: SampledJob) -> str:
+    """Return a sentence on the processes that the script has started itself; "" if there are none."""
+    others = {rank: job.others(rank) for rank in job.places_at_the_end(RANK)}
+    starters = [rank for rank in others if others[rank]]
+    if not starters:
+        return ""
+    number, where = _count(sum(others.values()), "process"), _name_places("rank", starters)
+    return f"not judged by rank: {number} that the script started itself, under {where}"
 
 
 def _next_request(job: SampledJob, found: Found) -> str:
@@ -217,8 +230,12 @@ def _find_unused_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find ranks that did nothing for a long time: stopped, stuck in a file system, or waiting for one."""
-    paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in job.rows[RANK]}
+    """Find ranks that did nothing for a long time: stopped, stuck in a file system, or waiting for one.
+
+    Waiting for batches is another finding.
+    """
+    ranks = job.rows[RANK].keys() - _waits_for_batches(job).keys()
+    paused = {rank: job.longest_pause(rank, NO_CORE, NO_KERNELS) for rank in sorted(ranks)}
     seconds = {rank: rows.seconds[1:].sum() for rank, rows in paused.items()}
     held = [rank for rank in seconds if seconds[rank] >= max(STALL, WORTH * job.seconds)]
     if not held:
@@ -232,20 +249,29 @@ def _find_paused_ranks(job: SampledJob, _: Found) -> Iterator[Issue]:
 
 
 def _find_waiting_for_batches(job: SampledJob, _: Found) -> Iterator[Issue]:
-    """Find waiting that the ranks have timed themselves, or, without a record, that shows from outside."""
-    shares = job.shares.data[job.shares.data >= (DATA_WAIT if job.has_loaders else DATA_WORK)]
-    if waits := dict(shares):
-        yield _waiting_for_batches(job, [job.place_of_rank(rank) for rank in waits], max(waits.values()))
-    if (job.shares.own > 0).any():
-        return
+    waits = _waits_for_batches(job)
+    if waits:
+        yield _waiting_for_batches(job, list(waits), max(waits.values()))
+
+
+def _waits_for_batches(job: SampledJob) -> dict[Place, float]:
+    """Return the ranks that wait for batches, and for which share of the time.
+
+    They have timed this themselves; or it shows from outside, where there is no record.
+    """
+    shares = dict(job.shares.data[job.shares.data >= (DATA_WAIT if job.has_loaders else DATA_WORK)])
+    if shares or (job.shares.own > 0).any():
+        return {job.place_of_rank(rank): share for rank, share in shares.items()}
     starved = {}  # as of a captured step, or a split network
     for rank, rows in job.judged[RANK].items():
+        load, at_work = job.load_of_rank(rank), rows.loader_cores.mean()
         # Half of the loader workers may be for the test set, and idle.
-        loaders_full = rows.loader_cores.mean() >= LOADERS_FULL * rows.loaders.mean() / 2 > 0
-        if loaders_full and job.load_of_rank(rank) < (LOW if rank in job.gpus_of_rank else STARVED):
-            starved[rank] = job.load_of_rank(rank)
-    if starved:
-        yield _waiting_for_batches(job, list(starved), 1 - min(starved.values()))
+        loaders_full = at_work >= LOADERS_FULL * rows.loaders.mean() / 2 > 0
+        hardly_works = load < (LOW if rank in job.gpus_of_rank else STARVED)
+        only_loaders_work = load < NO_CORE <= at_work  # these may have few cores themselves
+        if loaders_full and hardly_works or only_loaders_work:
+            starved[rank] = 1 - load
+    return {rank: share for rank, share in starved.items() if rank not in job.launchers}
 
 
 def _find_slow_rank(job: SampledJob, _: Found) -> Iterator[Issue]:
@@ -441,7 +467,8 @@ def _power(job: SampledJob, gpus: list[Place]) -> str:
 
 def _devices(job: SampledJob) -> str:
     gpus, ranks, nodes = (job.places_at_the_end(what) for what in (GPU, RANK, NODE))
-    devices = _count(len(gpus), "GPU") if gpus else _count(len(ranks), "CPU worker")
+    workers = sum(job.others(rank) + (rank not in job.launchers) for rank in ranks)
+    devices = _count(len(gpus), "GPU") if gpus else _count(workers, "CPU worker")
     names = {job.rows[GPU][gpu]["name"].iloc[-1] for gpu in gpus}
     if len(names) == 1 and names != {""}:
         devices = f"{len(gpus)} x {names.pop()}"
@@ -464,7 +491,8 @@ def _name_places(what: str, places: list[Place]) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{plural * (number != 1)}"
 
 
 def _percent(share: float) -> str:

@@ -45,7 +45,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
     "temperature_c": (GPU,),
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
+    "others": (RANK,),  # processes with PyTorch that its script started itself, and that compute
+    "other_cores": (RANK,),  # that they use together
 }
+LATER = ("others", "other_cores")  # older recordings, of results/sample, lack these
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
@@ -107,14 +110,15 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                     continue  # a full disk, or the end of the node: the other nodes' files are still good
                 lines = csv.reader(one for one in iter(lambda: file.readline(10**6), "") if "\0" not in one)
                 header = next(csv.reader([first]), [])
-                if missing := [name for name in COLUMNS if name not in header]:
+                if missing := [name for name in COLUMNS if name not in (*header, *LATER)]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
+                unknown = dict.fromkeys(COLUMNS, "")
                 time = header.index("time")
                 for cells in lines:
                     with suppress(ValueError, IndexError):
                         if every > 1 and float(cells[time]) % every >= 1:
                             continue
-                        row = dict(zip(header, cells, strict=True)) | {"node": path.stem}
+                        row = unknown | dict(zip(header, cells, strict=True)) | {"node": path.stem}
                         row |= {name: _number(row[name]) for name in COLUMNS if name not in WORDS}
                         if row["time"] >= 0:  # NaN cannot be ordered
                             rows.append(row)
