@@ -18,6 +18,7 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 # A shell that srun started also leaves its number to the jobs that are sent from there.
 [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ || $(tr '\0' ' ' <"/proc/$PPID/cmdline") == *.batch\]* ]] ||
     fail "a job script starts srun itself, and would wait for this one: send it with sbatch, or run it in salloc, without srun."
+sent_from_step=${SLURM_STEP_ID:-}
 plain="" needed=(torch numpy tqdm psutil filelock trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1 needed=(trainkit)
@@ -25,6 +26,37 @@ if [[ ${1:-} == --plain ]]; then
 else
     DATA_DIR=$TRAINKIT_DATA_DIR RESULTS_DIR=$TRAINKIT_RESULTS_DIR # a plain script may have its own of these names
 fi
+# sbatch gives a job all variables of the shell that it is called from. In a shell within a job (salloc, srun --pty,
+# a notebook on a node) some are that job's, and srun would take them for its own options (man srun, INPUT ENVIRONMENT
+# VARIABLES): it would put all ranks on the cores of that shell, or refuse them. So what only srun sets or reads goes;
+# what an option of sbatch sets, too, stays if the record of this job has that option. Of the few that the record does
+# not have, those of a step go, which is told by its number: no job script has one of its own.
+leave_out_options_of_another_job() {
+    local name asked
+    for name in ${!SRUN_@} ${!SLURM_@}; do
+        case $name in
+            SRUN_* | SLURM_CPU_BIND* | SLURM_STEP* | SLURM_SRUN_* | SLURM_LAUNCH_* | SLURM_EX[AC]* | SLURM_OVERLAP) asked=nowhere ;;
+            SLURM_LABELIO | SLURM_STD*MODE | SLURM_*PROLOG | SLURM_*EPILOG | SLURM_CONSTRAINT) asked=nowhere ;;
+            SLURM_DIST* | SLURM_MEM_BIND* | SLURM_OVERCOMMIT | SLURM_CPU_FREQ*) asked=${sent_from_step:+nowhere} ;;
+            SLURM_GPUS) asked="TresPerJob=" ;;
+            SLURM_GPUS_PER_NODE) asked="TresPerNode=" ;;
+            SLURM_GPUS_PER_SOCKET) asked="TresPerSocket=" ;;
+            SLURM_GPUS_PER_TASK | SLURM_TRES_PER_TASK) asked="TresPerTask=" ;;
+            SLURM_NTASKS_PER_GPU | SLURM_NTASKS_PER_TRES) asked="NtasksPerTRES=" ;;
+            SLURM_CPUS_PER_TASK) asked="CPUs/Task=${SLURM_CPUS_PER_TASK} " ;;
+            SLURM_CPUS_PER_GPU) asked="CpusPerTres=" ;;
+            SLURM_MEM_PER_NODE) asked="MinMemoryNode=[1-9]" ;;
+            SLURM_MEM_PER_CPU) asked="MinMemoryCPU=" ;;
+            SLURM_MEM_PER_GPU) asked="MemPerTres=" ;;
+            SLURM_GPU_BIND) asked="TresBind=" ;;
+            SLURM_GPU_FREQ) asked="TresFreq=" ;;
+            *) asked="" ;;
+        esac
+        # Without a record, where Slurm does not answer, nothing is known of these.
+        [[ -z $asked || -z $facts && $asked != nowhere || $facts =~ \ $asked ]] || unset "$name"
+    done
+}
+
 hear_signals() {
     trap 'ended_from_outside=1; exit 143' TERM HUP
     trap : USR1 USR2 # of --signal=B:USR2@60, which the ranks do not get
@@ -36,10 +68,9 @@ cd "$_began_in" || fail "slurm/site.sh has removed $_began_in."
 # slurm_submit_torchrun.sh sets `ranks`, by which `tell_who_failed` knows that srun's tasks are torchruns.
 unset ranks facts log_begin TRAINING
 [[ ${SLURM_JOB_ID:-} ]] || fail "activate_environment takes away Slurm's variables, which srun needs: leave that out."
-# What the user's shell, or the job that it is in, leaves to this one, and the ranks or srun would take for theirs.
-unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID
-unset SLURM_CONSTRAINT SLURM_LABELIO SLURM_STDOUTMODE SLURM_TASK_PROLOG SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK
-[[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+# A shell that torchrun or mpirun has started leaves these, and the ranks would take them for theirs: as in place.py.
+# shellcheck disable=SC2086 # these are names
+unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME ${!TORCHELASTIC_@} ${!PET_@} ${!OMPI_COMM_@} ${!PMI_@} PMIX_RANK PMIX_NAMESPACE
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 # One job of an array has the array's own number, by which Slurm means them all. The variables may be of another job,
 # which has sent this one.
@@ -49,6 +80,7 @@ this_job=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
 facts=$(scontrol --oneliner show job "$this_job") || facts=""
 # A job that is sent by another has the other's number of restarts in its environment.
 [[ ! $facts =~ \ Requeue=[01]\ Restarts=([0-9]+)\ BatchFlag= ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
+leave_out_options_of_another_job
 [[ -n $plain || $facts != *" TimeLimit=00:01:00 TimeMin="* ]] ||
     fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
 was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }

@@ -4,6 +4,7 @@ Every test works on a copy of the on_cluster, so that it can have a site file of
 planted in a stage script. The job scripts are always submitted as they are.
 """
 
+import ast
 import os
 import re
 from collections.abc import Callable
@@ -140,16 +141,32 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
 
 
 def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
-    """It was started by srun, in a job that had been requeued, and had trained by hand."""
+    """It was started by srun, in a job that had been requeued, and had trained by hand, and by torchrun."""
     on_cluster.site("activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; here=/; cd /; }\n")
-    left = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 SLURM_RESTART_COUNT=2 OMP_NUM_THREADS=1,2"
-    small = " ".join(map(str, SMALL))
-    command = f"srun --ntasks=1 env {left} sbatch --parsable slurm_submit.sh {small}"
-    done = succeeded(on_cluster.run("bash", "-c", command, cwd=on_cluster.folder / FOLDERS["ddp"]))
+    dump = "Path(os.environ['TRAINKIT_JOB_DIR'], 'environment').write_text(str(dict(os.environ)))"
+    on_cluster.plant("ddp", f"from pathlib import Path; {dump}")
+    left = {
+        **{"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "SLURM_RESTART_COUNT": 2, "OMP_NUM_THREADS": "1,2"},
+        **{"TORCHELASTIC_USE_AGENT_STORE": True, "PET_NNODES": 3, "OMPI_COMM_WORLD_SIZE": 2, "PMI_SIZE": 2},
+        # With the first, all ranks are on one core where Slurm binds them; srun refuses most of the others.
+        **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS_PER_GPU": 1, "SLURM_EXCLUSIVE": 1},
+        **{"SLURM_GPUS": 1, "SLURM_MEM_PER_CPU": 10, "SLURM_DISTRIBUTION": "plane=7"},
+    }
+    shell = ["srun", "--ntasks=1", "env", *(f"{name}={value}" for name, value in left.items())]
+    shape = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--gpu-bind=none")
+    sbatch = ["sbatch", "--parsable", *shape, "slurm_submit.sh", *SMALL, "--timeout", 20]
+    done = succeeded(on_cluster.run(*shell, *sbatch, cwd=on_cluster.folder / FOLDERS["ddp"]))
     job = int(done.stdout)
     assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
     assert "mnist-ddp, restart 0, " in on_cluster.log(job)
     assert {row["world_size"] for row in rows_of(on_cluster.folder / "results")} == {2}
+    seen = ast.literal_eval((on_cluster.folder / "results" / "jobs" / str(job) / "environment").read_text())
+    asked = (seen["SLURM_GPUS_PER_NODE"], seen["SLURM_GPU_BIND"], seen["SLURM_MEM_PER_NODE"])
+    assert asked == ("1", "none", str(16 * 1024))  # of this job
+    theirs = ("TORCHELASTIC_", "PET_", "OMPI_", "PMI_", "SLURM_NTASKS_PER_GPU", "SLURM_EX", "SLURM_GPUS=")
+    assert [f"{name}=" for name in seen if f"{name}=".startswith((*theirs, "SLURM_MEM_PER_CPU"))] == []
+    assert "mask_cpu" not in seen.get("SLURM_CPU_BIND", "")
+    assert "plane" not in seen.get("SLURM_DISTRIBUTION", "")
 
 
 def test_a_job_that_is_cancelled_before_it_trains(on_cluster: Checkout) -> None:

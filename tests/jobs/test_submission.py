@@ -79,6 +79,8 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
     done = checkout.submit_py(
         "ddp", "--gpus", 2, "--wait", "--seed", 5,
         RANK="7", WORLD_SIZE="9", LOCAL_RANK="7", MASTER_ADDR="elsewhere", MASTER_PORT="1",
+        TORCHELASTIC_USE_AGENT_STORE="True", PET_NNODES="3", OMPI_COMM_WORLD_SIZE="2", GROUP_RANK="1",
+        SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", SLURM_STEP_ID="0",
         CUDA_VISIBLE_DEVICES="4,6,7",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -89,6 +91,9 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
         names += ("CUDA_VISIBLE_DEVICES",)
         assert [environment[name] for name in names] == [str(rank), str(rank), "2", "2", "localhost", "4,6"]
         assert 1024 < int(environment["MASTER_PORT"]) < 32768
+        assert [
+            name for name in environment if name.startswith(("TORCHELASTIC", "PET_", "OMPI", "SLURM"))
+        ] == []
         assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
         given = {"data": checkout.folder / "data", "results": checkout.folder / "results"}
         given["checkpoint"] = folder / "checkpoints"

@@ -103,7 +103,8 @@ def start(
     if threads is None:
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)
         threads = os.environ.get("OMP_NUM_THREADS", share)
-    variables = QUIET | {
+    variables = outside_of_jobs() | QUIET
+    variables |= {
         "TRAINKIT_DATA_DIR": str(data_dir),
         "TRAINKIT_RESULTS_DIR": str(results_dir),
         job_folder.VARIABLE: str(folder),
@@ -123,9 +124,10 @@ def start(
         (folder / job_folder.PLAIN).touch()
         (folder / "checkpoints").mkdir()
     try:
-        with patch.dict(os.environ, variables | {"PYTHONSAFEPATH": "1"}):  # submitit's processes inherit them
+        # submitit's processes inherit it.
+        with patch.dict(os.environ, variables | {"PYTHONSAFEPATH": "1"}, clear=True):
             job = executor.submit(Rank(script, tuple(arguments), ",".join(visible), checkpoints, plain))
-        with patch.dict(os.environ, variables | dict.fromkeys(VISIBLE, ",".join(visible))):
+        with patch.dict(os.environ, variables | dict.fromkeys(VISIBLE, ",".join(visible)), clear=True):
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
@@ -161,11 +163,14 @@ def submitted(folder: Path) -> tuple[str, bool]:
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """Return this environment without the variables of a job that this shell may be in, for another job."""
-    own = dict(os.environ)
-    if "SLURM_JOB_ID" in own:
-        own = {name: own[name] for name in own if name == "SLURM_CONF" or not name.startswith("SLURM_")}
-    return own
+    """Return this environment for another job, without what a launcher or the job that it is in has set."""
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not place.LEFT_BY_LAUNCHERS.fullmatch(name)
+        and not (inside and name.startswith("SLURM_") and name != "SLURM_CONF")
+    }
 
 
 def new_name(word: str) -> str:

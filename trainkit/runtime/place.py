@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +33,11 @@ OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
 # Inside an srun step. The batch script has the first two as well, and there they are 0.
 OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
 NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
+# What torchrun and mpirun set for their processes, and these leave to others; as in slurm/job_env.sh.
+LEFT_BY_LAUNCHERS = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(TORCHELASTIC|PET|OMPI_COMM|PMI)_.*"
+    "|PMIX_(RANK|NAMESPACE)"
+)
 # Also the variables with the rank, for code that sees only a process's environment.
 RANKS = "RANK", "SUBMITIT_LOCAL_GLOBALID", "SLURM_PROCID"
 
