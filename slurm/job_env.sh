@@ -72,6 +72,12 @@ unset ranks facts log_begin TRAINING
 # shellcheck disable=SC2086 # these are names
 unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME ${!TORCHELASTIC_@} ${!PET_@} ${!OMPI_COMM_@} ${!PMI_@} PMIX_RANK PMIX_NAMESPACE
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
+# A number of GPUs for the whole job (--gpus) would be that of each step, also where a step is on one node, which has
+# less; and where a node has one task, Slurm hands out fewer.
+if [[ ${SLURM_GPUS:-} && ${SLURM_GPUS##*:} == "$((${SLURM_GPUS_ON_NODE:-0} * SLURM_JOB_NUM_NODES))" ]]; then
+    export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
+    unset SLURM_GPUS
+fi
 # One job of an array has the array's own number, by which Slurm means them all. The variables may be of another job,
 # which has sent this one.
 this_job=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
@@ -154,8 +160,8 @@ IFS= read -r -d '' -t 20 gpu_names < <(
 gpu_names=${gpu_names%$'\n'}
 echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"
 echo "code    $(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null || echo 'not a git checkout') in $REPOSITORY"
-# By srun, as the ranks will be started, since the batch shell itself is outside of a site's container.
-checked=$(srun --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
+# By srun, as the ranks will be started, since the batch shell itself is outside of a site's container. It needs no GPU.
+if ! checked=$(srun --nodes=1 --ntasks=1 --gpus=0 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
 import importlib.metadata, importlib.util, os, sys
 if lost := [name for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "TRAINKIT_JOB_DIR") if name not in os.environ]:
     sys.exit("error: the container does not pass on the variables " + " ".join(lost))
@@ -163,15 +169,21 @@ missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is No
 if missing:
     sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
 torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
-print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}") || checked=""
-if [[ $'\n'$checked != *$'\npython  '* ]]; then
+print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}" 2>&1) ||
+    [[ $'\n'$checked != *$'\npython  '* ]]; then
+    echo "$checked" >&2
     # Preemption ends the check, which does not hold signals back yet, and leaves the job to itself.
     if [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted && scontrol requeue "$this_job" 2>/dev/null; then
         touch "$TRAINKIT_JOB_DIR/preempted"
         echo "a job of higher priority took its place before it began; back to the queue"
         exit 1
     fi
-    fail "the Python environment of this job does not work (its answer: ${checked:-none}): fix activate_environment, \
+    if [[ $checked =~ Unable\ to\ create\ step[^$'\n']* ]]; then
+        fail "srun starts nothing in this job (${BASH_REMATCH[0]}): correct what it asks for, in the #SBATCH lines, by sbatch or \
+in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., SRUN_...)."
+    fi
+    answer=${checked%%$'\n'*}
+    fail "the Python environment of this job does not work (its answer: ${answer:-none}): fix activate_environment, \
 SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., SRUN_...)."
 fi
 echo "$checked"
@@ -194,11 +206,13 @@ choose_training() {
 
 # --- what watches it --------------------------------------------------------------------------------
 # A step next to the ranks, until `finish` closes its input. It shares memory, cores and GPUs with them, and sees all
-# GPUs of a node, even if each rank has its own. Its outcome never matters to the job, and srun's words about it stay
-# out of the job's log, where it would count as a rank.
+# GPUs of a node, even if each rank has its own (--gpus-per-task, which newer Slurm tells by SLURM_TRES_PER_TASK only).
+# Its outcome never matters to the job, and srun's words about it stay out of the job's log, where it would count as a rank.
 sample() {
-    [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || set -- "--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}"
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
+    if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
+        set -- "--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}"
+    fi
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
     exec srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@" "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
         python "$REPOSITORY/slurm/monitor.py" --sample "$watching"
@@ -242,7 +256,7 @@ tell_who_failed() {
     why=(python -m trainkit.jobs.why "${launcher:-srun}")
     "${why[@]}" 2>/dev/null < <(printed) ||
         timeout --signal=KILL 60 env --unset=SLURM_GPUS_PER_TASK --unset=SLURM_TRES_PER_TASK --unset=SLURM_GPU_BIND \
-            srun --overlap --mem=0 --nodes=1 --ntasks=1 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+            srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
             "${why[@]}" 2>/dev/null < <(printed) ||
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }

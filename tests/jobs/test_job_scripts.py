@@ -19,8 +19,9 @@ NODES = ("n1", "n2")
 SIZES = ("--train-size", 600, "--test-size", 200)
 SMALL = ("--epochs", 2, *SIZES, "--batch-size", 100, "--width", 4, "--precision", "fp32")
 TWO_NODES = {
-    "srun": ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"),
-    "torchrun": ("--nodes=2", "--gpus-per-node=1"),
+    # As users ask who count GPUs of the whole job. A step on one node cannot have that number.
+    "srun": ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--gpus=2"),
+    "torchrun": ("--nodes=2", "--gpus-per-node=1", "--gpus=2"),
 }
 
 
@@ -126,6 +127,7 @@ def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> No
         ),
         ("activate_environment() { unset ${!SLURM_@}; }\n", "activate_environment takes away Slurm's"),
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
+        ("SITE_SRUN_ARGS=(--gpus=9)\n", "srun starts nothing in this job (Unable to create step for job"),
         ("SITE_CONTAINER=(bash -c)\n", "the Python environment of this job does not work"),
         (
             "SITE_CONTAINER=(env --unset=SLURM_PROCID)\n",
