@@ -53,7 +53,7 @@ leave_out_options_of_another_job() {
             *) asked="" ;;
         esac
         # Without a record, where Slurm does not answer, nothing is known of these.
-        [[ -z $asked || -z $facts && $asked != nowhere || $facts =~ \ $asked ]] || unset "$name"
+        [[ -z $asked || $asked != nowhere && $facts != JobId=* || $facts =~ \ $asked ]] || unset "$name"
     done
 }
 
@@ -92,7 +92,14 @@ leave_out_options_of_another_job
 was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
 at_time_limit() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *" Reason=TimeLimit Dependency="* ]]; }
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would keep from the ranks what is exported here
-: "${SLURM_CPUS_PER_TASK:=1}"
+if [[ -z ${SLURM_CPUS_PER_TASK:-} ]]; then
+    # Without --cpus-per-task, as with --cpus-per-gpu, a task has its share of what the job has on a node. Where nodes
+    # differ ("4(x2),2"), it is that of the fewest CPUs and the most tasks: srun refuses what one of them does not have.
+    cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sort -n | sed -n '1s/(.*//; 1p')
+    tasks=$(tr , '\n' <<<"${SLURM_NTASKS:+${SLURM_TASKS_PER_NODE:-}}" | sort -n | sed -n '$s/(.*//; $p')
+    SLURM_CPUS_PER_TASK=$((cpus / ${tasks:-1}))
+    ((SLURM_CPUS_PER_TASK)) || SLURM_CPUS_PER_TASK=1
+fi
 
 # The job's own folder: checkpoints, and a note of every rank on how it ended.
 export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from checkout import Checkout, wait_until
+from checkout import SCRIPTS, Checkout, wait_until
 from conftest import REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
@@ -238,6 +238,31 @@ def test_its_exit_code_is_that_of_the_job(launcher: str, on_cluster: Checkout) -
     else:
         job = on_cluster.submit(launcher, "--plain", script, fate)
     assert on_cluster.cluster.wait(job)["ExitCode"] == "7:0", on_cluster.log(job)
+
+
+WHERE = """
+import os
+names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_CPUS_PER_TASK"
+print("place", *(os.environ[name] for name in names), flush=True)
+"""
+
+
+def test_where_nodes_and_requests_are_uneven(on_cluster: Checkout) -> None:
+    """Three ranks on two nodes; and cores by the GPU, of which each rank has its own two."""
+    script = write(on_cluster, WHERE)
+    job_script = on_cluster.folder / SCRIPTS["srun"]
+    own = "#SBATCH --(cpus-per-task|mem|ntasks-per-node|gpus-per-node)=.*\n"
+    job_script.write_text(re.sub(own, "", job_script.read_text()))
+    per_gpu = ("--ntasks=2", "--gpus=2", "--cpus-per-gpu=2", "--mem-per-gpu=1G")
+    expected = {
+        ("--nodes=2", "--ntasks=3", "--mem=1G"): ["0 0 2 3 1", "1 1 2 3 1", "2 0 1 3 1"],
+        per_gpu: ["0 0 2 2 2", "1 1 2 2 2"],
+        ("--nodes=1", "--exclusive", "--mem=1G"): ["0 0 1 1 4"],
+    }
+    jobs = {asked: on_cluster.submit("srun", "--plain", script, sbatch=asked) for asked in expected}
+    for asked, job in jobs.items():
+        assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
+        assert sorted(re.findall("^place (.*)", on_cluster.log(job), re.MULTILINE)) == expected[asked], asked
 
 
 ARRAY = """

@@ -129,6 +129,7 @@ OWN = {
     "all are seen": (3, 4, 4, 3),
     "isolated by --gpus-per-task": (1, 2, 1, 0),
     "two each by --gpus-per-task=2": (3, 4, 2, 0),
+    "isolated, by a launcher that does not tell how many ranks a node has": (1, 1, 1, 0),
 }
 
 

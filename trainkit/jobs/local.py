@@ -56,7 +56,7 @@ class Rank:
         job = submitit.JobEnvironment()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.global_rank), str(job.num_tasks)
         os.environ["LOCAL_RANK"] = str(job.local_rank)
-        os.environ["LOCAL_WORLD_SIZE"] = str(job.num_tasks // job.num_nodes)
+        os.environ["LOCAL_WORLD_SIZE"] = str(place.size_here(job.num_tasks, job.num_nodes))
         os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
         if self.visible_gpus is not None:
             startup.end_with(int(job.job_id), signal.SIGTERM)

@@ -57,8 +57,9 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
                 os.sched_setaffinity(0, own)
         return torch.device("cpu")
     # With as many GPUs as ranks, that of the local rank; else each rank sees its own, as with srun, or
-    # process_group.py finds that two have the same.
-    device = torch.device("cuda", here.local_rank if len(visible) >= here.local_size else 0)
+    # process_group.py finds that two have the same. A launcher may not have told how many ranks there are.
+    ranks = max(here.local_size, here.local_rank + 1)
+    device = torch.device("cuda", here.local_rank if len(visible) >= ranks else 0)
     try_gpu(device)
     torch.backends.cudnn.benchmark = True  # as all steps have the same shapes
     return device

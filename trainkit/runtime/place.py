@@ -60,8 +60,22 @@ def read() -> Place:
             "each process its own RANK, from 0 to WORLD_SIZE - 1, and all of them MASTER_ADDR and "
             "MASTER_PORT (the first node's name, and a free port)."
         )
-    local_size = _number("LOCAL_WORLD_SIZE", 1, max(size // nodes, 1))
+    local_size = _number("LOCAL_WORLD_SIZE", 1, size_here(size, nodes))
     return Place(rank, local_rank, size, local_size, nodes, launcher)
+
+
+def size_here(size: int, nodes: int) -> int:
+    """Return how many of the `size` processes are on this node: as srun tells, or the same number on each.
+
+    SLURM_STEP_TASKS_PER_NODE, such as "2(x3),1", is of the step that this process is in. If that has another
+    number of processes, something else has started these.
+    """
+    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    of_nodes = [int(tasks) for tasks, times in entries for _ in range(int(times or 1))]
+    node = os.environ.get("SLURM_NODEID", "")
+    if sum(of_nodes) == size and node.isdecimal() and int(node) < len(of_nodes):
+        return of_nodes[int(node)]
+    return max(size // nodes, 1)
 
 
 def launcher_of(env: Mapping[str, str]) -> str:
