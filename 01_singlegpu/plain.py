@@ -4,6 +4,7 @@ Try: python plain.py --epochs 2
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -19,14 +20,19 @@ DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MN
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
-        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(self.dropout2(x))
 
 
 def main() -> None:
@@ -34,6 +40,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
+    parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,8 +49,15 @@ def main() -> None:
     normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
-    train_batches = DataLoader(train_set, options.batch_size, shuffle=True, drop_last=True)
-    test_batches = DataLoader(test_set, batch_size=1000)
+    # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
+    workers = min(options.workers, len(os.sched_getaffinity(0)) - 1)
+    loading = {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,  # they serve all epochs
+        "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
+    }
+    train_batches = DataLoader(train_set, options.batch_size, shuffle=True, drop_last=True, **loading)
+    test_batches = DataLoader(test_set, batch_size=1000, **loading)
 
     model = Net().to(device)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
@@ -53,23 +67,26 @@ def main() -> None:
         losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
         started = time.perf_counter()
         for images, labels in train_batches:
-            images, labels = images.to(device), labels.to(device)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             losses += loss.detach() * len(images)
         trained = len(train_batches) * options.batch_size
-        mean = losses.item() / trained  # item waits for the GPU, and so the clock does
+        mean = losses.item() / trained  # item() waits for the GPU, so the clock counts all of its work
         speed = trained / (time.perf_counter() - started)
 
         model.eval()
-        right = torch.zeros(2, device=device)  # and of how many
+        counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad():
             for images, labels in test_batches:
-                right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-                right[1] += len(labels)
-        right, tested = right.tolist()
+                images = images.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
+                counts[0] += (model(images).argmax(1) == labels).sum()
+                counts[1] += len(labels)
+        right, tested = counts.tolist()
         print(f"epoch {epoch}: loss {mean:.4f}, {right:.0f} of {tested:.0f} right, {speed:.0f} images/s")
         torch.save(model.state_dict(), "plain.pt")
 

@@ -6,7 +6,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4       # one process per GPU:
 #SBATCH --gpus-per-node=4         # keep these two equal
-#SBATCH --cpus-per-task=4         # CPU cores for each process
+#SBATCH --cpus-per-task=4         # CPU cores for each process: one for itself, three that load images
 #SBATCH --mem=32G                 # of each node
 #SBATCH --time=00:30:00
 
@@ -16,8 +16,10 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# Slurm sets each rank's number in the process that srun starts: so it is read there (in single quotes), not here.
-# srun takes --cpus-per-task from the command line only. A rank that fails ends the others (--kill-on-bad-exit).
+# Slurm sets each rank's number in the process that srun starts, so it is read there (in single quotes), not here.
+# srun gets --cpus-per-task again: from Slurm 22.05 until 23.11 it takes it from its own line or from SRUN_CPUS_PER_TASK,
+# not from #SBATCH, and every rank would share one core with its loader. Other releases take it over by themselves.
+# A rank that fails ends the others (--kill-on-bad-exit).
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID

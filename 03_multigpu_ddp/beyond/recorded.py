@@ -24,14 +24,19 @@ SAVED = Path(os.environ.get("TRAINKIT_JOB_DIR", "."), "checkpoints", "recorded.p
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
-        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(self.dropout2(x))
 
 
 def main() -> None:
@@ -39,26 +44,42 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
+    parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
     options = parser.parse_args()
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")  # 1. Meet the others.
-    rank, ranks, local_rank = dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
-    assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
+    # 1. Take the GPU of this process, then meet the others.
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(1 + rank)  # each drops other neurons
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
+    torch.manual_seed(1 + rank)  # so that each rank drops different neurons
 
     normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
-    shares = DistributedSampler(train_set, drop_last=True)  # 2. Take a share of every batch.
-    train_batches = DataLoader(train_set, options.batch_size // ranks, sampler=shares, drop_last=True)
-    test_batches = DataLoader(Subset(test_set, range(rank, len(test_set), ranks)), batch_size=1000)
+    # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
+    workers = min(options.workers, len(os.sched_getaffinity(0)) - 1)
+    loading = {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,  # they serve all epochs
+        "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
+    }
+    # 2. Take a share of every batch, and of the test images.
+    sampler = DistributedSampler(train_set, drop_last=True)
+    test_share = Subset(test_set, range(rank, len(test_set), ranks))
+    batch_size = options.batch_size // ranks
+    train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
+    test_batches = DataLoader(test_share, batch_size=1000, **loading)
 
     model = Net().to(device)
     # 3. Average the gradients over all ranks in every backward pass.
-    ddp = DistributedDataParallel(model, device_ids=[local_rank] if device.type == "cuda" else None)
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     sizes = {"batch_size": options.batch_size, "epochs": options.epochs}
     recorder = Recorder("recorded", model, optimizer, dataset="mnist", settings={"dropout": 0.5}, **sizes)
@@ -66,12 +87,13 @@ def main() -> None:
     recorder.load(SAVED, parts)
 
     for epoch in range(recorder.first_epoch, options.epochs + 1):
-        shares.set_epoch(epoch)  # another order in every epoch
+        sampler.set_epoch(epoch)  # a new order in every epoch
         model.train()
         losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
         started = time.perf_counter()
         for images, labels in train_batches:
-            images, labels = images.to(device), labels.to(device)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels)
             loss.backward()
@@ -82,16 +104,18 @@ def main() -> None:
         if recorder.should_stop():  # this epoch is trained again by the process that goes on
             break
         trained = len(train_batches) * options.batch_size // ranks
-        mean = losses.item() / trained  # item waits for the GPU, and so the clock does
+        mean = losses.item() / trained  # item() waits for the GPU, so the clock counts all of its work
         seconds = time.perf_counter() - started
 
         model.eval()
-        right = torch.zeros(2, device=device)  # and of how many
+        counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad():
             for images, labels in test_batches:
-                right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-                right[1] += len(labels)
-        right, tested = right.tolist()
+                images = images.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
+                counts[0] += (model(images).argmax(1) == labels).sum()
+                counts[1] += len(labels)
+        right, tested = counts.tolist()
         # 4. Report what this rank has; the recorder sums up over all, at the pace of the slowest.
         recorder.epoch(trained, seconds, mean, test_samples=tested, accuracy=100 * right / tested)
         recorder.save(SAVED, parts)

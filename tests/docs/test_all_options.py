@@ -42,7 +42,7 @@ TRAININGS = {
     f"{BEYOND}/vae_counts.py": "--graph",
 }
 SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
-PLAIN = "--batch-size --data-dir --epochs"
+PLAIN = "--batch-size --data-dir --epochs --workers"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
     "01_singlegpu/exercises/check.py": "",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainkit.rank import synthetic
 from trainkit.runtime.place import free_port
@@ -34,10 +35,11 @@ all. Go through main from the top, and ask of every line what it does on rank 1.
 
 ## 2
 
-`dist.init_process_group(backend)` takes the rest from torchrun's variables. LOCAL_RANK is the number
-of the GPU. A `DistributedSampler(train_set, drop_last=True)` shares the training images and needs
-`set_epoch(epoch)`; for validation, `Subset(validation_set, range(rank, len(validation_set), size))`
-leaves no image out and counts none twice. `dist.all_reduce(tensor)` sums over all ranks.
+LOCAL_RANK is the number of the GPU. `dist.init_process_group("gloo")`, or on GPUs
+`dist.init_process_group("nccl", device_id=device)`, takes the rest from torchrun's variables. A
+`DistributedSampler(train_set, drop_last=True)` shares the training images and needs `set_epoch(epoch)`;
+for validation, `Subset(validation_set, range(rank, len(validation_set), size))` leaves no image out and
+counts none twice. `dist.all_reduce(tensor)` sums over all ranks.
 
 ## 3
 
@@ -73,9 +75,12 @@ SOLUTION = {
 +    torch.cuda.set_device(device)
 +    return device
 @@
-+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-+    rank, size = dist.get_rank(), dist.get_world_size()
      device = choose_device()
++    if device.type == "cuda":
++        dist.init_process_group("nccl", device_id=device)
++    else:
++        dist.init_process_group("gloo")
++    rank, size = dist.get_rank(), dist.get_world_size()
 @@
 -    order = torch.Generator()
 -    batches = DataLoader(train_set, BATCH, shuffle=True, drop_last=True, generator=order)
@@ -85,7 +90,7 @@ SOLUTION = {
 +    own = Subset(validation_set, range(rank, len(validation_set), size))
 +    validation_batches = DataLoader(own, BATCH)
 @@
-+    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
++    ddp = DistributedDataParallel(model)
      optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 @@
 -        order.manual_seed(epoch)
@@ -165,11 +170,16 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     # The script may leave the group at the end of main, as plain_ddp.py does, so the call is what counts.
     joined = Mock(side_effect=partial(meet, timeout=timedelta(seconds=TIMEOUT)))
     step, save, entropy = torch.optim.SGD.step, torch.save, F.cross_entropy
+    make_loader = DataLoader.__init__
     back, normalize = torch.Tensor.backward, nn.BatchNorm2d.forward
 
     def made(images: object, where: Path, name: str) -> None:
         make(images, where, name)
         images.of = name
+
+    def made_loader(loader: DataLoader, *arguments: object, **how: object) -> None:
+        # What workers read would not be seen here.
+        make_loader(loader, *arguments, **how | {"num_workers": 0, "persistent_workers": False})
 
     def got(images: object, number: int) -> object:
         read.append((images.of, int(number)))
@@ -200,6 +210,7 @@ def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     with (
         patch.object(program.Images, "__init__", made),
         patch.object(program.Images, "__getitem__", got),
+        patch.object(DataLoader, "__init__", made_loader),
         patch.object(dist, "init_process_group", joined),
         patch.object(torch.optim.SGD, "step", stepped),
         patch.object(torch, "save", saved),
