@@ -19,7 +19,7 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ! ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ || $(tr '\0' ' ' <"/proc/$PPID/cmdline") == *.batch\]* ]] ||
     fail "a job script starts srun itself, and would wait for this one: send it with sbatch, or run it in salloc, without srun."
 sent_from_step=${SLURM_STEP_ID:-}
-plain="" needed=(torch numpy tqdm psutil filelock trainkit)
+plain="" needed=(torch numpy tqdm psutil trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1 needed=(trainkit)
     export PYTHONSAFEPATH=1 # a queue.py in the folder of the script is not for `python -m`; runtime/plain.py unsets it

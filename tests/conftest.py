@@ -1,6 +1,7 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
 import ast
+import fcntl
 import os
 import re
 import shutil
@@ -9,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from filelock import FileLock
 from xdist.scheduler import LoadScopeScheduling
 
 from trainkit.jobs import local, stages
@@ -252,9 +253,12 @@ def places(folder: Path) -> tuple:
     return ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
 
 
-def alone_with_the_gpus() -> FileLock:
+@contextmanager
+def alone_with_the_gpus() -> Iterator[None]:
     """Held by one test at a time, of all workers."""
-    return FileLock(Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock"))
+    with Path(tempfile.gettempdir(), f"tests-on-gpus-{os.getuid()}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -> float:

@@ -12,7 +12,7 @@ from trainkit.runtime import place
 PROGRAM = """
 import atexit, gc, json, os, runpy, signal, sys, threading
 import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
-import filelock, matplotlib.pyplot, pandas, psutil, tqdm  # and a comparison
+import matplotlib.pyplot, pandas, psutil, tqdm  # and a comparison
 
 gc.freeze()  # or a collection in a child would copy all of these pages
 

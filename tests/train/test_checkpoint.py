@@ -339,7 +339,7 @@ def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, 
 )
 def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script, never_stopped) -> None:
     earlier = never_stopped() / "checkpoints"
-    # Without the lock: filelock used to empty it anew.
+    # Without the lock, in which the process that has it writes who it is.
     before = {path: path.stat().st_mtime_ns for path in earlier.glob("[!.]*")}
     assert before
     given = (*TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))

@@ -1,11 +1,14 @@
 """The worst day of a run: folders that vanish, disks that fill, numbers that are none. Nothing is lost."""
 
 import contextlib
+import errno
+import fcntl
 import shutil
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -56,6 +59,51 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK], ids=["Lustre", "NFS"])
+def test_on_a_disk_without_locks_a_killed_run_goes_on_on_another_host(
+    code: int, tmp_path: Path, script: Script
+) -> None:
+    """Nothing that the first one leaves refuses the second, whatever that is called."""
+    place = Checkout(tmp_path / "a checkout")
+    no_locks = f"fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError({code}, 'no locks'))"
+    place.plant("single", f"import fcntl, socket; {no_locks}")
+    place.insert(
+        "single",
+        "os.environ.get('KILLED') and epoch == 2 and os.kill(os.getpid(), 9)",
+        before="optimizer.zero",
+    )
+    place.insert(
+        "single", "socket.gethostname = lambda: os.environ.get('KILLED', 'n2')", before="opts = options.parse"
+    )
+    how = (place.script("single"), *SMALL, *places(tmp_path), "--epochs", 2)
+    assert script(*how, env={"KILLED": "n1"}).returncode == -signal.SIGKILL
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+    succeeded(script(*how))
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+def test_a_lock_that_an_earlier_start_of_the_job_has_left_does_not_refuse_it(
+    tmp_path: Path, script: Script
+) -> None:
+    """As a file server keeps those of a node that failed; another training in the same start is one."""
+    job = {"TRAINKIT_JOB_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
+    how = (*SMALL, *places(tmp_path), "--epochs", 1)
+    (tmp_path / "checkpoints").mkdir()
+    with (tmp_path / "checkpoints" / ".lock").open("w") as dead:
+        fcntl.flock(dead, fcntl.LOCK_EX)
+        for owner in ("", f"start 0 of {tmp_path}/another", f"start 1 of {tmp_path}"):
+            _write_anew(dead, f"process 7 on n2\n{owner}\n")
+            assert "another run saves its checkpoints in" in one_error(script("single", *how, env=job))
+        _write_anew(dead, f"process 7 on n2\nstart 0 of {tmp_path}\n")
+        succeeded(script("single", *how, env=job))
+
+
+def _write_anew(file: IO[str], text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    print(text, end="", file=file, flush=True)
 
 
 def test_a_folder_of_checkpoints_that_is_removed_is_made_again(script: Script, tmp_path: Path) -> None:

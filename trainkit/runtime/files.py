@@ -1,16 +1,23 @@
 """Files that are written whole or not at all, and folders that are checked before any work is done."""
 
 import errno
+import fcntl
 import io
 import os
+import platform
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
+
+# The files that this process has locked, by device and inode; a lock ends with its file's last user.
+_HELD: weakref.WeakValueDictionary[tuple[int, int], io.FileIO] = weakref.WeakValueDictionary()
 
 
 @contextmanager
@@ -90,28 +97,78 @@ def explained(what: str, fix: str) -> Iterator[None]:
 def locked(path: Path, held: str) -> AbstractContextManager:
     """Hold `path`, a lock file, for as long as what is returned is kept.
 
+    Nothing is held where the file system has no locks, nor if an earlier start of this process's job has left
+    one: its node may have failed, and a file server keeps the locks of such a node.
+
     Raises:
         UserError: with the text `held`, if another process holds it; also if it is another user's.
     """
-    from filelock import FileLock, Timeout  # the doctor does without
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path, is_singleton=True)  # this process may take it again
-        lock.acquire(timeout=0)
-    except Timeout:
+        return lock(path) or nullcontext()
+    except BlockingIOError:
+        if _is_of_an_earlier_start(path):
+            return nullcontext()
         raise UserError(held) from None
     except PermissionError:
         raise UserError(f"{path} is another user's: give a folder of your own.") from None
-    except (OSError, NotImplementedError):  # a file system without locks
+    except OSError:
         return nullcontext()
-    return lock
+
+
+def lock(path: Path) -> io.FileIO | None:
+    """Lock the file `path` until it is closed, and note there who did; None if its file system has no locks.
+
+    A process may lock a file again that it has locked: it gets the same.
+
+    Raises:
+        BlockingIOError: if another process holds it.
+        OSError: if it cannot be opened.
+    """
+    file = path.open("ab", buffering=0)
+    found = os.fstat(file.fileno())
+    own = _HELD.get((found.st_dev, found.st_ino))
+    if own and not own.closed:
+        file.close()
+        return own
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            raise
+        return None  # as Lustre without `flock` (ENOSYS), or NFS whose server has no lockd (ENOLCK)
+    _HELD[found.st_dev, found.st_ino] = file
+    with suppress(OSError):  # a full disk
+        file.truncate(0)
+        file.write(_this_process().encode())
+    return file
+
+
+def holder(path: Path) -> str:
+    """Return which process has locked `path`, such as "process 17 on n1"; "" if that is not known."""
+    return job_folder.read(path).partition("\n")[0]
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {platform.node()}\n{_job_and_start()}\n"
+
+
+def _job_and_start() -> str:
+    job = job_folder.here()
+    return f"start {os.environ.get('SLURM_RESTART_COUNT', 0)} of {job}" if job else ""
+
+
+def _is_of_an_earlier_start(path: Path) -> bool:
+    """Return whether the job of this process has locked `path`, in another start than this one."""
+    start, _, job = job_folder.read(path).partition("\n")[2].partition(" of ")
+    own_start, _, own_job = _job_and_start().partition(" of ")
+    return bool(job) and job == own_job and start != own_start
 
 
 def identity(path: Path) -> tuple[int, ...] | None:
     """Return what tells a file or folder from another of that name; None if there is none."""
     there = path.stat() if path.exists() else None
-    # Whoever tries a lock changes its time, and it is empty.
     return there and (there.st_dev, there.st_ino, path.is_file() and there.st_size and there.st_mtime_ns)
 
 
