@@ -72,12 +72,6 @@ unset ranks facts log_begin TRAINING
 # shellcheck disable=SC2086 # these are names
 unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME ${!TORCHELASTIC_@} ${!PET_@} ${!OMPI_COMM_@} ${!PMI_@} PMIX_RANK PMIX_NAMESPACE
 type srun scontrol >/dev/null 2>&1 || fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-# A number of GPUs for the whole job (--gpus) would be that of each step, also where a step is on one node, which has
-# less; and where a node has one task, Slurm hands out fewer.
-if [[ ${SLURM_GPUS:-} && ${SLURM_GPUS##*:} == "$((${SLURM_GPUS_ON_NODE:-0} * SLURM_JOB_NUM_NODES))" ]]; then
-    export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
-    unset SLURM_GPUS
-fi
 # One job of an array has the array's own number, by which Slurm means them all. The variables may be of another job,
 # which has sent this one.
 this_job=${SLURM_ARRAY_JOB_ID:-}_${SLURM_ARRAY_TASK_ID:-}
@@ -87,6 +81,12 @@ facts=$(scontrol --oneliner show job "$this_job") || facts=""
 # A job that is sent by another has the other's number of restarts in its environment.
 [[ ! $facts =~ \ Requeue=[01]\ Restarts=([0-9]+)\ BatchFlag= ]] || SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 leave_out_options_of_another_job
+# A number of GPUs for the whole job (--gpus) would be that of each step, also where a step is on one node, which has
+# less; and where a node has one task, Slurm hands out fewer.
+if [[ ${SLURM_GPUS:-} && ${SLURM_GPUS##*:} == "$((${SLURM_GPUS_ON_NODE:-0} * SLURM_JOB_NUM_NODES))" ]]; then
+    export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
+    unset SLURM_GPUS
+fi
 [[ -n $plain || $facts != *" TimeLimit=00:01:00 TimeMin="* ]] ||
     fail "a job saves and stops a minute before its time limit, so this one could not train: give --time=00:02:00 or more."
 was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
