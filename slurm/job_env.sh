@@ -154,6 +154,8 @@ fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS%%,*} # OpenMP takes a list, for threads within threads
 [[ $OMP_NUM_THREADS =~ ^[1-9][0-9]*$ ]] || fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number of threads: unset it."
+# Into a log Python would write only when 8 KiB have gathered, and lose them when it is killed.
+export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
 # --- what this job runs on --------------------------------------------------------------------------
 job_name=${SLURM_JOB_NAME:-}

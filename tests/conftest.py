@@ -58,6 +58,8 @@ WITH_GPUS = {"CUDA_VISIBLE_DEVICES": os.environ["GPUS_OF_THE_TESTS"]}
 GPUS = len(os.environ["GPUS_OF_THE_TESTS"].replace(",", " ").split())
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the empty word would hide none of AMD's
 os.environ.pop("HIP_VISIBLE_DEVICES", None)
+# Users' machines buffer what Python writes to a file; those that run tests often have it set otherwise.
+os.environ.pop("PYTHONUNBUFFERED", None)
 os.environ["SITE_MONITOR"] = "off"  # where a test does not ask for it, by a site file: that saves time
 # Where Python finds sitecustomize.py. The workers of pytest-xdist inherit it.
 STARTUP = str(REPOSITORY / "tests" / "startup")

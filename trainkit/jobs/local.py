@@ -111,6 +111,8 @@ def start(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(place.free_port()),
         "OMP_NUM_THREADS": str(threads),
+        # As in slurm/job_env.sh: a script that is killed leaves what it has printed.
+        "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
     }  # fmt: skip
     chosen = (os.environ[name].split(",") for name in VISIBLE if name in os.environ)
     visible = next(chosen, [str(index) for index in range(gpus)])[:gpus]

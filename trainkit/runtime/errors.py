@@ -132,7 +132,8 @@ def tell(text: str | None = None, stream: TextIO | None = None) -> None:
     stream = stream or sys.stdout
     try:
         if text is not None:
-            print(_printable_lines(text), file=stream)
+            # In one write, as Python does not buffer in jobs, and other ranks may write to the same pipe.
+            print(f"{_printable_lines(text)}\n", end="", file=stream)
         if stream:
             stream.flush()
     except OSError:
@@ -148,7 +149,7 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     if rank_of() is None and threading.current_thread() is threading.main_thread():
         sys.exit(text)
     # The rank's group is still open, and at Python's own end one of its threads could abort the process.
-    print(text, file=sys.stderr, flush=True)
+    tell(text, sys.stderr)
     os._exit(1)
 
 
