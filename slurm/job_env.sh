@@ -258,11 +258,12 @@ printed() {
     done
 }
 
-# By trainkit/jobs/why.py. Where Python is in the site's container only, it is asked there; if it can tell nothing at
-# all, there are the words of the first rank to fail.
+# By trainkit/jobs/why.py, which prints the exit code of the rank that failed first (0: unknown), and the reasons. Where
+# Python is in the site's container only, it is asked there; if it can tell nothing at all, there are the words of the
+# first rank to fail.
 tell_who_failed() {
     local launcher=${ranks:+torchrun} why
-    why=(python -m trainkit.jobs.why "${launcher:-srun}")
+    why=(python -m trainkit.jobs.why "${launcher:-srun}" "$own_log")
     "${why[@]}" 2>/dev/null < <(printed) ||
         timeout --signal=KILL 60 env --unset=SLURM_GPUS_PER_TASK --unset=SLURM_TRES_PER_TASK --unset=SLURM_GPU_BIND \
             srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
@@ -270,19 +271,12 @@ tell_who_failed() {
         cat "$TRAINKIT_JOB_DIR"/{first-failed,rank-*.failed} 2>/dev/null | sed -n '/./{s/^/why     /p;q}'
 }
 
-# Print it, and set `code` to that of the rank of a plain script that failed first; srun may report another.
+# Print it, and set `code` to that of the rank that failed first. srun reports the highest: 143 where it had to end others.
 tell_why() {
-    local why first
-    why=$(tell_who_failed)
-    [[ -n $why ]] || return 0
-    echo "$why"
-    first=${why%%$'\n'*}
-    [[ -n $plain ]] || return 0
-    if [[ $first =~ "exit code "([1-9]|[1-9][0-9]|1[0-9][0-9]|2[0-4][0-9]|25[0-5])$ ]]; then
-        code=${BASH_REMATCH[1]}
-    elif [[ $first == *" was killed"* ]]; then
-        code=137
-    fi
+    local told
+    told=$(tell_who_failed)
+    grep -E '^(why|then) ' <<<"$told"
+    if [[ $told =~ (^|$'\n')"code    "([1-9][0-9]*)$'\n' ]]; then code=${BASH_REMATCH[2]}; fi
 }
 
 # End the sampling. It has 15 seconds for its verdict, and 2 to begin where it has not.

@@ -225,7 +225,7 @@ def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
     plant(on_cluster, ending, stage="03_multigpu_ddp")
     done = on_cluster.submit_py("ddp", "--script", "own.py", "--gpus", 2, "--wait")
     assert done.returncode == 1
-    assert done.stderr.endswith(" failed: rank 1 on n1 ended silently, with exit code 3\n"), done.stderr
+    assert " failed: rank 1 on n1 ended silently, with exit code 3 (in " in done.stderr, done.stderr
     job = done.stdout.split()[1]
     assert told(done.stdout)[-1].startswith(f"watch   job {job} ")
 

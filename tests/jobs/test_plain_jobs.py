@@ -226,18 +226,47 @@ def test_lightning_comes_back(on_cluster: Checkout) -> None:
     assert "back to the queue, to go on" in on_cluster.log(jobs["srun"])
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "submitit"])
-def test_its_exit_code_is_that_of_the_job(launcher: str, on_cluster: Checkout) -> None:
-    """That of the rank that failed first, not of the one that srun had to end."""
-    script, fate = write(on_cluster, FATES), "time.sleep(600) if rank else sys.exit(7)"
+# Rank 0 does nothing more when both have printed; a rank that is ended does not empty Python's buffer.
+BOTH_PRINTED = """
+print("so far", rank)
+job = os.environ["TRAINKIT_JOB_DIR"]
+open(f"{job}/checkpoints/printed-{rank}", "w").close()
+while len(os.listdir(job + "/checkpoints")) < 2:
+    time.sleep(0.1)
+if rank == 0:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fate", "code", "told"),
+    [
+        # As the kit's own errors end a rank, such as those of a Recorder.
+        ("srun", "from trainkit import errors; errors.fail('planted')", 1, "error on rank 1: planted"),
+        ("torchrun", "os._exit(7)", 7, "rank 1 on n1 ended with exit code 7"),
+        ("submitit", "raise ValueError('planted')", 1,
+         r"rank 1 on n1 ended with exit code 1: ValueError: planted \(in \d+_1_log.out\)"),
+    ],
+)  # fmt: skip
+def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
+    launcher: str, fate: str, code: int, told: str, on_cluster: Checkout
+) -> None:
+    """The code is that of the rank that failed first, not of the one that srun had to end."""
+    script, both = write(on_cluster, FATES), BOTH_PRINTED + fate
     if launcher == "submitit":
-        done = on_cluster.submit_py("ddp", "--wait", "--plain", script, fate)
+        done = on_cluster.submit_py("ddp", "--wait", "--plain", script, both)
         assert done.returncode == 1
-        assert done.stderr.endswith(" failed: rank 0 on n1 ended with exit code 7\n"), done.stderr
+        assert re.search(f" failed: {told}\n$", done.stderr), done.stderr
         job = int(done.stdout.split()[1])
+        path = next(on_cluster.folder.rglob(f"{job}_0_log.out"))
+        log = path.read_text()
+        assert f"\nranks    ls '{path.parent}'/{job}_*_log.out\n" in done.stdout
     else:
-        job = on_cluster.submit(launcher, "--plain", script, fate)
-    assert on_cluster.cluster.wait(job)["ExitCode"] == "7:0", on_cluster.log(job)
+        job = on_cluster.submit(launcher, "--plain", script, both, sbatch=("--nodelist=n1",))
+        on_cluster.cluster.wait(job)
+        log = on_cluster.log(job)
+    assert on_cluster.cluster.job(job)["ExitCode"] == f"{code}:0", log
+    assert re.search(f"^why     {told}$", log, re.MULTILINE) and "so far 0\n" in log, log
 
 
 WHERE = """
@@ -343,15 +372,22 @@ def test_a_job_that_may_not_come_back_keeps_its_exit_code(on_cluster: Checkout) 
     [
         ("os._exit(0)", 0, "done: see "),
         ("time.sleep(600) if rank else sys.exit(7)", 1, "failed: rank 0 ended with exit code 7\n"),
-        ("time.sleep(600) if rank else os.kill(os.getpid(), 9)", 1, "rank 0 ended with exit code -9\n"),
+        ("time.sleep(600) if rank else os.kill(os.getpid(), 9)", 1, "failed: rank 0 was killed "),
+        (BOTH_PRINTED + "raise ValueError('planted')", 1,
+         "failed: rank 1 ended with exit code 1: ValueError: planted (in "),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
         ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to go on: copy /"),
-        ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144\n"),
+        ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144"),
     ],
 )  # fmt: skip
 def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, checkout: Checkout) -> None:
+    checkout.site("SITE_MONITOR=on")
     done = checkout.submit_py("ddp", "--gpus", 2, "--wait", "--plain", write(checkout, FATES), fate)
     assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    (log,) = (checkout.folder / "results" / "jobs").rglob("*_0_log.out")
+    reason = f"why     {told.removeprefix('failed: ')}"
+    assert (reason in log.read_text()) == told.startswith("failed: "), log.read_text()
+    assert ("so far 0\n" in log.read_text()) == ("so far" in fate)
 
 
 def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout) -> None:
@@ -361,6 +397,7 @@ def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout
     done = succeeded(checkout.submit_py("single", *arguments, cwd=script.parent))
     assert done.stdout.startswith("--local: running as 1 local process(es)\n")
     assert (script.parent / "results" / "sample_3_1").exists()
+    assert "results  ls" not in done.stdout  # it records nothing there
 
 
 # On one rank it writes a record; on two it fails until there is a file `well`.

@@ -51,14 +51,15 @@ class Handle:
     """A submitted job with `tasks` processes; a `SlurmHandle` or a `LocalHandle`, which have `cancel`, too.
 
     `log` has the output of rank 0 and of the job script; the other ranks' logs and submitit's files
-    are next to it. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV.
+    are next to it. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV; None
+    for a plain script, most of which write none.
     """
 
     job_id: str
     tasks: int
     log: Path
     folder: Path
-    results: Path
+    results: Path | None
     poll_seconds: ClassVar[float] = 2
     stop_command: ClassVar[str] = "scancel"
 
@@ -73,9 +74,12 @@ class Handle:
 
     def how_to_follow(self) -> str:
         """Return the commands that show the job and stop it, one per line."""
-        output, results = shlex.quote(str(self.log)), shlex.quote(str(self.results))
-        stop = f"stop     {self.stop_command} {self.job_id}"
-        return f"output   tail -n +1 -F {output}\nresults  ls {results}\n{stop}"
+        lines = [f"output   tail -n +1 -F {shlex.quote(str(self.log))}"]
+        if self.tasks > 1:
+            lines.append(f"ranks    ls {shlex.quote(str(self.log.parent))}/{self.job_id}_*_log.out")
+        if self.results:
+            lines.append(f"results  ls {shlex.quote(str(self.results))}")
+        return "\n".join([*lines, f"stop     {self.stop_command} {self.job_id}"])
 
     def verdict(self) -> list[str]:
         """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
@@ -181,7 +185,8 @@ class LocalHandle(Handle):
             return State("failed", f"it was stopped; to go on: {given}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return State("done", self._log_line("results: ") or f"see {self.log}")
-        reasons = (*Evidence(self.folder, self._all_lines()).reasons(), self._last_words())
+        found = Evidence(self.folder, self._all_lines(), log=self.log).reasons()
+        reasons = (*(reason.text for reason in found), self._last_words())
         silent = "" if any(self.folder.glob("rank-*")) else ": no rank left a note; does it need --plain?"
         return State("failed", reasons[0] or f"see {self.log.parent}{silent}")
 

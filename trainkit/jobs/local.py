@@ -133,7 +133,8 @@ def start(
             sampler = _sampler(folder, job.job_id, job.paths.stdout) if sampled else None
     finally:
         signal.signal(signal.SIGINT, before)
-    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results_dir / "runs", job.done, sampler)
+    results = None if plain else results_dir / "runs"
+    return LocalHandle(job.job_id, ranks, job.paths.stdout, folder, results, job.done, sampler)
 
 
 def _sampler(folder: Path, job_id: str, log: Path) -> subprocess.Popen:

@@ -99,7 +99,7 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
         request.resources.tasks,
         job.paths.stdout,
         site.jobs_dir / job.job_id,
-        results_dir / "runs",
+        None if request.stage.plain else results_dir / "runs",
     )
     # Not every Slurm refuses at once a job that it can never start.
     reason = handle.state().detail

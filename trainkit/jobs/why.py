@@ -1,15 +1,17 @@
 """Why a job failed: which rank died first, where, and of what. It needs no packages.
 
 It reads the notes of the ranks (runtime/job_folder.py), and the output of srun, torchrun and NCCL:
-slurm/job_env.sh runs `python -m trainkit.jobs.why srun < log`.
+slurm/job_env.sh runs `python -m trainkit.jobs.why srun LOG < log`.
 """
 
+import os
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.jobs.slurm import numbers
 from trainkit.runtime import job_folder
@@ -25,6 +27,18 @@ LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of 
 ABORTED = re.compile(r"Rank (\d{1,9})\] Process group watchdog .* exception: (.*)")
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST, LONGEST = 9, 2000  # reasons that are printed, and characters of one
+OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
+# How an exception's traceback ends, and an error in a sentence.
+LAST_WORDS = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?$|error(?: on rank \d+)?: .*")
+MOST_OF_A_LOG = 2**20  # bytes of its end in which a rank's last words are looked for
+
+
+class Reason(NamedTuple):
+    """Why a job failed: a clause on one rank, and that rank's exit code; 0 if these are not known."""
+
+    text: str
+    rank: int | None = None
+    exit_code: int = 0
 
 
 class Evidence:
@@ -34,35 +48,57 @@ class Evidence:
         folder: the job's own.
         printed: the lines of its logs.
         launcher: what started the ranks: srun, torchrun, or "" on this machine without Slurm.
+        log: the log of rank 0. If it is one of submitit's, each rank has its own beside it.
+        first_start: its logs have nothing of an earlier start.
     """
 
-    def __init__(self, folder: Path, printed: Iterable[str], launcher: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        printed: Iterable[str],
+        launcher: str = "",
+        log: Path | None = None,
+        first_start: bool = True,
+    ) -> None:
         self._folder, self._launcher = folder, launcher
+        self._log, self._first_start = log, first_start
         self._lines = list(filter(CLUES.search, printed))  # a log may have millions of others
         self._left = next(filter(None, map(LEFT.search, self._lines)), None)
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
-    def reasons(self) -> list[str]:
+    def reasons(self) -> list[Reason]:
         """Return why the job failed, the first reason first; nothing if it is unknown."""
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(filter(None, reasons)))
         if self._nodes and not found:
             why = "for want of memory: --mem" if self._launcher else "at its time limit, for want of memory"
-            return [f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?"]
+            return [Reason(f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?")]
         if self._launcher and not found and job_folder.notes(self._folder, "lost"):
-            return ["the ranks lost contact: the network failed, or a rank hung for longer than --timeout"]
-        return found
+            why = "the network failed, or a rank hung for longer than --timeout"
+            return [Reason(f"the ranks lost contact: {why}")]
+        return list(map(self._with_its_output, found))
 
-    def _noted_by_a_rank(self) -> str:
-        """Return the note of the rank that failed first; "" on a full disk, where there is none."""
-        failed = job_folder.notes(self._folder, "failed").values()  # some file systems have no links
-        notes = (self._folder / "first-failed", *failed)
-        lines = (line for note in notes for line in job_folder.read(note).splitlines())
-        return next(filter(None, lines), "")[:LONGEST]
+    def _noted_by_a_rank(self) -> Reason | None:
+        """Return the note of the rank that failed first; None on a full disk, where there is none."""
+        first = self._folder / "first-failed"
+        first_name = first.readlink().name if first.is_symlink() else ""  # some file systems have no links
+        failed = job_folder.notes(self._folder, "failed").items()
+        for rank, note in sorted(failed, key=lambda noted: noted[1].name != first_name):
+            if lines := list(filter(None, job_folder.read(note).splitlines())):
+                return Reason(lines[0][:LONGEST], rank, self._exit_codes().get(rank, 1))
+        return None
 
-    def _deaths(self) -> Iterator[str | None]:
+    def _exit_codes(self) -> dict[int, int]:
+        """Return the exit codes of the ranks, as srun or torchrun have printed them."""
+        printed = "\n".join(self._lines)
+        if self._launcher == "torchrun":
+            return {int(rank): _exit_code(how) for _, rank, how in OF_TORCHRUN.findall(printed)}
+        found = OF_SRUN.findall(printed)
+        return {task: _exit_code(how) for _, tasks, how in found for task in numbers(tasks)}
+
+    def _deaths(self) -> Iterator[Reason | None]:
         """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
         ended = job_folder.notes(self._folder, "finished", "failed", "lost")
         printed = "\n".join(self._lines)
@@ -74,9 +110,9 @@ class Evidence:
                 if self._launcher != "torchrun" and task not in ended:
                     yield self._died(task, node, how)
                 elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
-                    yield f"torchrun {task} on {node} {_in_words(how)}"
+                    yield Reason(f"torchrun {task} on {node} {_in_words(how)}", None, _exit_code(how))
 
-    def _died(self, rank: int, node: str, how: str) -> str | None:
+    def _died(self, rank: int, node: str, how: str) -> Reason | None:
         """Return a clause on a rank's death; `how` is srun's word, or torchrun's exit code."""
         if rank in self._waited:
             return self._gave_up()
@@ -88,14 +124,31 @@ class Evidence:
         if words == "aborted":
             aborted = (found.groups() for found in map(ABORTED.search, self._lines) if found)
             words += next((f" ({cause})" for of, cause in aborted if int(of) == rank), "")
-        return words and f"rank {rank} on {self._nodes.get(rank) or node} {words}"
+        if not words:
+            return None
+        return Reason(f"rank {rank} on {self._nodes.get(rank) or node} {words}", rank, _exit_code(how))
 
-    def _gave_up(self) -> str | None:
+    def _gave_up(self) -> Reason | None:
         if not self._waited:
             return None
         missing = self._names(rank for rank in self._nodes if rank not in self._waited)
         missing = f"{missing}, which hung or was lost" if missing else "each other"
-        return f"NCCL gave up after --timeout: rank {','.join(map(str, self._waited))} waited for {missing}"
+        waited = ",".join(map(str, self._waited))
+        reason = f"NCCL gave up after --timeout: rank {waited} waited for {missing}"
+        return Reason(reason, self._waited[0], self._exit_codes().get(self._waited[0], 0))
+
+    def _with_its_output(self, reason: Reason) -> Reason:
+        """Add the error that a script has printed which leaves no note of it, and name the log it is in."""
+        if self._log is None or reason.rank is None or not self._log.name.endswith(OWN_LOG):
+            return reason
+        log = self._log.with_name(f"{self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out")
+        text = reason.text
+        without_its_error = re.search(r"exit code \d+$", text) and (self._folder / job_folder.PLAIN).exists()
+        if without_its_error and self._first_start and (words := _last_words(log)):
+            text += f": {words}"
+        if reason.rank and log.is_file():  # that of rank 0 is the job's
+            text += f" (in {log.name})"
+        return reason._replace(text=text)
 
     def _names(self, ranks: Iterable[int]) -> str:
         if self._launcher:
@@ -112,26 +165,57 @@ def _in_words(how: str) -> str:
         return "was killed (by hand, or for want of memory: --mem)"
     if how.startswith("Out Of Memory"):
         return "was killed for want of memory: ask for more --mem"
-    if how.startswith("Aborted") or how == "-6":
+    if how.startswith("Aborted"):
         return "aborted"
     if how.startswith("-"):
-        with suppress(ValueError):  # real-time signals have no names
-            return f"died of signal {signal.Signals(-int(how)).name}"
-        return f"died of signal {how[1:]}"
+        with suppress(ValueError):
+            return job_folder.died_of(-int(how))
     if how.startswith("Exited") or how.isdigit():
         return f"ended silently, with exit code {how.split()[-1]}"
     return f"died: {how}"
 
 
+def _exit_code(how: str) -> int:
+    """Return the exit code, as a shell has it, by srun's word or torchrun's exit code; 0 if it is unknown."""
+    by_signal = re.fullmatch(r"-(\d{1,2})", how)
+    if by_signal:
+        return 128 + int(by_signal[1])
+    exited = re.fullmatch(r"(?:Exited with exit code )?(\d{1,3})", how)
+    if exited:
+        return int(exited[1])
+    by_name = {signal.strsignal(number): number for number in signal.valid_signals()}
+    number = signal.SIGKILL if how.startswith("Out Of Memory") else by_name.get(how.partition(" (core")[0])
+    return 128 + number if number else 0
+
+
+def _last_words(log: Path) -> str:
+    """Return the error that a log ends with; "" if there is none."""
+    if not log.is_file():  # a pipe would be waited for
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))
+        lines = file.read(MOST_OF_A_LOG).decode(errors="replace").splitlines()
+    return next(filter(LAST_WORDS.match, reversed(lines)), "")[:LONGEST]
+
+
+def tell_reasons(reasons: list[Reason]) -> None:
+    """Print why a job failed as the last words of its log."""
+    for number, reason in enumerate(reasons[:MOST]):
+        # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
+        tell(f"then    {reason.text.partition(' (')[0]}" if number else f"why     {reason.text}")
+
+
 def main() -> None:
-    """Print the reasons as the last words of a job's log."""
-    if len(sys.argv) < 2 or not job_folder.here():
+    """Print the exit code of the rank that failed first, and the reasons as the last words of a job's log."""
+    if len(sys.argv) < 3 or not job_folder.here():
         sys.exit(f"error: slurm/job_env.sh asks this in a job, whose folder is {job_folder.VARIABLE}.")
     printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
-    reasons = Evidence(job_folder.here(), printed, launcher=sys.argv[1]).reasons()[:MOST]
-    for number, reason in enumerate(reasons):
-        # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
-        tell(f"then    {reason.partition(' (')[0]}" if number else f"why     {reason}")
+    first_start = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    evidence = Evidence(job_folder.here(), printed, sys.argv[1], Path(sys.argv[2]), first_start)
+    reasons = evidence.reasons()
+    if reasons:
+        tell(f"code    {reasons[0].exit_code}")
+    tell_reasons(reasons)
 
 
 if __name__ == "__main__":

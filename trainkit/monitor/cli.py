@@ -21,6 +21,7 @@ from pathlib import Path
 from trainkit.jobs import local
 from trainkit.jobs.following import VERDICT_SECONDS
 from trainkit.jobs.site import read_site
+from trainkit.jobs.why import Evidence, tell_reasons
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least, given, given_path
 from trainkit.runtime.errors import UserError, first_line, tell
@@ -150,6 +151,15 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
         collector.sample(folder, mine, at_end)
     if until or os.environ["SLURM_PROCID"] == "0":
         _keep_and_tell(folder, f"job {until or os.environ['SLURM_JOB_ID']}")
+    if until:
+        _tell_why(folder.parent, str(until))
+
+
+def _tell_why(job: Path, job_id: str) -> None:
+    """Print why a job on this machine failed, as slurm/job_env.sh does at the end of a job of Slurm."""
+    failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
+    if failed:
+        tell_reasons(Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons())
 
 
 def _keep_and_tell(folder: Path, name: str) -> None:

@@ -16,6 +16,7 @@ jobs/why.py finds which rank it was; a rank that is still "started" after the en
 
 import os
 import re
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -77,6 +78,17 @@ def read(note: Path) -> str:
             with note.open(errors="replace") as file:
                 return file.read(LONGEST_NOTE).strip()
     return ""
+
+
+def died_of(number: int) -> str:
+    """Return in words what a signal did to a rank that it has ended."""
+    if number == signal.SIGKILL:
+        return "was killed (by hand, or for want of memory)"
+    if number == signal.SIGABRT:
+        return "aborted"
+    with suppress(ValueError):  # real-time signals have no names
+        return f"died of signal {signal.Signals(number).name}"
+    return f"died of signal {number}"
 
 
 def note_stop(checkpoints: Path) -> None:

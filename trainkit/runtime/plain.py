@@ -37,8 +37,8 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     for number in errors.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
-    reason = f"rank {here.rank} ended with exit code {code}" if code else ""
-    job_folder.note("failed" if code else "finished", reason)
+    how = job_folder.died_of(-code) if code < 0 else f"ended with exit code {code}"
+    job_folder.note("failed" if code else "finished", f"rank {here.rank} {how}" if code else "")
     code = code if code >= 0 else 128 - code
     sys.exit(1 if code == 144 else code)  # by 144 submitit would start the job again
 
