@@ -4,8 +4,8 @@ A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where 
 `lines FILE.py "FIRST" "LAST"` (from the line that contains FIRST to the next that contains LAST), `table
 FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column of that
 comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
-a job's samples `verdict FOLDER`, or `bench TOOL FILE.csv`, the table that a tool in tools/bench makes of what
-it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
+a job's samples `verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
+what it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -164,10 +164,10 @@ def _verdict(folder: Path, name: str) -> str:
     return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
 
 
-def _bench(folder: Path, tool: str, name: str) -> str:
+def _bench(folder: Path, tool: str, *names: str) -> str:
     if str(BENCH) not in sys.path:  # for what a tool imports from beside it
         sys.path.append(str(BENCH))
-    return importlib.import_module(tool).table(folder / name)
+    return importlib.import_module(tool).table(*(folder / name for name in names))
 
 
 def executed(notebook: NotebookNode) -> NotebookNode:

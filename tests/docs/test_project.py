@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
 
 from trainkit.rank import sharded, staging
+from trainkit.schema import records
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -77,6 +79,19 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors, f"{name}#{anchor}"
     for test, file in TEST.findall(page.read_text()):
         assert f"\ndef {test}(" in (page.parent / file).read_text(), test
+
+
+def test_the_speed_of_a_step_is_that_of_long_epochs() -> None:
+    """In one of 14 steps, how it begins and ends is a part of the result."""
+    lesson = (REPOSITORY / "01_singlegpu" / "README.md").read_text()
+    (sources,) = re.findall(r"<!-- quote: bench on_a_gpu (.*) -->", lesson)
+    places = [REPOSITORY / "01_singlegpu" / source for source in sources.split()]
+    files = [file for place in places for file in (place.glob("*.csv") if place.is_dir() else [place])]
+    assert len(files) == 3 and min(row["steps"] for file in files for row in records.read(file)) > 400
+    shapes = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "on_a_gpu.py"))["SHAPES"]
+    for arguments in shapes.values():
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert options["--train-size"] > 400 * options["--batch-size"]
 
 
 def test_the_glossary_is_in_order() -> None:

@@ -3,7 +3,7 @@
 PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
 
 Each section is independent: it has its own time limit, and prints and writes its table at once. All
-together take about 15 minutes. Name sections to run only these.
+together take about 20 minutes. Name sections to run only these.
 """
 
 import argparse
@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import median
 
 from trainkit.schema import records
 
@@ -23,10 +25,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SINGLE = "01_singlegpu/mnist_singlegpu.py"
 DDP = "03_multigpu_ddp/mnist_ddp.py"
 CAPTURED = "03_multigpu_ddp/beyond/captured.py"
+# An epoch lasts three seconds or more: of one that takes a tenth of a second, much is its begin and its end.
 SHAPES = {
-    "128 tf32": ("--batch-size", 128, "--precision", "tf32", "--epochs", 5),
-    "1024 bf16": ("--batch-size", 1024, "--precision", "bf16", "--epochs", 8),
-    "4096 bf16": ("--batch-size", 4096, "--precision", "bf16", "--epochs", 12),
+    "128 tf32": ("--batch-size", 128, "--precision", "tf32", "--epochs", 4, "--train-size", 600_000),
+    "1024 bf16": ("--batch-size", 1024, "--precision", "bf16", "--epochs", 4, "--train-size", 2_000_000),
+    "4096 bf16": ("--batch-size", 4096, "--precision", "bf16", "--epochs", 4, "--train-size", 2_000_000),
 }
 WAYS = {
     "eager": (DDP,),
@@ -34,6 +37,15 @@ WAYS = {
     "captured": (CAPTURED,),
     "compiled": (CAPTURED, "--how", "eager", "--compile"),
     "compiled and captured": (CAPTURED, "--compile"),
+}
+# How the step of a run was made, by the stage in its record.
+WAY_OF_STAGE = {
+    "single": "eager",
+    "ddp": "eager",
+    "ddp-graphed": "graphed",
+    "ddp-captured": "captured",
+    "ddp-eager-compiled": "compiled",
+    "ddp-captured-compiled": "compiled and captured",
 }
 Row = dict[str, object]
 
@@ -94,10 +106,45 @@ def train(until: float, folder: Path, *command: object) -> list[Row]:
     return records.read(new.pop()) if new else []
 
 
+def past_warmup(rows: list[Row]) -> list[float]:
+    """Return images per second of each epoch past the warm-up."""
+    return [row["images_per_s"] for row in rows if not row["warmup"]]
+
+
 def steady(rows: list[Row]) -> float:
     """Return images per second of the median epoch past the warm-up."""
-    values = sorted(row["images_per_s"] for row in rows if not row["warmup"])
-    return values[len(values) // 2]
+    return median(past_warmup(rows))
+
+
+def speed_row(run: list[Row], eager: float) -> Row:
+    """Return the line of one run in the table of steps; `eager`: images/s of the step as it is."""
+    speeds = past_warmup(run)
+    return {
+        "batch, precision": f"{run[0]['global_batch']} {run[0]['precision']}",
+        "step": WAY_OF_STAGE[run[0]["stage"]],
+        "images/s": f"{steady(run):,.0f}",
+        "min..max": f"{min(speeds):,.0f}..{max(speeds):,.0f}",
+        "x eager": f"{steady(run) / eager:.2f}",
+        "ms a step": f"{1000 * run[0]['global_batch'] / steady(run):.2f}",
+    }
+
+
+def table(*sources: Path) -> str:
+    """Lay out the steps of recorded runs, which lie in files or folders, as a table for people."""
+    files = [file for source in sources for file in ([source] if source.is_file() else source.glob("*.csv"))]
+    runs = [run for file in files for run in records.by_run(records.read(file)).values()]
+    of_shape = defaultdict(dict)
+    for run in runs:
+        shape = run[0]["global_batch"], run[0]["precision"]
+        of_shape[shape][WAY_OF_STAGE[run[0]["stage"]]] = run
+    rows = [
+        speed_row(ways[way], steady(ways["eager"]))
+        for _, ways in sorted(of_shape.items())
+        for way in WAYS
+        if way in ways
+    ]
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def speed(folder: Path, until: float) -> Iterator[Row]:
@@ -105,18 +152,10 @@ def speed(folder: Path, until: float) -> Iterator[Row]:
     for shape, options in SHAPES.items():
         ways = WAYS if shape != "4096 bf16" else {name: WAYS[name] for name in ("eager", "captured")}
         eager = None
-        for way, command in ways.items():
-            if rows := train(until, folder, *command, *options):
-                eager = eager or steady(rows)
-                yield {
-                    "batch, precision": shape,
-                    "step": way,
-                    "images/s": round(steady(rows)),
-                    "x eager": f"{steady(rows) / eager:.2f}",
-                    "ms a step": f"{1000 * rows[0]['global_batch'] / steady(rows):.2f}",
-                    "acc. %": rows[-1]["test_accuracy"],
-                    "first epoch s": f"{rows[0]['train_seconds']:.1f}",
-                }
+        for command in ways.values():
+            if run := train(until, folder, *command, *options):
+                eager = eager or steady(run)
+                yield speed_row(run, eager)
 
 
 def accuracy(folder: Path, until: float) -> Iterator[Row]:
@@ -203,7 +242,7 @@ def compare(folder: Path, until: float) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row]], int]] = {
-    "speed": (speed, 400),
+    "speed": (speed, 600),
     "kernels": (kernels, 90),
     "accuracy": (accuracy, 70),
     "traces": (traces, 220),

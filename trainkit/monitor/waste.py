@@ -75,7 +75,7 @@ FULL = {
 }
 Found = AbstractSet[str]  # the kinds that the rules before have found
 OPTIONS = re.compile(r" \(--(?:loader|num-workers|batch-size)[^)]*\)")  # that only our scripts have
-LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-python"
+LAUNCHES = "01_singlegpu/README.md#when-the-gpu-waits-for-the-cpu"
 
 
 @dataclass(frozen=True)

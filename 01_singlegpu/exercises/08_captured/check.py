@@ -66,7 +66,7 @@ def check(mine: Workspace) -> str:
         f"times as fast; with 1024, {gains[1024]:.1f} times. The utilisation of the eager step showed that "
         "in advance: a graph removes the gaps and nothing else. Short kernels remain: at 98 % utilisation, "
         "the GPU takes a third of its power. The remedy for those is a larger batch, or a compiler that "
-        "joins kernels."
+        "joins kernels. At 4096 there are no gaps, and a graph gains nothing."
     )
 
 
