@@ -230,7 +230,7 @@ sample() {
 watching=$TRAINKIT_JOB_DIR/monitor sampler=""
 if [[ $SITE_MONITOR == on ]] && mkdir -p "$watching"; then
     tasks=${SLURM_TASKS_PER_NODE:-1}
-    rm -f "$watching"/{asked,log}
+    rm -f "$watching"/{asked,ended,log}
     echo "${SLURM_CPUS_PER_TASK:-0} ${tasks%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked" || true
     exec {own_output}>&1 # in place of which a coprocess has a pipe
     coproc SAMPLER { sample 1>&"$own_output" 2>"$watching/log"; }
@@ -283,6 +283,7 @@ tell_why() {
 tell_what_was_seen() {
     local tenths begun=0 most=150 why
     [[ -n $sampler ]] || return
+    echo "$code" 2>/dev/null >"$watching/ended"
     [[ -z $sampler_input ]] || exec {sampler_input}>&-
     if compgen -G "$watching/*.csv" >/dev/null; then begun=1; else most=20; fi
     for ((tenths = 0; tenths < most; tenths++)); do

@@ -400,23 +400,70 @@ def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout
     assert "results  ls" not in done.stdout  # it records nothing there
 
 
+# Its ranks are there while they are sampled a few times, and meet only if they are told to.
+SAMPLED = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+def count():
+    samples = Path(os.environ["TRAINKIT_JOB_DIR"], "monitor").glob("*.csv")
+    return sum(path.read_text().count(f",rank,{os.environ['RANK']},") for path in samples)
+
+if "together" in sys.argv:
+    dist.init_process_group("gloo")
+began = count()
+while count() < began + 4:
+    time.sleep(0.1)
+"""
+
+
+def judge_early(checkout: Checkout) -> None:
+    """After three samples instead of ten, in which a process only loads PyTorch."""
+    checkout.site("SITE_MONITOR=on\n")
+    rules = checkout.folder / "trainkit" / "monitor" / "sampled_job.py"
+    assert "MEET_WITHIN, PREPARED_WITHIN = 10," in rules.read_text()
+    rules.write_text(rules.read_text().replace("MEET_WITHIN, PREPARED_WITHIN = 10,", "MEET_WITHIN, _ = 3,"))
+
+
+def test_ranks_that_never_met_are_told_in_the_last_lines(on_cluster: Checkout) -> None:
+    judge_early(on_cluster)
+    script, nodes = write(on_cluster, SAMPLED + "os._exit(0)"), ("--nodes=2", "--ntasks-per-node=1")
+    ways = {"two nodes": nodes, "one node": (), "together": nodes}
+    jobs = {way: on_cluster.submit("srun", "--plain", script, way, sbatch=ways[way]) for way in ways}
+    for way, job in jobs.items():
+        state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+        assert state["JobState"] == "COMPLETED", log
+        assert ("watch   the 2 ranks never met" in log) == (way != "together"), log
+
+
 # On one rank it writes a record; on two it fails until there is a file `well`.
-SWEPT = """
+SWEPT = (
+    """
 from pathlib import Path
 import os, sys
+if os.environ["WORLD_SIZE"] == "2" and not Path("well").exists():
+    sys.exit(3)
+"""
+    + SAMPLED
+    + """
 if os.environ["WORLD_SIZE"] == "2":
-    sys.exit(0 if Path("well").exists() else 3)
-import torch
+    os._exit(0)
 from trainkit import Recorder
 model = torch.nn.Linear(2, 1)
 told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
 recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)
 recorder.epoch(samples=8, seconds=1, loss=1)
 """
+)
 
 
 def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
-    """What has ended well stays, what has failed runs again, and the records are compared."""
+    """What has ended well stays, what has failed runs again, and the records are compared.
+
+    Of ranks that never met it says so.
+    """
+    judge_early(checkout)
     script, out = write(checkout, SWEPT), checkout.folder / "a sweep"
     arguments = ("slurm/sweep.py", "--local", "--gpus", "1,2", "--out", out)
     plain = ("--plain", script, "--gpus", 7)
@@ -427,7 +474,10 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     assert records.read(record)[0]["dataset"] == "--gpus 7" and (out / "comparison.md").exists()
     (script.parent / "well").touch()
     done = succeeded(checkout.python(*arguments, *plain, cwd=script.parent))
-    assert "2 runs, 1 of them finished" in done.stdout and "[2/2] train-2gpu-r1 finished" in done.stdout
+    assert (
+        "2 runs, 1 of them finished" in done.stdout
+        and "[2/2] train-2gpu-r1 finished; the 2 ranks never met" in done.stdout
+    )
     done = checkout.python(*arguments, "--batch-size", 64, *plain)
     assert f"--batch-size is not for plain scripts: put the arguments of {script} after" in done.stderr
 

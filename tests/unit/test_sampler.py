@@ -18,7 +18,7 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, stage_command
 
-from trainkit.monitor import gpus, processes
+from trainkit.monitor import connections, gpus, processes
 from trainkit.runtime.errors import UserError
 from trainkit.schema import samples
 
@@ -166,6 +166,51 @@ def test_ranks_that_a_script_starts_itself(tmp_path: Path) -> None:
             process.kill()
         job.wait()
     assert {(row["number"], row["loaders"]) for row in seen(tmp_path, samples.RANK)} == {("0", 0)}
+
+
+TALKS = """
+import socket, sys
+_, how, *port = sys.argv
+ends = [socket.create_server(("localhost", 0))] if how != "calls" else []
+print(ends[0].getsockname()[1] if ends else "", flush=True)
+if how != "hears":
+    ends.append(socket.create_connection(("localhost", port[0] if port else ends[0].getsockname()[1])))
+    print(flush=True)
+while how != "calls":
+    ends.append(ends[0].accept()[0])
+    print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_has_met_whom() -> None:
+    """Processes connected to another, to themselves, to one that is not the job's, and to nobody."""
+
+    def start(*how: str) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen([sys.executable, "-c", TALKS, *how], text=True, **PIPES)
+        return process, process.stdout.readline().strip()
+
+    processes = []
+    try:
+        for how in ("hears", "hears", "hears", "itself"):
+            processes.append(start(how))
+        (one, port), (agent, port_of_agent), (stranger, port_of_stranger), (alone, _) = processes
+        for to in (port, port_of_agent, port_of_stranger):
+            processes.append(start("calls", to))
+        for process, _ in (*processes[:3], processes[3], processes[3], *processes[4:]):
+            process.stdout.readline()
+        two, of_agent, of_stranger = (process for process, _ in processes[4:])
+        families = {0: [one.pid], 1: [two.pid], 2: [of_agent.pid], 3: [of_stranger.pid], 4: [alone.pid]}
+        meetings = connections.Meetings()
+        expected = {0: "rank", 1: "rank", 2: "-", 3: "host", 4: "-"}
+        assert meetings.look(families, [agent.pid]) == expected
+        two.kill()
+        two.wait()
+        assert meetings.look(families, [agent.pid]) == expected  # it has met it all the same
+    finally:
+        for process, _ in processes:
+            process.kill()
+            process.communicate()
 
 
 class Machine:

@@ -301,6 +301,34 @@ def test_processes_that_the_script_starts_itself(made: Callable[..., Path]) -> N
     assert waste.judge(folder).devices == "1 CPU worker"
 
 
+def test_ranks_that_never_met(made: Callable[..., Path]) -> None:
+    """Said where it can be told, before anything else; on two nodes another host may be that of a rank."""
+
+    def found(
+        met: str, ended: str = "0", how: Callable[[Row], Row | None] = dict, **job: object
+    ) -> list[str]:
+        folder = made([FULL] if "nodes" in job else [FULL] * 2, record=False, **job)
+        change(folder, lambda row: how(row | ({"met": met} if row["what"] == samples.RANK else {})))
+        (folder / samples.ENDED).write_text(ended)
+        return kinds(folder)
+
+    def few(row: Row) -> Row | None:
+        return row if float(row["time"]) < traces.BEGAN + 9 else None
+
+    assert found("-") == found("host") == found("-", nodes=2) == ["never_met"]
+    assert found("host", nodes=2) == found("rank") == found("") == found("-", ended="137") == []
+    assert found("-", ended="143", train=150) == ["never_met"]  # its time limit, after minutes of work
+    assert found("-", how=few) == []
+    folder = made([FULL, UNUSED], ranks=2, record=False)
+    change(folder, lambda row: row | {"met": "-"})
+    (folder / samples.ENDED).write_text("0\n")
+    assert kinds(folder)[0] == "never_met" and len(kinds(folder)) > 1
+    folder = made([FULL], record=False)
+    change(folder, lambda row: row | {"met": "-"})
+    (folder / samples.ENDED).write_text("0\n")
+    assert kinds(folder) == []  # it is alone
+
+
 def test_a_loader_that_starves_its_rank_is_one_finding(
     made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

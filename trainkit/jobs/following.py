@@ -26,6 +26,7 @@ from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, printable, tell
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
+NEVER_MET = "never met"  # what a verdict says of ranks that trained each by itself
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
 LOG_SECONDS = 60  # until a shared file system shows the end of a log
 MOST_OF_A_LOG = 2**24  # bytes that are read

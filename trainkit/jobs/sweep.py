@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
 from trainkit.jobs import submission
-from trainkit.jobs.following import Handle, LocalHandle, State
+from trainkit.jobs.following import NEVER_MET, Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
@@ -324,7 +324,8 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tupl
     """Return how a run has ended, in words, and whether it went well."""
     if sweep.plain and state.name == "done":
         (sweep.folder / run.name / FINISHED).touch()
-        return "finished", True
+        alone = next((line.removeprefix("watch   ") for line in handle.verdict() if NEVER_MET in line), "")
+        return f"finished; {alone}" if alone else "finished", True
     until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
     while not (csvs := sweep.finished(run.name)) and time.monotonic() < until:
         time.sleep(1)

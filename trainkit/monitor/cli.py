@@ -117,8 +117,10 @@ def _run(command: list[str]) -> int:
     ended(None)
     watch.join(VERDICT_SECONDS)  # a reading may hang in the driver
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    _note_end(folder, code)
     _keep_and_tell(folder, str(job))
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return code
 
 
 def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
@@ -137,6 +139,7 @@ def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
             return gone
 
         collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
+        _note_end(folder, int(bool(job_folder.notes(folder.parent, "started", "failed", "lost"))))
     else:
         if not own_job or not {"SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_PROCID"} <= os.environ.keys():
             raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
@@ -160,6 +163,12 @@ def _tell_why(job: Path, job_id: str) -> None:
     failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
     if failed:
         tell_reasons(Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons())
+
+
+def _note_end(folder: Path, code: int) -> None:
+    """Note the exit code of the job, or 1 for any other than 0, as slurm/job_env.sh does."""
+    with suppress(OSError):  # a full disk
+        (folder / samples.ENDED).write_text(f"{code}\n")
 
 
 def _keep_and_tell(folder: Path, name: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from trainkit.monitor.connections import Meetings
 from trainkit.runtime import place
 from trainkit.schema import samples
 
@@ -151,6 +152,7 @@ class Processes:
         self._moment = math.nan  # of the last sample
         self._samples = 0
         self._network_bytes = _network_bytes()
+        self._meetings = Meetings()
         self.ranks: dict[int, int] = {}  # process -> rank, also of loader workers
 
     def sample(self) -> list[dict[str, object]]:
@@ -180,7 +182,14 @@ class Processes:
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
         }
         parents = {process.pid: process.parent for process in processes}
-        return [node, *(family.row(parents) for family in families)]
+        met = self._look_who_has_met(families)
+        return [node, *(family.row(parents) | {"met": met[family.rank.rank]} for family in families)]
+
+    def _look_who_has_met(self, families: list[Family]) -> dict[int, str]:
+        """Return with whom each rank has had a connection; loader workers have those of their rank."""
+        of_ranks = {one.rank.rank: [process.pid for process in (one.rank, *one.others)] for one in families}
+        others = self._processes.keys() - self.ranks.keys()
+        return self._meetings.look(of_ranks, others)
 
     def _of_the_job(self, pid: int, seconds: float) -> Process | None:
         """Return a process of the job; None if it is not the job's, is another user's, or has ended."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from trainkit.monitor.connections import HOST, NOBODY
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
@@ -27,6 +28,9 @@ NEARLY = 0.9  # of the time: without a rank, a GPU is unused; known of all in a 
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
 CORES = "--cpus-per-task"
+# Samples of each rank. From when PyTorch is loaded, ranks that train together meet within seconds; at most
+# they make the data ready before, which takes minutes.
+MEET_WITHIN, PREPARED_WITHIN = 10, 300
 LAUNCHES, COMPUTE = 0.1, 0.1  # cores: of a rank that only waits for others; of the others that compute
 IDLE_AT_MOST = 0.2  # of its power limit, that a GPU takes with a CUDA context and no work: 10 to 25 %
 
@@ -59,6 +63,7 @@ class SampledJob:
     missing in between. `notes` say what the sampler could not see, and which records cannot be read. `shares`
     has the shares of the training time, 0 to 1 or NaN, that each rank worked itself (`own`), and that it
     waited for batches within that (`data`). The script of a `plain` job does not use the kit.
+    `ended_well` is whether the job has ended, with exit code 0.
 
     Raises:
         UserError: if there are no samples.
@@ -66,6 +71,7 @@ class SampledJob:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.plain = folder, (folder.parent / job_folder.PLAIN).exists()
+        self.ended_well = job_folder.read(folder / samples.ENDED) == "0"
         size = sum(file.stat().st_size for file in folder.glob("*.csv"))
         table = pd.DataFrame(samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)))
         table.loc[table.what == NODE, "number"] = "0"
@@ -168,6 +174,20 @@ class SampledJob:
         idle = max(0.0, 1 - cores / threads)
         # And only the time in which they could run: little, if they mostly wait for something else.
         return min(waiting, cores * waiting / (1 - waiting), idle)
+
+    def ranks_never_met(self) -> bool:
+        """Return whether there are several ranks, none connected to another; False if unknown.
+
+        A few samples may all be too early; and so may many, if the job did not end well.
+        """
+        ranks = self.places_at_the_end(RANK)
+        words = {word for rank in ranks for word in self.rows[RANK][rank].met}
+        alone = {NOBODY} if len({node for node, _ in ranks}) > 1 else {NOBODY, HOST}
+        if len(ranks) < 2 or not words <= alone:
+            return False
+        moments = min(len(self.rows[RANK][rank]) for rank in ranks)
+        at_work = all(self._judged_rows_of_rank(rank).cores.mean() >= LAUNCHES for rank in ranks)
+        return self.ended_well and moments >= MEET_WITHIN or at_work and moments >= PREPARED_WITHIN
 
     def others(self, rank: Place) -> int:
         """Return how many processes that a rank's script started itself compute; 0 if they hardly do."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from trainkit.jobs.following import NEVER_MET
 from trainkit.jobs.slurm import numbers
 from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob
 from trainkit.runtime.errors import printable
@@ -148,7 +149,9 @@ def judge(folder: Path) -> Verdict:
     for rule in RULES:  # if two find the same kind, the first says more
         for issue in rule(job, found.keys()):
             found.setdefault(issue.kind, issue)
-    findings = sorted(found.values(), key=lambda issue: (issue.grade == FASTER, -issue.share))
+    findings = sorted(
+        found.values(), key=lambda issue: (issue.kind != "never_met", issue.grade == FASTER, -issue.share)
+    )
     if job.plain:
         sentences = [OPTIONS.sub("", one.sentence).replace("--debug", "py-spy dump") for one in findings]
         findings = [replace(one, sentence=text) for one, text in zip(findings, sentences, strict=True)]
@@ -215,6 +218,21 @@ def _next_request(job: SampledJob, found: Found) -> str:
     options = " ".join(f"{need.option}={need.enough}{need.unit}" for need in less)
     used = ", ".join(f"{need.used:.1f} of {need.option}={need.asked:g}{need.unit}" for need in less)
     return f"next time {options} would be enough: the job used {used} at the peak."
+
+
+def _find_ranks_that_never_met(job: SampledJob, _: Found) -> Iterator[Issue]:
+    """Find ranks that each trained by itself. Those of a record have met, or it would have been refused."""
+    if job.trainings or not job.ranks_never_met():
+        return
+    number = len(job.places_at_the_end(RANK))
+    sentence = (
+        f"the {number} ranks {NEVER_MET}: each trained by itself, and may have overwritten the files of the "
+        "others. Ask for one task; or let them train as one, by init_process_group (torchrun's variables are "
+        "set) and DistributedDataParallel."
+    )
+    yield Issue(
+        "never_met", _name_places("rank", job.places_at_the_end(RANK)), number, sentence, 1 - 1 / number
+    )
 
 
 def _find_unused_gpus(job: SampledJob, _: Found) -> Iterator[Issue]:
@@ -499,5 +517,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-RULES = (_find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches, _find_slow_exchange)
-RULES += (_find_shared_cores, _find_throttled_gpus, _find_slow_rank, _find_full_memory, _find_low_power)
+RULES = (_find_ranks_that_never_met, _find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches)
+RULES += (_find_slow_exchange, _find_shared_cores, _find_throttled_gpus, _find_slow_rank)
+RULES += (_find_full_memory, _find_low_power)

@@ -1,8 +1,9 @@
 """The samples of a job: their folder, their columns, a writer that survives a kill, a reader.
 
 `<job's folder>/monitor/` has a file per node, `<node>.csv`, with a row for each GPU, each rank and the node
-itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; and, for a job
-script, `asked`: CPUs per task, tasks per node, and MB per node (0: not asked for).
+itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; `ended`, the exit
+code of the job, once it has one; and, for a job script, `asked`: CPUs per task, tasks per node, and MB per
+node (0: not asked for).
 """
 
 import csv
@@ -19,7 +20,8 @@ from trainkit.runtime.errors import UserError, reason
 from trainkit.runtime.files import check_regular, read_text
 from trainkit.schema.columns import MOST
 
-FOLDER, RUNS, NOTES, ASKED, PERIOD = "monitor", "runs", "notes", "asked", 1.0  # the period in seconds
+FOLDER, RUNS, NOTES, ASKED, ENDED = "monitor", "runs", "notes", "asked", "ended"
+PERIOD = 1.0  # s
 # What a row describes.
 NODE, GPU, RANK = "node", "gpu", "rank"
 # Column -> the kinds of rows that have it. An empty cell: the value cannot be read here.
@@ -47,11 +49,14 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "others": (RANK,),  # processes with PyTorch that its script started itself, and that compute
     "other_cores": (RANK,),  # that they use together
+    "met": (
+        RANK,
+    ),  # with whom it has had a TCP connection so far: rank, - (nobody), host (maybe with a rank)
 }
-LATER = ("others", "other_cores")  # older recordings, of results/sample, lack these
+LATER = ("others", "other_cores", "met")  # older recordings, of results/sample, lack these
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
-WORDS = ("what", "number", "name", "core_list", "ranks", "throttled")  # the other columns are numbers
+WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
 
 
 class Writer:
