@@ -333,6 +333,9 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
 FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 
+BACK, WELL = "job     7 x, restart 1, today\n", "ended   today with exit code 0; results\n"
+
+
 def _show(state: str) -> str:
     return f"echo JobId=7 JobName=x JobState={state}"
 
@@ -357,6 +360,10 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
         (_show("OUT_OF_MEMORY"), None, "why     x was killed", "failed: x was killed; it needed more"),
         (_show("FAILED"), None, "", "failed: srun: error: cannot start"),
         ("echo cannot reach it >&2; exit 1", None, "", "unknown: cannot reach it"),
+        # Slurm before 26.05 says so of a job that came back, and trained to its end.
+        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, f"{BACK}{WELL}", "done: results: somewhere"),
+        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, f"{WELL}{BACK}", "failed: a job of higher priority"),
+        (_show("PREEMPTED"), None, "", "failed: a job of higher priority"),
         (FORGOTTEN, "echo FAILED", "why     error on rank 1: x", "failed: error on rank 1: x"),
         (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),
         (FORGOTTEN, "echo COMPLETED", "", "done: results: somewhere"),

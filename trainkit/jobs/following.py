@@ -84,9 +84,7 @@ class Handle:
 
     def verdict(self) -> list[str]:
         """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
-        lines = _lines(self.log)
-        starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
-        return [line for line in lines[max(starts, default=0) :] if line.startswith("watch   ")]
+        return [line for line in self._lines_of_this_start() if line.startswith("watch   ")]
 
     def _progress(self) -> str:
         ours = not (self.folder / job_folder.PLAIN).exists()
@@ -95,6 +93,17 @@ class Handle:
     def _log_line(self, beginning: str) -> str | None:
         lines = [line for line in _lines(self.log) if line.startswith(beginning)]
         return lines[-1] if lines else None
+
+    def _lines_of_this_start(self) -> list[str]:
+        """Return what the log has of the job's last start; it may hold earlier ones."""
+        lines = _lines(self.log)
+        starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
+        return lines[max(starts, default=0) :]
+
+    def _ended_well(self) -> bool:
+        """Return whether the job script says, by its last line, that it ended without an error."""
+        ended = [line for line in self._lines_of_this_start() if line.startswith("ended   ")]
+        return bool(ended) and re.search(r" with exit code 0\b", ended[-1]) is not None
 
     def _last_words(self) -> str | None:
         """Return the error that the logs end with, if there is no better reason."""
@@ -129,9 +138,10 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = facts.get("Restarts", "0")
             return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
-        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh.
-        well = re.search(r" with exit code 0\b", self._log_line("ended   ") or "")
-        if state == "GONE" and well and job_folder.stopped(self.folder) is None:
+        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh, and so is one that was preempted:
+        # if it came back and ended well, Slurm before 26.05 calls it that all the same (SchedMD's ticket 25682).
+        well = self._ended_well()
+        if state in ("GONE", "PREEMPTED") and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
         # Or it is another job with its number.
         unknown = not self.folder.exists() or (self.folder / job_folder.PLAIN).exists()
