@@ -12,6 +12,7 @@
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
 _began_in=$PWD
+unset MASTER_ADDR MASTER_PORT # those of the user's shell; slurm/site.sh may set its own
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (SLURM_JOB_ID, SLURM_JOB_NODELIST): send it with sbatch, or python submit.py."
@@ -136,8 +137,15 @@ hold_signals=(env "--block-signal=USR2,TERM")
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}")
 
 # --- where the ranks meet ---------------------------------------------------------------------------
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) ||
-    fail "scontrol does not name the nodes of this job ($SLURM_JOB_NODELIST): report it to your admin."
+# A site may give its own address of the first node, such as that of a faster network.
+if [[ -n ${MASTER_ADDR:-} ]]; then
+    address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p') || address=""
+    [[ -n $address && " $(hostname -I) " == *" $address "* ]] ||
+        fail "MASTER_ADDR=$MASTER_ADDR of slurm/site.sh is ${address:-unknown}, no address of $(hostname), where rank 0 runs: correct it, or leave it out."
+else
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) ||
+        fail "scontrol does not name the nodes of this job ($SLURM_JOB_NODELIST): report it to your admin."
+fi
 if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
     name=$MASTER_ADDR
     MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -146,7 +154,7 @@ if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
 fi
 # By the job's number, so that two jobs on one node do not collide, and below the ports that the
 # system hands out by itself (32768 and up).
-MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE

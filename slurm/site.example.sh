@@ -33,6 +33,7 @@
 # --- 4. How the processes start and meet --------------------------------------------------------
 #SITE_SRUN_ARGS=(--mpi=none)               # more arguments for srun
 #SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo
+#MASTER_PORT=23456                         # where ranks meet; default: a port by the job's number
 
 # --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples of what it uses, and no verdict in its log; default: on

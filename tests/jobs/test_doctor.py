@@ -280,7 +280,7 @@ GPUS = (checkup_torch.gpus, 2)  # of two tasks
             "fault: asked for 8 cores, but may run on 1 only -> give --cpus-per-task to srun",
         ),
         ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores, but may run on 8 only"),
-        ({"MASTER_ADDR": "localhost"}, (checkup._names,), "ok: resolves the master, localhost"),
+        ({"MASTER_ADDR": "127.0.0.1"}, (checkup._names,), "ok: resolves the master, 127.0.0.1"),
         (given(2, 2), GPUS, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
         (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): there has to be one task per GPU -> sbatch"),
         (given(0, 0), GPUS, "warning: the job has no GPU: it will train on the CPU"),
@@ -444,15 +444,24 @@ def test_slurm_refuses(on_cluster: Callable, checkout: Checkout) -> None:
     assert "not available -> ask for fewer --gpus" in told
 
 
-def test_a_job_with_three_faults(checkout: Checkout, cluster: RunningCluster, tmp_path: Path) -> None:
-    """One node cannot resolve the master, PyTorch sees no GPU, and tasks have one CPU."""
+@pytest.mark.parametrize(
+    ("names_on_n2", "fault"),
+    [
+        ("127.0.0.1 localhost\n", "the master's name n1 cannot be resolved here"),
+        ("127.0.1.1 n1\n", "the master's name means n2 itself on n2 (n1 is 127.0.1.1)"),
+    ],
+)
+def test_a_job_with_three_faults(
+    names_on_n2: str, fault: str, checkout: Checkout, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """One node does not know the master's name, PyTorch sees no GPU, and tasks have one CPU."""
     names = cluster.run(["srun", "--nodes=2", "hostname"]).stdout.split()
     if len(set(names)) == 1:
         pytest.skip("the nodes of this cluster are one host, with one list of names")
     # A cluster of another name has real GPUs.
     checkout.site("SITE_CONTAINER=(env SLURM_CLUSTER_NAME=alpine)\n")
     hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n")
+    hosts.write_text(names_on_n2)
     on_n2 = ["srun", "--nodes=1", "--nodelist=n2"]
     shape = ("--nodes", 2, "--gpus", 2, "--", "--cpus-per-task=1")
     assert cluster.run([*on_n2, "mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
@@ -460,7 +469,7 @@ def test_a_job_with_three_faults(checkout: Checkout, cluster: RunningCluster, tm
         told = diagnose(cluster.run(command(checkout, "--json", "--job", *shape)))
     finally:
         cluster.run([*on_n2, "umount", "/etc/hosts"])
-    assert "the master's name n1 cannot be resolved here" in found(told, "names", FAULT)
+    assert fault in found(told, "names", FAULT)
     assert [f["node"] for f in told["findings"] if (f["check"], f["level"]) == ("names", FAULT)] == ["n2"]
     assert "2 ranks reported" in found(told, "ranks", OK)
     for node in ("n1", "n2"):

@@ -24,10 +24,25 @@ TWO_NODES = {
     "torchrun": ("--nodes=2", "--gpus-per-node=1", "--gpus=2"),
 }
 
+# As on Debian: each node has its hostname, here another than Slurm's, at an address that means itself.
+AS_ON_DEBIAN = """SITE_CONTAINER=(unshare --uts --mount bash -c '
+    hostname "host-$SLURMD_NODENAME"
+    hosts=$(mktemp --tmpdir="$TRAINKIT_JOB_DIR")
+    cat /etc/hosts - <<<"127.0.1.1 host-$SLURMD_NODENAME" >"$hosts"
+    mount --bind "$hosts" /etc/hosts
+    exec "$@"' bash)
+"""
+
 
 @pytest.fixture
 def checkouts(tmp_path: Path, cluster: RunningCluster) -> Callable[[str], Checkout]:
     return lambda name: Checkout(tmp_path / name, cluster)
+
+
+@pytest.fixture
+def separate_hosts(cluster: RunningCluster) -> bool:
+    """Whether the nodes are hosts of their own, with names of their own."""
+    return len({*cluster.run(["srun", "--nodes=2", "hostname"]).stdout.split()}) == 2
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.quick), "dp"])
@@ -69,13 +84,17 @@ Path(os.environ["TRAINKIT_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv
     assert re.search(sentence, on_cluster.log(lost)), on_cluster.log(lost)
 
 
-def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> None:
+def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout], separate_hosts: bool) -> None:
     """Two ranks on two nodes train the same, whatever started them. On one core each has one thread.
 
-    With --debug, of which each rank leaves a file in the folder of the job.
+    With --debug, of which each rank leaves a file in the folder of the job. The nodes have other hostnames
+    than in Slurm, and the site its own port, where the user's shell had another.
     """
     core = min(os.sched_getaffinity(0))
-    site = f"export OMP_NUM_THREADS=4\nSITE_CONTAINER=(taskset --cpu-list {core})\n"
+    site = "export OMP_NUM_THREADS=4 MASTER_PORT=12345\nSITE_CONTAINER=()\n"
+    if separate_hosts:
+        site += f"{AS_ON_DEBIAN}SITE_NETWORK_INTERFACE=eth0\n"
+    site += f"SITE_CONTAINER+=(taskset --cpu-list {core})\n"
     losses, threads = {}, set()
     for launcher, sbatch in TWO_NODES.items():
         place = checkouts(launcher)
@@ -85,6 +104,7 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> No
         assert {(row["world_size"], row["nodes"], row["launcher"]) for row in rows} == {(2, 2, launcher)}
         losses[launcher] = [(row["train_loss"], row["test_loss"]) for row in rows]
         job, log = rows[0]["job_id"], place.log(rows[0]["job_id"])
+        assert "\nmeet at n1:12345;" in log
         for rank in (0, 1):
             assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo$", log, re.M), log
         written = sorted(place.folder.rglob("debug-*"))
@@ -99,6 +119,15 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout]) -> No
     losses["submitit"] = [(row["train_loss"], row["test_loss"]) for row in rows]
     assert losses["torchrun"] == losses["srun"] == losses["submitit"]
     assert threads | {row["threads_per_worker"] for row in rows} == {1}
+
+
+def test_a_hostname_that_means_nothing_to_other_nodes(on_cluster: Checkout, separate_hosts: bool) -> None:
+    if not separate_hosts:
+        pytest.skip("the nodes of this cluster are one host, with one list of names")
+    on_cluster.site(AS_ON_DEBIAN)
+    log = on_cluster.fail("srun", *SMALL, "--timeout", 10, sbatch=TWO_NODES["srun"])
+    (why,) = re.findall(r"^why .*", log, re.MULTILINE)
+    assert re.search(r"host-n\d is 127\.0\.1\.1.*SITE_NETWORK_INTERFACE", why), log
 
 
 def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> None:
@@ -127,6 +156,7 @@ def test_the_site_file_chooses_partition_and_folders(on_cluster: Checkout) -> No
         ),
         ("activate_environment() { unset ${!SLURM_@}; }\n", "activate_environment takes away Slurm's"),
         ("SITE_SCRATCH_DIR=/proc/nowhere\n", "/proc/nowhere/"),
+        ("export MASTER_ADDR=login\n", "MASTER_ADDR=login of slurm/site.sh is "),
         ("SITE_SRUN_ARGS=(--gpus=9)\n", "srun starts nothing in this job (Unable to create step for job"),
         ("SITE_CONTAINER=(bash -c)\n", "the Python environment of this job does not work"),
         (

@@ -10,7 +10,6 @@ imported before it is needed, and nothing waits without a limit.
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from trainkit.runtime import errors, files, job_folder
+from trainkit.runtime import errors, files, job_folder, names
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.place import node
@@ -167,14 +166,15 @@ def _cores() -> Iterator[Finding]:
 
 
 def _names() -> Iterator[Finding]:
-    """Check that this node can resolve the master's name."""
+    """Check that the names by which the ranks find each other mean the right nodes here."""
     master = os.environ["MASTER_ADDR"]
-    try:
-        socket.getaddrinfo(master, None)
+    alone = os.environ["SLURM_STEP_NUM_NODES"] == "1"
+    if problem := names.problem(master, gloo=False):
+        yield Finding("names", FAULT, *problem)
+    elif not alone and (problem := names.problem(master, gloo=True)):
+        yield Finding("names", WARNING, *problem)
+    else:
         yield Finding("names", OK, f"resolves the master, {master}")
-    except OSError:
-        fix = f"an admin has to give {node()} an address for {master} (DNS or /etc/hosts)"
-        yield Finding("names", FAULT, f"the master's name {master} cannot be resolved here", fix)
 
 
 def _leave_notes(folders: dict[str, Path]) -> list[Finding]:

@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import pickle
-import platform
 import re
 import threading
 import time
@@ -19,6 +18,7 @@ from trainkit.runtime import job_folder
 from trainkit.runtime.device import cores, device_name
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import explained, replacing
+from trainkit.runtime.place import node
 
 # The variables that decide who a rank is, and how it connects.
 SHOWN = re.compile(
@@ -83,7 +83,7 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     """Print, on rank 0, where each rank runs."""
     own_cores = ",".join(map(str, sorted(cores()[1])))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
-    own = f"rank {rank} on {platform.node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
+    own = f"rank {rank} on {node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
     names = gather(own)
     if rank == 0:
         for name in names:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
-from trainkit.runtime import debugging, place, startup
+from trainkit.runtime import debugging, names, place, startup
 from trainkit.runtime.device import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
 from trainkit.runtime.place import Place
@@ -70,6 +70,11 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
     try:
         _meet(here, timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
+        of_names = None
+        if here.nodes > 1:
+            of_names = names.problem(os.environ["MASTER_ADDR"], gloo=not is_gpu(here.device))
+        if of_names:
+            what_to_do = f"{of_names.what}: {of_names.fix}."
         raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
     finally:
         watch.cancel()

@@ -9,14 +9,18 @@ import itertools
 import os
 import re
 import signal
+import socket
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from trainkit.runtime.errors import STOP_SIGNALS, fail
+from trainkit.runtime import names, place
+from trainkit.runtime.errors import STOP_SIGNALS, fail, first_line
 
 PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
 
@@ -26,6 +30,7 @@ def main() -> None:
     # Blocked, for the thread. The ranks inherit that until they handle them (trainkit/rank/checkpoint.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on, daemon=True).start()
+    sys.argv[1:1] = _by_slurm(sys.argv)
     from torch.distributed import run  # takes seconds, in which a signal may come
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -34,8 +39,28 @@ def main() -> None:
         run.main()
     except SignalException as end:  # which the ranks have had, too
         os._exit(128 + end.sigval)
-    except RendezvousConnectionError:
-        fail("the torchruns could not meet: another program may have the port of --rdzv-endpoint. Try again.")
+    except (RendezvousConnectionError, socket.gaierror) as error:
+        master = os.environ.get("MASTER_ADDR", "")
+        known = ", ".join(map(names.told, filter(None, (master, socket.gethostname()))))
+        fail(
+            f"the torchruns could not meet ({first_line(error)}): try again, as another program may have the "
+            f"port of --rdzv-endpoint, or have the names mended (on {place.node()}, {known})."
+        )
+
+
+def _by_slurm(arguments: Sequence[str]) -> list[str]:
+    """Return options by which the torchruns of a job find each other, whatever their nodes' hostnames are.
+
+    By itself torchrun compares its hostname with the endpoint, to know whether it is the one that the others
+    connect to (`_matches_machine_hostname` in its sources), and tells the ranks the hostname of the first
+    (`RendezvousStoreInfo`). But it may not be the name that Slurm has for the node, or, as on Debian, an
+    address that means another machine elsewhere.
+    """
+    number, master = os.environ.get("SLURM_NODEID"), os.environ.get("MASTER_ADDR")
+    if number is None or master is None or not any(one.startswith("--rdzv-endpoint") for one in arguments):
+        return []
+    first = number == "0"
+    return [f"--rdzv-conf=is_host={int(first)}", f"--local-addr={master if first else place.node()}"]
 
 
 def _hand_on() -> None:
