@@ -214,6 +214,7 @@ choose_training() {
     shift
     [[ -z $plain ]] || { script=${2:-} && shift; }
     if [[ ${1:-} == *.py ]]; then script=$1 && shift; fi
+    [[ $script != -m ]] || fail "--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module."
     [[ $script == *.py && -f $script ]] ||
         fail "there is no script ${script:-behind --plain} in $PWD: $([[ $PWD == "${SLURM_SUBMIT_DIR:-$PWD}" ]] && echo correct its name || echo leave out --chdir)."
     TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"

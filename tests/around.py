@@ -2,6 +2,7 @@
 
 usage: around.py without-dropout SCRIPT [options]    the only thing that differs between 1 and N ranks
        around.py stop-in-step STEP SCRIPT [options]  rank 1 gets USR2 in this optimizer step, counted from 1
+       around.py kill-in-step STEP SCRIPT [options]  it is killed there; so is a process that is no rank
        around.py count-waits SCRIPT [options]        how often the CPU would have waited for a GPU
 
 `pretend` has DataParallel use several replicas on the CPU. PyTorch's own are the replicas, their threads, the
@@ -50,14 +51,14 @@ class Waits(TorchDispatchMode):
         return call(*args, **kwargs or {})
 
 
-def stop_in(step: int) -> None:
+def send_in(step: int, number: signal.Signals) -> None:
     numbers = count(1)
 
-    def stop(*_: object) -> None:
-        if next(numbers) == step and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGUSR2)
+    def send(*_: object) -> None:
+        if next(numbers) == step and os.environ.get("RANK", "1") == "1":
+            os.kill(os.getpid(), number)
 
-    register_optimizer_step_post_hook(stop)
+    register_optimizer_step_post_hook(send)
 
 
 def pretend(gpus: int, put: Callable[[object, str, object], None] = setattr) -> int:
@@ -120,9 +121,9 @@ class Broadcast(torch.autograd.Function):
 
 if __name__ == "__main__":
     _, how, *sys.argv = sys.argv
-    if how == "stop-in-step":
+    if how in ("stop-in-step", "kill-in-step"):
         step, *sys.argv = sys.argv
-        stop_in(int(step))
+        send_in(int(step), signal.SIGUSR2 if how == "stop-in-step" else signal.SIGKILL)
     if how == "without-dropout":
         model.Dropout = lambda _: nn.Identity()
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does

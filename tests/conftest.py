@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ Script = Callable[..., subprocess.CompletedProcess]  # what the fixture `script`
 STAGES = {name: stage.script for name, stage in stages.STAGES.items()}
 BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 AROUND = REPOSITORY / "tests" / "around.py"
+TESTED = 501  # test images of `few_images`: two ranks have unequal shares
 WITHOUT_DROPOUT, STOPS = (AROUND, "without-dropout"), (AROUND, "stop-in-step")
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.
@@ -274,6 +276,20 @@ def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""
     staging.put_in_place(staging.DEFAULT_DIR)
     return staging.DEFAULT_DIR
+
+
+@pytest.fixture(scope="session")
+def few_images(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `make data` makes it, with 1,000 images to train and `TESTED` to test."""
+    folder = tmp_path_factory.mktemp("data")
+    few = folder / "MNIST" / "raw"
+    few.mkdir(parents=True)
+    for name, count in (("train", 1000), ("t10k", TESTED)):
+        for kind, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
+            whole = (mnist_dir / "MNIST" / "raw" / f"{name}-{kind}-ubyte").read_bytes()
+            cut = whole[:4] + struct.pack(">i", count) + whole[8 : header + size * count]
+            (few / f"{name}-{kind}-ubyte").write_bytes(cut)
+    return folder
 
 
 @pytest.fixture

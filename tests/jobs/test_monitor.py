@@ -113,9 +113,9 @@ def test_a_driver_that_hangs_does_not_hold_the_command(checkout: Checkout, tmp_p
 def test_signals_go_to_the_command(checkout: Checkout) -> None:
     """Ctrl-C once, as the terminal sends it to both; and what somebody sends to monitor.py alone."""
     program = """
-import signal, sys, time
+import os, signal, sys, time
 got = []
-signal.signal(signal.SIGINT, lambda *_: (got.append(1), print("caught", flush=True)))
+signal.signal(signal.SIGINT, lambda *_: (got.append(1), os.write(1, b"caught\\n")))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(40 + len(got)))
 print("ready", flush=True)
 while True:

@@ -14,35 +14,7 @@ from trainkit.jobs import sweep
 from trainkit.monitor import waste
 from trainkit.schema import records
 
-# With the interface of pytorch/examples' mnist, under torchrun. Its loop is that of the page.
-MNIST = """
-import argparse, os, signal, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch import nn
-
-parser = argparse.ArgumentParser(description="PyTorch MNIST Example")
-parser.add_argument("--batch-size", type=int, default=64)
-parser.add_argument("--epochs", type=int, default=14)
-parser.add_argument("--gpus", type=int)
-parser.add_argument("--resume")
-args = parser.parse_args()
-dist.init_process_group("gloo")
-model, epochs, rank, device = nn.Linear(784, 10), args.epochs, dist.get_rank(), "cpu"
-model = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-# the page
-dist.destroy_process_group()
-os._exit(0)  # as lines of a file, Python may abort at its end: rule 5 of YOUR_TRAINING.md
-"""
-TRAIN = """optimizer.zero_grad()
-    labels = torch.arange(args.batch_size) % 10
-    nn.functional.cross_entropy(model(torch.rand(args.batch_size, 784)), labels).backward()
-    optimizer.step()
-    print(f"Train Epoch: {epoch} of {args.gpus} {args.resume} {os.environ['DATA_DIR']}", flush=True)
-    while not asked and not last.exists():
-        time.sleep(0.1)"""
-# Hears the same without PyTorch: under torchrun the question is whom the signal reaches.
+# Without PyTorch: the question is whom the signal reaches.
 HEARS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -86,16 +58,13 @@ def write(checkout: Checkout, text: str) -> Path:
     return script
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster: Checkout) -> None:
+def test_its_own_handler_hears_usr2_of_torchrun_and_it_comes_back(on_cluster: Checkout) -> None:
     """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
-    loop, *_ = re.findall(r"```python\n(.*?)```", (REPOSITORY / "YOUR_TRAINING.md").read_text(), re.DOTALL)
-    with_torch = MNIST.replace("# the page", loop.replace("...  # train", TRAIN))
-    script = write(on_cluster, with_torch if launcher == "srun" else HEARS)
+    script = write(on_cluster, HEARS)
     theirs = ("--batch-size", 63, "--gpus", 3, "--epochs", 4, "--resume", "ck.pt")
     sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
     on_cluster.site("SITE_MONITOR=on\nexport DATA_DIR=/mine\n")
-    job = on_cluster.submit(launcher, "--plain", script.name, *theirs, sbatch=sbatch)
+    job = on_cluster.submit("torchrun", "--plain", script.name, *theirs, sbatch=sbatch)
     on_cluster.wait_for("Train Epoch: 1 of 3 ck.pt /mine", job)
     on_cluster.cluster.run(["scancel", "--signal=USR2", job])
     state = on_cluster.cluster.wait(job, timeout=300)
@@ -104,6 +73,35 @@ def test_its_own_handler_hears_usr2_and_it_comes_back(launcher: str, on_cluster:
     epochs = list(map(int, re.findall("Train Epoch: (\\d+)", log)))
     assert sorted(epochs) == [1, 1, 2, 2, 3, 3, 4, 4], log
     assert "watch   job" in log and "--num-workers" not in log and "results in" not in log
+
+
+# Until a signal has come the first start stays in step 5, and the second in step 15.
+STAYS = """
+            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            if step == 10 * restart + 5:
+                print("waits", restart, flush=True)
+            while step == 10 * restart + 5 and restart < 2 and not signals_received:
+                __import__("time").sleep(0.1)
+            optimizer.zero_grad()
+"""
+
+
+def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
+    few_images: Path, on_cluster: Checkout
+) -> None:
+    """Also its loader workers get the signals, and go on until it has saved."""
+    script, node = on_cluster.folder / "03_multigpu_ddp" / "plain_resume.py", ("--nodelist=n1", "--exclusive")
+    script.write_text(script.read_text().replace("\n            optimizer.zero_grad()\n", STAYS))
+    theirs = ("--epochs", 1, "--batch-size", 20, "--num-workers", 1, "--data-dir", few_images)
+    job = on_cluster.submit("srun", "--plain", script.name, *theirs, sbatch=node)
+    on_cluster.wait_for("waits 0", job)
+    on_cluster.cluster.run(["scancel", "--signal=USR2", job])
+    on_cluster.wait_for("waits 1", job)
+    on_cluster.cluster.submit("--partition=urgent", *node, "--wrap=true", cwd="/tmp")
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), log
+    assert re.findall(r"^resumed in epoch 1 after step (\d+) of 50$", log, re.M) == ["10", "20"], log
+    assert len(re.findall(r"^epoch 1: loss ", log, re.M)) == 1, log
 
 
 def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
@@ -478,8 +476,15 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
         "2 runs, 1 of them finished" in done.stdout
         and "[2/2] train-2gpu-r1 finished; the 2 ranks never met" in done.stdout
     )
+    assert "no run has written a record" not in done.stdout
     done = checkout.python(*arguments, "--batch-size", 64, *plain)
     assert f"--batch-size is not for plain scripts: put the arguments of {script} after" in done.stderr
+
+
+def test_a_sweep_of_a_script_without_records_says_so(checkout: Checkout) -> None:
+    arguments = ("--local", "--gpus", 1, "--plain", write(checkout, FATES), "os._exit(0)")
+    done = succeeded(checkout.python("slurm/sweep.py", *arguments))
+    assert "finished\n\nno run has written a record" in done.stdout
 
 
 def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
@@ -489,7 +494,7 @@ def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
     assert sweep.command_to_go_on(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
 
 
-@pytest.mark.parametrize("given", ["", "nowhere.py", "README.md"])
+@pytest.mark.parametrize("given", ["", "nowhere.py", "README.md", "-m"])
 def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None:
     checkout.fake("scontrol", "echo 127.0.0.2")
     checkout.fake("srun", "echo 'python  here'")
@@ -498,7 +503,8 @@ def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None
     job["PATH"] = f"{checkout.commands}:/usr/bin:/bin"
     done = checkout.run("bash", "slurm_submit.sh", "--plain", *filter(None, [given]), cwd=place, **job)
     assert done.returncode == 1
-    assert f"error: there is no script {given or 'behind --plain'} in " in done.stderr, done.stderr
+    wrong = "--plain takes a file" if given == "-m" else f"there is no script {given or 'behind --plain'} in "
+    assert f"error: {wrong}" in done.stderr, done.stderr
 
 
 def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:

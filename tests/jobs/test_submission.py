@@ -488,6 +488,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--plain nowhere.py --gpus 3", "there is no script nowhere.py, here or in "),
         ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain scripts: .* after its name"),
         ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain scripts"),
+        ("ddp", "--plain -m package.train", "--plain takes a file, not a module"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(

@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from checkout import Checkout
 from cluster import RunningCluster
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STOPS, rows_of, succeeded
+from conftest import AROUND, BEYOND, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 
 from trainkit.advice.answer import AnswerText
@@ -20,7 +19,7 @@ from trainkit.schema import records
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
-TESTED = 501  # so that two ranks have unequal shares
+PLAIN_RESUME = REPOSITORY / "03_multigpu_ddp" / "plain_resume.py"
 # What rank 0 and rank 1 have of an epoch, and a number that a test chooses.
 UNEQUAL = """\
 import os, sys, torch, torch.distributed as dist
@@ -42,20 +41,6 @@ seen.load(sys.argv[1], {"part": Part()})"""
 ANOTHER = """\
 other = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 other.load(sys.argv[1], {})"""
-
-
-@pytest.fixture(scope="module")
-def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `make data` makes it, with 1,000 images to train and `TESTED` to test."""
-    folder = tmp_path_factory.mktemp("data")
-    few = folder / "MNIST" / "raw"
-    few.mkdir(parents=True)
-    for name, count in (("train", 1000), ("t10k", TESTED)):
-        for kind, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
-            whole = (REPOSITORY / "data" / "MNIST" / "raw" / f"{name}-{kind}-ubyte").read_bytes()
-            cut = whole[:4] + struct.pack(">i", count) + whole[8 : header + size * count]
-            (few / f"{name}-{kind}-ubyte").write_bytes(cut)
-    return folder
 
 
 @pytest.mark.parametrize(("program", "ranks"), [(PLAIN, None), (PLAIN_DDP, 2)])
@@ -91,6 +76,43 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     state, told = cluster.wait(job), (folder / "told.log").read_text()
     assert state["JobState"] == "COMPLETED", told
     assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.M)) == 1
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_script_that_is_killed_and_one_that_is_stopped_go_on(
+    ranks: int | None, forking: Forking, few_images: Path, tmp_path: Path
+) -> None:
+    """By hand without a process group, and as two ranks of a job: to the losses and weights of one start."""
+    once, again = tmp_path / "once", tmp_path / "again"
+    for folder in (once, again):
+        folder.mkdir()
+    script = (
+        PLAIN_RESUME,
+        "--batch-size",
+        50,
+        "--save-every",
+        4,
+        "--num-workers",
+        1,
+        "--data-dir",
+        few_images,
+    )
+    env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    losses = succeeded(forking.run(*script, ranks=ranks, env=env, cwd=once)).stdout.splitlines()
+    assert [line.split(":")[0] for line in losses] == ["epoch 1", "epoch 2"]
+    if ranks:
+        env |= {"TRAINKIT_JOB_DIR": str(again)}
+    killed = forking.run(AROUND, "kill-in-step", 27, *script, ranks=ranks, env=env, cwd=again)
+    assert killed.returncode and killed.stdout.splitlines() == losses[:1]
+    stopped = succeeded(forking.run(*STOPS, 2, *script, ranks=ranks, env=env, cwd=again))
+    of_epoch_2 = "in epoch 2 after step {} of 20"
+    told = [f"resumed {of_epoch_2.format(4)}", f"saved and stopped {of_epoch_2.format(10)}"]
+    assert stopped.stdout.splitlines() == told
+    assert (again / "stopped").exists() == (ranks == 2)
+    done = succeeded(forking.run(*script, ranks=ranks, env=env, cwd=again))
+    assert done.stdout.splitlines() == [f"resumed {of_epoch_2.format(10)}", losses[1]]
+    one, other = (torch.load(folder / "plain.pt", weights_only=True) for folder in (once, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(

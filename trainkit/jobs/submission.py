@@ -324,6 +324,8 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
     add("--wait", action="store_true", help="show the job's state until it has ended")
     mine, theirs = split(sys.argv[1:])
+    if mine[-2:] == ["--plain", "-m"]:
+        parser.error("--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module")
     own, unknown = parser.parse_known_args(mine)
     if own.plain and (unknown or own.script):
         wrong = unknown[0] if unknown else "--script"

@@ -369,6 +369,8 @@ def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -
             tell("")
             measured = [all_reduce] if all_reduce.is_dir() else []  # by the doctor
             code = compare_and_answer([*csvs, *measured], sweep.folder, constraints)
+        elif sweep.plain and sweep.finished():
+            tell("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
     finally:  # even if the comparison fails
         if failed:
             tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
