@@ -310,14 +310,46 @@ def test_a_mode_of_an_optimizer_does_not_stop_what_goes_on(script: Script, tmp_p
     assert losses["stopped"] == losses["whole"]
 
 
+def test_what_loader_processes_draw_is_the_same_after_a_stop(script: Script, tmp_path: Path) -> None:
+    """Whichever library a sample uses, in each epoch other numbers, and however many the processes are."""
+    noise = "torch.randn(3 + index % 5, 2) + random.random() + np.random.rand()"
+    text = STORIES.replace("torch.randn(3 + index % 5, 2)", noise).replace("import os,", "import random, os,")
+    (own := tmp_path / "own.py").write_text(
+        text.replace("from torch import", "import numpy as np\nfrom torch import")
+    )
+    losses = {}
+    for name, starts in {
+        "whole": [("", 2, "2")],
+        "within": [("0 2", 2, "2"), ("", 1, "2")],
+        "between": [("", 2, "1"), ("", 2, "2")],
+    }.items():
+        for stop, workers, epochs in starts:
+            given = ("--num-workers", workers, *OF_STORIES, "--epochs", epochs, *places(tmp_path / name))
+            done = succeeded(script(own, *given, ranks=1, env={"STOP": stop}))
+            assert ("stopped after step 3 of epoch 1" in done.stdout) == bool(stop)
+        losses[name] = [row["train_loss"] for row in rows_of(tmp_path / name)]
+    assert losses["within"] == losses["between"] == losses["whole"]
+
+
+def test_the_numbers_of_loader_processes_differ_by_epoch() -> None:
+    opts = options.parse("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "1"])
+    made = batches.training(Noise(), opts, torch.device("cpu"))
+    drawn = []
+    for epoch in (1, 2, 1):
+        made.set_epoch(epoch)
+        drawn += [batch.flatten().tolist() for batch in made]
+    assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
+
+
+class Noise:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
 def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Noise:
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.rand(1)
-
     opts = options.parse("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
     drawn = []
     for rank in (0, 1, 1):

@@ -8,6 +8,7 @@ So N ranks together see exactly the batches that one process sees.
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
@@ -81,6 +83,7 @@ class RankSampler(Sampler[list[int]]):
 
     step_size: int
     first_step = 0
+    epoch = 0  # of a test, which has none
 
     def steps(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """Yield the indices of each step, on `device`."""
@@ -142,6 +145,47 @@ class UnpaddedTestSampler(RankSampler):
         yield from self.indices().to(device).tensor_split(max(len(self), 1))[self.first_step : len(self)]
 
 
+class WithNumbers(Sampler[tuple[str, list[int]]]):
+    """The steps of `order`, each with what its random numbers come from.
+
+    These are the same wherever the training began, and whichever process reads the samples.
+    """
+
+    def __init__(self, order: RankSampler, seed: int, rank: int) -> None:
+        self.order, self.seed, self.rank = order, seed, rank
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[str, list[int]]]:
+        for step, indices in enumerate(self.order, start=self.order.first_step):
+            yield f"seed {self.seed}, rank {self.rank}, epoch {self.order.epoch}, step {step}", indices
+
+
+class OfTheStep(Dataset):
+    """The `samples` as a loader process reads them: step by step, with the random numbers of `WithNumbers`.
+
+    PyTorch seeds such a process once, so in a training that goes on it would begin again with the numbers of
+    the first epoch. The step's numbers are those of PyTorch, of Python's `random` and of NumPy.
+    """
+
+    def __init__(self, samples: Data) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, step: tuple[str, list[int]]) -> list:
+        seed, indices = step
+        random.seed(seed)
+        np.random.seed(random.getrandbits(32))
+        torch.default_generator.manual_seed(
+            random.getrandbits(32)
+        )  # that of the CPU, which a worker computes on
+        several = getattr(self.samples, "__getitems__", None)  # as PyTorch asks
+        return several(indices) if several else [self.samples[index] for index in indices]
+
+
 def generator(seed: int, epoch: int) -> torch.Generator:
     """Return a random generator that is the same on every rank and different in every epoch.
 
@@ -196,19 +240,28 @@ class ResidentBatches(Batches):
 class WorkerBatches(Batches):
     """The classic way: a DataLoader whose processes prepare one sample at a time.
 
+    `seed` is that of their random numbers; without processes, samples draw from those of the training.
     Its loop raises a UserError if one of these processes has died.
     """
 
     def __init__(
-        self, split: Data, order: RankSampler, device: torch.device, shift: bool, **loader: object
+        self,
+        split: Data,
+        order: RankSampler,
+        device: torch.device,
+        shift: bool,
+        seed: int,
+        **loader: object,
     ) -> None:
         super().__init__(split, order, device, shift)
         num_workers = loader["num_workers"]
         if num_workers and len(os.fsencode(gettempdir())) > 75:  # a socket's name there has at most 107 bytes
             raise UserError(f"TMPDIR is too long for --loader workers ({gettempdir()}): export TMPDIR=/tmp.")
+        in_workers = OfTheStep(split), WithNumbers(order, seed, process_group.rank())
+        samples, steps = in_workers if num_workers else (split, order)
         self.loader = DataLoader(
-            split,
-            batch_sampler=order,
+            samples,
+            batch_sampler=steps,
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_the_parent,
             pin_memory=is_gpu(device),
@@ -321,10 +374,9 @@ def _make_batches(
             )
         made = ResidentBatches(split, order, device, shift)
     else:
-        # A separate generator, so that an epoch's start draws none of dropout's numbers. It differs by rank,
-        # as it seeds the loader processes: otherwise all ranks would crop alike.
-        of_rank = generator(options.seed, process_group.rank())
-        loader = {"num_workers": options.num_workers, "generator": of_rank} | loader
-        made = WorkerBatches(split, order, device, shift, **loader)
+        # A separate generator, so that an epoch's start draws none of dropout's numbers.
+        own = generator(options.seed, process_group.rank())
+        loader = {"num_workers": options.num_workers, "generator": own} | loader
+        made = WorkerBatches(split, order, device, shift, options.seed, **loader)
     startup.mark("data")
     return made
