@@ -9,6 +9,7 @@ make compare ARGS="--epochs 10 --batch-size 512"
 import argparse
 import math
 import os
+import platform
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from trainkit.jobs import local, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import options, staging
-from trainkit.runtime import errors
+from trainkit.runtime import errors, place
 from trainkit.runtime.command_line import Parser, at_least, given_path
 from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import records
@@ -77,8 +78,14 @@ def main() -> int:
 
 
 def _find_devices(own: argparse.Namespace, opts: options.Options, site: Site) -> Devices:
-    # Inside a job the GPUs of that job are meant.
-    here = own.local or opts.no_cuda or "SLURM_JOB_ID" in os.environ
+    in_job = os.environ.get("SLURM_JOB_ID")
+    here = own.local or opts.no_cuda
+    if in_job and not here and not place.job_id():
+        raise UserError(
+            f"this shell is in job {in_job}, but on {platform.node()}, which is none of its nodes: go there "
+            "(srun --nodes=1 --ntasks=1 --pty bash), end the job (exit) to compare by jobs, or give --local."
+        )
+    here = here or in_job  # the GPUs of that job are meant
     in_slurm = 0 if here else _gpus_of_a_node(site)
     gpus_here = 0 if in_slurm or opts.no_cuda else local.gpus_here()
     available = in_slurm or gpus_here or len(os.sched_getaffinity(0))

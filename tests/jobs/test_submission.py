@@ -19,7 +19,7 @@ import pytest
 import torch
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import succeeded
+from conftest import rows_of, succeeded
 
 from trainkit.jobs import following, local, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
@@ -270,6 +270,19 @@ def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout)
     assert str(on_cluster.folder) not in on_cluster.cluster.run(["squeue", "--format=%Z"]).stdout
 
 
+def test_in_the_shell_of_salloc(on_cluster: Checkout) -> None:
+    """It is on the login host: what trains there is no part of the job, and the comparison does not."""
+    small = shlex.join(map(str, (*SMALL, "--batch-size", 60, "--dataset", "synthetic")))
+    train = f"python 01_singlegpu/mnist_singlegpu.py {small} && exec python results/compare.py"
+    done = on_cluster.run("salloc", "--ntasks=1", "--mem=100M", "bash", "-c", train)
+    (row,) = rows_of(on_cluster.folder / "results")
+    assert (row["job_id"], row["node_list"]) == ("", "login")
+    assert done.returncode == 1
+    assert re.search(
+        r"^error: this shell is in job \d+, but on login, .* --local\.$", done.stderr, re.MULTILINE
+    )
+
+
 # --- what sbatch gets -------------------------------------------------------------------------------
 
 
@@ -323,6 +336,7 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
     checkout.site("export SBATCH_PARTITION=site")
     done = succeeded(checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment))
     assert told.read_text().strip() == sent
+    assert ("this shell is in job 1, " in done.stdout) == ("SLURM_JOB_ID" in environment)
     (folder,) = job_folders(checkout)
     for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
         assert line in done.stdout

@@ -3,6 +3,7 @@
 It needs only the standard library: the doctor asks Slurm before any environment exists.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit.runtime import place
 from trainkit.runtime.errors import UserError, reason
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
@@ -59,6 +61,20 @@ def why_not_here() -> str:
         return f"{missing[0]} is not on PATH"
     fatal = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
     return f"sbatch is on PATH, but knows no controller: {fatal[1]}" if fatal else ""
+
+
+def job_of_this_shell() -> str:
+    """Return what a new job does not get, as this shell's own job holds it; "" if it is in none."""
+    number, nodes = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
+    if not number:
+        return ""
+    in_it = "`SLURM_SUBMIT_DIR=$PWD bash slurm_submit.sh`, in the folder of a stage, trains there"
+    if place.job_id():  # on a node, where a job script cannot call srun
+        in_it = "--local runs here"
+    return (
+        f"this shell is in job {number}, which holds its part of {nodes}: a new job gets other cores and "
+        f"GPUs, or waits until that one ends (exit); {in_it}"
+    )
 
 
 def ask(

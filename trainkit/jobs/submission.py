@@ -296,6 +296,8 @@ def main(stage_name: str, description: str) -> int:
         tell(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
     else:
         tell(f"job {handle.job_id} submitted: {request.resources}")
+        if held := slurm.job_of_this_shell():
+            tell(f"note: {held}")
     tell(handle.how_to_follow())
     return follow(handle) if own.wait else 0
 

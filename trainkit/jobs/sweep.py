@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
-from trainkit.jobs import submission
+from trainkit.jobs import slurm, submission
 from trainkit.jobs.following import NEVER_MET, Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
@@ -355,6 +355,9 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
             f"{sweep.minutes} minutes"
         )
     tell(plan)
+    held = "" if sweep.here else slurm.job_of_this_shell()
+    if held:
+        tell(f"note: {held}")
 
 
 def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -> int:

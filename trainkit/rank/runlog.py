@@ -1,8 +1,6 @@
 """The output of a run: one line per epoch on the screen and one row per epoch in its CSV."""
 
 import math
-import os
-import platform
 import re
 import secrets
 import time
@@ -18,7 +16,7 @@ from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.weights import save
-from trainkit.runtime import startup
+from trainkit.runtime import place, startup
 from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import check_writable
@@ -61,8 +59,8 @@ class RunLog:
             "launcher": here.launcher,
             "lr": options.scaled_lr,
             "batch_per_device": options.batch_size // max(facts["devices"], 1),
-            "job_id": os.environ.get("SLURM_JOB_ID", ""),
-            "node_list": os.environ.get("SLURM_JOB_NODELIST", platform.node()),
+            "job_id": place.job_id(),
+            "node_list": place.node_list(),
             "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
             "git_commit": git_commit(),
             "started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}",

@@ -90,6 +90,19 @@ def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
     return next(filter(None, map(env.get, RANKS)), None)
 
 
+def job_id() -> str:
+    """Return the number of the Slurm job that this process runs in, on one of its nodes; "" if in none.
+
+    The shell of salloc has the number, too, and is on the login node.
+    """
+    return os.environ.get("SLURM_JOB_ID", "") if "SLURM_PROCID" in os.environ else ""
+
+
+def node_list() -> str:
+    """Return the nodes of all processes, in Slurm's words, if srun has started them; else this one's."""
+    return (job_id() and os.environ.get("SLURM_STEP_NODELIST")) or node()
+
+
 def node() -> str:
     """Return this node's name in Slurm, or else this machine's."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
