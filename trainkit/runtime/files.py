@@ -16,6 +16,14 @@ from typing import IO
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
 
+
+class _LockFile(io.FileIO):
+    """A lock file, which its last user closes by forgetting it: no mistake of which Python should warn."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 # The files that this process has locked, by device and inode; a lock ends with its file's last user.
 _HELD: weakref.WeakValueDictionary[tuple[int, int], io.FileIO] = weakref.WeakValueDictionary()
 
@@ -125,7 +133,7 @@ def lock(path: Path) -> io.FileIO | None:
         BlockingIOError: if another process holds it.
         OSError: if it cannot be opened.
     """
-    file = path.open("ab", buffering=0)
+    file = _LockFile(path, "ab")
     found = os.fstat(file.fileno())
     own = _HELD.get((found.st_dev, found.st_ino))
     if own and not own.closed:
