@@ -32,7 +32,8 @@ def main() -> None:
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
     way = "forget" if opts.forget else "flat" if opts.flat else "each"
-    run = Run(f"ddp-by-hand-{way}", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    own = {"each_rank": {"model": model} if opts.forget else {}}
+    run = Run(f"ddp-by-hand-{way}", opts, here, train_set, model, optimizer, schedule, here.size, **own)
     for epoch in run.epochs():  # goes on where an earlier run stopped
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainkit.rank import options, recipes
 from trainkit.rank.checkpoint import came_from, fitting, load_parts, load_verified, report_stop
+from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
@@ -39,6 +40,8 @@ class Recorder:
         dataset: its name.
         settings: other settings that identify the training, such as {"hidden": 256}.
         precision: such as "bf16", if the layers do not compute in the type of the weights.
+        weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
+            ends after the first epoch if each rank has trained by itself.
         results_dir: by default that of the job, or `results` in this checkout.
 
     Raises:
@@ -59,6 +62,7 @@ class Recorder:
         dataset: str,
         settings: dict[str, object] | None = None,
         precision: str = "",
+        weights_differ: bool = False,
         results_dir: Path | str | None = None,
     ) -> None:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
@@ -75,6 +79,7 @@ class Recorder:
         facts |= {"precision": precision} if precision else {}
         self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
         self.first_epoch = self._epoch = 1
+        self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
         self._agreement, self._stop = None, False
 
     def should_stop(self) -> bool:
@@ -104,7 +109,8 @@ class Recorder:
                 become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
 
         Raises:
-            UserError: if a number makes no sense, or the row cannot be written. Earlier epochs are kept.
+            UserError: if a number makes no sense, the row cannot be written, or each rank has trained by
+                itself. Earlier epochs are kept.
         """
         known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
         given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
@@ -121,6 +127,9 @@ class Recorder:
         of_ranks = process_group.gather(own)
         if any(one.keys() != given.keys() for one in of_ranks):
             raise UserError(f"the ranks give epoch {self._epoch} other metrics: give the same names on all.")
+        if self._drift:
+            self._drift.check()
+            self._drift = None
         count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
         slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
         means = {name: _mean(of_ranks, name) for name in given}

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from trainkit.rank.batches import Batch, Batches, Data, generator
 from trainkit.rank.checkpoint import TAKEN, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
+from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
 from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
 from trainkit.rank.options import Options
@@ -101,6 +102,7 @@ class Run:
         given = self._log, self.sharded, self.each_rank
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
         self._epoch = self._checkpoints.epochs().start  # the next one
+        self._drift = Drift(self._whole_networks())  # until the first epoch has been compared
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
@@ -123,6 +125,14 @@ class Run:
             "settings": " ".join(filter(None, words)),
             "parameters": self.sharded.parameters() if self.sharded else weights,
         }
+
+    def _whole_networks(self) -> list[nn.Module]:
+        """List the networks of which every rank should have the same weights."""
+        if self.sharded:
+            return []
+        differ = [unwrapped(one) for one in self.each_rank.values()]
+        networks = [one for one in (self.model, *self.also.values()) if isinstance(one, nn.Module)]
+        return [one for one in networks if not any(unwrapped(one) is other for other in differ)]
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""
@@ -252,6 +262,9 @@ class Run:
         """
         if self.trained is None or epoch != self._epoch:
             raise UserError(f"epoch {epoch} was left early, or not trained: end the loop over run.steps.")
+        if self._drift:
+            self._drift.check()
+            self._drift = None
         by_test = self.options.stop_at or self.options.patience
         if (tested is NOT_TESTED and by_test) or (self._best and not tested.again):
             raise UserError(

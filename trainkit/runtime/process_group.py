@@ -86,13 +86,18 @@ def joined(device: torch.device) -> Place:
     """Return the place of this process in a process group that other code has made.
 
     Raises:
-        UserError: if a launcher started several processes, and there is no group yet.
+        UserError: if a launcher started several processes, and there is no group yet, or one for each.
     """
     here = _place()
     if here.size > 1 and not dist.is_initialized():
         raise UserError(
             f"this is one of {here.size} processes, and there is no process group yet: call "
             "torch.distributed.init_process_group first, or what calls it for you, such as Accelerator()."
+        )
+    if here.size > 1 and count() == 1:
+        raise UserError(
+            f"this is one of {here.size} processes, and its process group has only itself: each would train "
+            "alone. Take rank and world size from the variables RANK and WORLD_SIZE."
         )
     nodes = max(here.nodes, len({*gather(platform.node())}))
     return replace(here, rank=rank(), size=count(), nodes=nodes, device=device)

@@ -1,0 +1,61 @@
+"""Ranks that each train a network of their own are told, and not recorded."""
+
+from pathlib import Path
+
+from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
+from forking import Forking
+
+# `wrapped` and `differ` are words of the command line. A schedule that each of N ranks steps N times, as
+# Accelerate's does.
+ON_RANKS = """
+import sys, torch, torch.distributed as dist
+from trainkit import Recorder
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 2)
+torch.manual_seed(dist.get_rank())
+network = torch.nn.parallel.DistributedDataParallel(model) if "wrapped" in sys.argv else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
+how = {"batch_size": 8, "epochs": 3, "dataset": "noise", "weights_differ": "differ" in sys.argv}
+seen = Recorder("ranks", network, optimizer, **how)
+for epoch in range(3):
+    for step in range(8):
+        optimizer.zero_grad()
+        network(torch.randn(8 // dist.get_world_size(), 4)).square().mean().backward()
+        optimizer.step()
+        for _ in range(dist.get_world_size()):
+            schedule.step()
+    seen.epoch(64 // dist.get_world_size(), 1.0, 0.5)
+"""
+
+
+def test_ranks_that_each_train_alone_are_told_and_not_recorded(script: Script, tmp_path: Path) -> None:
+    """A copy of stage 03 that has lost DistributedDataParallel."""
+    wrapped = "    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)\n"
+    text = STAGES["ddp"].read_text()
+    assert wrapped in text
+    (own := tmp_path / "my_copy.py").write_text(text.replace(wrapped, ""))
+    few = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32", "--width", 4)
+    few += ("--dataset", "synthetic", "--train-size", 200, "--test-size", 50, "--results-dir", tmp_path)
+    assert "each of the 2 ranks has trained a Net of its own" in failed(script(own, *few, ranks=2))
+    assert not list((tmp_path / "runs").glob("*.csv"))
+
+
+def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Path) -> None:
+    """Unless it is told that their weights differ rightly; and nothing of ranks that train together."""
+    (tmp_path / "ranks.py").write_text(ON_RANKS)
+    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    alone = forking.run(tmp_path / "ranks.py", ranks=2, env=env)
+    assert "each of the 2 ranks has trained a Linear of its own" in failed(alone)
+    assert not list((tmp_path / "runs").glob("*.csv"))
+    for way in ("differ", "wrapped"):
+        succeeded(forking.run(tmp_path / "ranks.py", way, ranks=2, env=env))
+
+
+def test_a_group_of_one_for_each_process_is_told(forking: Forking, tmp_path: Path) -> None:
+    """As by a script that counts the ranks from a variable that nobody sets."""
+    text = ON_RANKS.replace('"gloo"', '"gloo", rank=0, world_size=1, store=dist.HashStore()')
+    (tmp_path / "ranks.py").write_text(text)
+    done = forking.run(tmp_path / "ranks.py", ranks=2, env=ENVIRONMENT)
+    assert "this is one of 2 processes, and its process group has only itself" in failed(done)
