@@ -156,6 +156,8 @@ def test_a_command_of_the_documents_runs(
         shorter += " --precision fp32"
     if "--epochs" in command:
         shorter += f" --train-size 600 --test-size 200 --results-dir {shlex.quote(str(tmp_path))}"
+    if "--lr-warmup-images" in command:
+        shorter += " --lr-warmup-images 600"  # no more than are trained
     if "--checkpoint-dir" in command:
         shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
     if "breakdown.py" in command:

@@ -24,7 +24,7 @@ def optimizer_and_schedule(
     else:
         optimizer = torch.optim.Adadelta(weights, lr=lr, foreach=True)
     schedule = StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
-    # In images, which mean the same at any batch size: a step's learning rate is that of its last image.
+    # Counted in images: a step's learning rate is that of its last image.
     warmup_steps = options.lr_warmup_images // options.batch_size
     if warmup_steps > 1:
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)

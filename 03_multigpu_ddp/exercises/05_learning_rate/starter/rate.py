@@ -15,17 +15,17 @@ def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
     return lr
 
 
-def warmed_up(lr: float, step: int, global_batch: int, warmup_images: int) -> float:
-    """Return the learning rate of step 1, 2, 3, ... of a warm-up, which rises in equal steps.
+def warmed_up(lr: float, step: int, warmup_steps: int) -> float:
+    """Return the learning rate of step 1, 2, 3, ..., which rises by the same amount in each.
 
-    It is `lr` at the step that ends with image number `warmup_images`, and stays `lr` after it.
+    It is `lr` at step `warmup_steps`, and stays `lr` after it.
     """
     return lr  # gap
 
 
 if __name__ == "__main__":
-    print("global batch   linear     sqrt     linear, first step of a warm-up of 10,240 images")
+    print("global batch   linear     sqrt   steps in 10,000 images   linear, first of 40 steps of warm-up")
     for ranks in (1, 4, 16, 64):
         linear, root = [scaled(LR, rule, BATCH, ranks) for rule in ("linear", "sqrt")]
-        first = warmed_up(linear, 1, BATCH * ranks, 10_240)
-        print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}     {first:.6f}")
+        first, steps = warmed_up(linear, 1, 40), 10_000 // (BATCH * ranks)
+        print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}   {steps:22}   {first:.6f}")
