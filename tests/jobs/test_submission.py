@@ -286,6 +286,36 @@ def test_in_the_shell_of_salloc(on_cluster: Checkout) -> None:
 # --- what sbatch gets -------------------------------------------------------------------------------
 
 
+# The controller takes the job, and is too busy to say so.
+TIMED_OUT = """PATH=${PATH#*:} sbatch "$@" >/dev/null
+echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
+exit 1"""
+
+
+def test_a_job_that_sbatch_did_not_name_is_found(on_cluster: Checkout) -> None:
+    """Also the first of a sweep, which goes on."""
+    on_cluster.pretend()
+    on_cluster.fake("sbatch", TIMED_OUT)
+    done = succeeded(on_cluster.submit_py("single", "--wait", "--no-cuda"))
+    assert re.match(r"job \d+ submitted: ", done.stdout), done.stdout
+    sweep = ("--stages", "single", "--gpus", 1, "--batch-size", 500, "--no-cuda", "--repeats", 1)
+    done = succeeded(on_cluster.python("slurm/sweep.py", *sweep))
+    assert "[1/1] single" in done.stdout, done.stdout
+
+
+def test_a_job_that_may_be_in_the_queue_keeps_its_folder(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.jobs.slurm.QUEUE_SECONDS", 0)
+    checkout.fake("sbatch", TIMED_OUT.replace("PATH=", "true PATH="))
+    for command in ("srun", "squeue", "scontrol"):
+        checkout.fake(command, "")
+    with pytest.raises(UserError, match="Slurm may have taken the job or not"):
+        _main("ddp", "", checkout, monkeypatch)
+    (folder,) = job_folders(checkout)
+    assert next(folder.glob(".submission_file_*.sh"), None)
+
+
 def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) -> None:
     checkout.fake("sbatch", "touch sent")
     checkout.fake("srun", "")
@@ -376,7 +406,12 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
         ("echo cannot reach it >&2; exit 1", None, "", "unknown: cannot reach it"),
         # Slurm before 26.05 says so of a job that came back, and trained to its end.
         (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, f"{BACK}{WELL}", "done: results: somewhere"),
-        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, f"{WELL}{BACK}", "failed: a job of higher priority"),
+        (
+            _show("PREEMPTED Restarts=1 ExitCode=0:0"),
+            None,
+            f"{WELL}{BACK}",
+            "failed: a job of higher priority",
+        ),
         (_show("PREEMPTED"), None, "", "failed: a job of higher priority"),
         (FORGOTTEN, "echo FAILED", "why     error on rank 1: x", "failed: error on rank 1: x"),
         (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),

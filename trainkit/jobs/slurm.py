@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,13 @@ REFUSALS = {
     "or wait for a node that is down: `sinfo -R`",
     "": "see man sbatch, or ask your admin what it means",
 }
+# What sbatch says where its job may be in the queue all the same, as the controller was busy (slurm_errno.c);
+# the last is submitit's, where it names no number.
+UNCLEAR = (
+    "Socket timed out|Zero Bytes were transmitted|Message (receive|send) failure|Unexpected message|"
+    "Could not make sense of sbatch output"
+)
+QUEUE_SECONDS = 20  # until such a job is in the queue, if it is to be there
 
 
 def why_not_here() -> str:
@@ -101,6 +109,24 @@ def ask(
         return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: no answer after {seconds:.0f} s")
     except (OSError, ValueError) as error:  # the second for an argument with a NUL
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {reason(error)}")
+
+
+def sent_from(folder: Path, seconds: float = 0) -> str:
+    """Return the number of this user's job whose script is in `folder`, once it is queued; "" if it is not.
+
+    Args:
+        folder: where only one job has its script.
+        seconds: how long to look for it.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        for line in ask("squeue", "--me", "--noheader", "--format=%i %o").stdout.splitlines():
+            number, _, script = line.strip().partition(" ")
+            if Path(script).parent == folder:
+                return number
+        if time.monotonic() >= until:
+            return ""
+        time.sleep(1)
 
 
 def job_facts(job_id: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 import argparse
 import io
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
 DEFAULT_MINUTES = 30
+
+
+class UnansweredError(UserError):
+    """Nobody knows whether Slurm has taken the job."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +95,17 @@ def submit(request: Request, site: Site, folder: Path) -> Handle:
             plain=request.stage.plain,
         )
     try:
-        job = _send(request, site, folder, results_dir)
+        job_id = _send(request, site, folder, results_dir)
+    except UnansweredError:  # a job without its log's folder fails without a log
+        raise
     except UserError:
         shutil.rmtree(folder)
         raise
     handle = SlurmHandle(
-        job.job_id,
+        job_id,
         request.resources.tasks,
-        job.paths.stdout,
-        site.jobs_dir / job.job_id,
+        folder / f"{job_id}_0_log.out",
+        site.jobs_dir / job_id,
         None if request.stage.plain else results_dir / "runs",
     )
     # Not every Slurm refuses at once a job that it can never start.
@@ -118,9 +125,11 @@ def new_folder(request: Request, site: Site) -> Path:
 def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     """Return the job that was submitted with this `folder`; None if there is none.
 
-    A job ends by itself if its submitter was killed before it could name the pickle after the job.
+    Its submitter may have been killed before sbatch named the job, or sbatch has not named it.
     """
     job_id, by_slurm = local.submitted(folder)
+    if by_slurm and not job_id:
+        job_id = _adopt(folder)
     if not job_id:
         return None
     log = folder / f"{job_id}_0_log.out"
@@ -219,8 +228,13 @@ def _check_machine(request: Request, opts: options.Options) -> None:
         )
 
 
-def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> "submitit.Job":
-    """Call sbatch; raise a UserError if it refuses."""
+def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> str:
+    """Call sbatch, and return the job's number.
+
+    Raises:
+        UnansweredError: if sbatch cannot tell whether it is queued, and it is not there.
+        UserError: if it refuses.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     executor = _executor(request, folder, results_dir)
@@ -231,11 +245,31 @@ def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> "sub
         # submitit prints what sbatch says; here it becomes the text of the error.
         with patch.dict(os.environ, variables, clear=True), redirect_stderr(io.StringIO()):
             stage = request.stage
-            return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain))
+            return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain)).job_id
     except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job
-        refusal = slurm.sbatch_message(str(error))[:1000] or "without a word"
+        refusal = slurm.sbatch_message(str(error))[:1000]
+    if refusal and not re.search(slurm.UNCLEAR, refusal):
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
-        raise UserError(f"Slurm did not take the job ({refusal}): {fix}.") from None
+        raise UserError(f"Slurm did not take the job ({refusal}): {fix}.")
+    if job_id := _adopt(folder, slurm.QUEUE_SECONDS):
+        return job_id
+    raise UnansweredError(
+        f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
+        "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script in "
+        f"{folder}, and scancel it."
+    )
+
+
+def _adopt(folder: Path, seconds: float = 0) -> str:
+    """Return the number of a queued job that was sent from `folder`, though sbatch did not name it; or "".
+
+    On its node submitit waits a minute for the pickle to have the job's number in its name.
+    """
+    job_id = slurm.sent_from(folder, seconds)
+    if job_id:
+        (pickled,) = folder.glob("*.pkl")
+        pickled.rename(folder / f"{job_id}_submitted.pkl")
+    return job_id
 
 
 def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
