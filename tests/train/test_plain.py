@@ -78,7 +78,7 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.M)) == 1
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.full)])
 def test_a_script_that_is_killed_and_one_that_is_stopped_go_on(
     ranks: int | None, forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
