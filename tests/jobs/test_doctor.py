@@ -143,7 +143,9 @@ def test_a_controller_that_is_down(fake: Callable) -> None:
 
 
 def test_without_slurm_the_rest_is_still_looked_at(checkout: Checkout) -> None:
+    checkout.site("export SBATCH_MEM_PER_GPU=2G\n")
     told = diagnose(checkout.run(*command(checkout, "--json", "--job")))
+    assert "SBATCH_MEM_PER_GPU counts for submit.py, but not for job scripts" in found(told, "site", WARNING)
     assert "there is no Slurm here: sbatch is not on PATH" in found(told, "slurm", FAULT)
     assert "not started" in found(told, "job", FAULT)
     assert "make cluster-up" in found(told, "slurm", FAULT)

@@ -228,6 +228,7 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     on_cluster.site(
         f"SITE_SCRATCH_DIR='{scratch}'\n"
         "SITE_SRUN_ARGS=(--comment='two words')\n"
+        "export SBATCH_MEM_PER_CPU=900M\n"
         "SITE_CONTAINER=(env 'INSIDE=a container')  # as good as one\n"
     )
     on_cluster.script("ddp").write_text(FACTS)
@@ -237,6 +238,7 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     job = script.name.partition("_")[0]
     log = script.with_name(f"{job}_0_log.out").read_text()
     assert f"with exit code 0; results in {scratch}/other/runs\n" in log
+    assert on_cluster.cluster.job(int(job))["MinMemoryCPU"] == "900M"
     ranks = facts_in(scratch / job)
     assert len(ranks) == 4
     for rank, facts in enumerate(ranks):

@@ -44,7 +44,17 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     file = REPOSITORY / "slurm" / "site.sh"
     others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
     what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults apply"
-    return site, others or [Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")]
+    found = others or [Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")]
+    return site, [*found, *_check_memory(site)]
+
+
+def _check_memory(site: Site) -> list[Finding]:
+    """Warn of a request for memory that does not reach `sbatch slurm_submit.sh`."""
+    asked = [script.read_text() for script in REPOSITORY.glob("0*/slurm_submit*.sh")]
+    if not site.memory_by_part or not any("#SBATCH --mem=" in script for script in asked):
+        return []
+    message = f"{site.memory_by_part} counts for submit.py, but not for job scripts: their --mem comes first"
+    return [Finding("site", WARNING, message, "delete their lines #SBATCH --mem, or set SBATCH_MEM_PER_NODE")]
 
 
 def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:

@@ -21,6 +21,14 @@ class Site(NamedTuple):
     jobs_dir: Path
     monitor: bool = True
 
+    @property
+    def memory_by_part(self) -> str:
+        """Return the variable by which it asks for memory per CPU or GPU, "" if by none.
+
+        To sbatch, --mem in a script comes before that.
+        """
+        return next(filter(self.sbatch.get, ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")), "")
+
 
 def read_site() -> Site:
     """Run slurm/site.sh, if there is one, as a job does.

@@ -40,6 +40,7 @@ REFUSALS = {
     "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
+    "mutually exclusive": "ask for it in one form only, in slurm/site.sh or by an option",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
     "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",

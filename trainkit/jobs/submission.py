@@ -149,7 +149,7 @@ def preview(request: Request, site: Site) -> str:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
         would = f"would run as {request.resources.tasks} local process(es) of {command}"
         return f"{why_local(request.here)}: {would}"
-    executor = _executor(request, site.jobs_dir / "submitit" / "preview", opts.results_dir)._executor
+    executor = _executor(request, site, site.jobs_dir / "submitit" / "preview", opts.results_dir)._executor
     overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
     return (
         executor._make_submission_file_text(executor._submitit_command_str, uid="")
@@ -237,7 +237,7 @@ def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> str:
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    executor = _executor(request, folder, results_dir)
+    executor = _executor(request, site, folder, results_dir)
     variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
     for name in ("WAIT", "OUTPUT", "ERROR", "ARRAY_INX"):  # submitit knows nothing of them, and would wait
         variables.pop(f"SBATCH_{name}", None)
@@ -272,11 +272,12 @@ def _adopt(folder: Path, seconds: float = 0) -> str:
     return job_id
 
 
-def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
+def _executor(request: Request, site: Site, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
     """Return submitit's executor, with the options that the stage's job script gives sbatch and srun."""
     import submitit
 
     shape = request.resources
+    memory_gb = MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node)
 
     # The text of slurm_python goes into the job's shell unchanged, so job_env.sh decides what it means.
     in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python'
@@ -287,7 +288,7 @@ def _executor(request: Request, folder: Path, results_dir: Path) -> "submitit.Au
         tasks_per_node=shape.tasks_per_node,
         gpus_per_node=shape.gpus_per_node or None,
         cpus_per_task=shape.cpus_per_task,
-        mem_gb=MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node),
+        mem_gb=None if site.memory_by_part else memory_gb,
         timeout_min=request.minutes or DEFAULT_MINUTES,
         stderr_to_stdout=True,
         slurm_partition=request.partition,
