@@ -113,7 +113,8 @@ fi
     echo "warning: $TRAINKIT_JOB_DIR, with what an earlier start has saved, is not there: it begins anew. Is there a date in slurm/site.sh?"
 problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
     fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in slurm/site.sh to a shared folder of yours."
-# Newer Slurm (seen: 24.11) starts a preempted job once more after it has come back by itself, and ended.
+# Slurm before 26.05 (seen: 24.11; SchedMD's ticket 25682) starts a job that was preempted once more after it has come
+# back, and ended.
 if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
     echo "this job has already ended, without an error, and does nothing more: to train again, submit it again"
     exit
@@ -363,7 +364,8 @@ finish() {
         echo "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a node that failed"
         [[ -z $saved ]] || echo "if it does not come back by itself, $again"
     elif ((code)) && [[ ! -e $TRAINKIT_JOB_DIR/preempted && ! -e $TRAINKIT_JOB_DIR/first-failed ]] && was_preempted; then
-        echo "why     a job of higher priority took its place (preemption): $again"
+        # Newer Slurm (seen: 24.11, 26.05) puts it back into the queue, whatever its exit code; 22.05 does not.
+        echo "why     a job of higher priority took its place (preemption): if squeue shows that it does not come back, $again"
     elif ((code)); then
         tell_why
     elif [[ -e $TRAINKIT_JOB_DIR/preempted ]]; then

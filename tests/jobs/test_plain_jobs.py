@@ -105,13 +105,15 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
 
 
 def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
+    """It comes back by itself with Slurm 24.11 and newer, and is told so for each."""
     script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
     fate = "print('begun', flush=True); time.sleep(600)"
     job = on_cluster.submit("single", "--plain", script, fate, sbatch=nodes)
     on_cluster.wait_for("begun", job)
     on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
-    assert on_cluster.cluster.wait(job)["JobState"] == "FAILED"
-    why = "\nwhy     a job of higher priority took its place (preemption): submit again\n"
+    state = on_cluster.cluster.wait(job, until="PENDING")
+    assert (state["JobState"], state["Restarts"]) in (("FAILED", "0"), ("PENDING", "1")), on_cluster.log(job)
+    why = "\nwhy     a job of higher priority took its place (preemption): if squeue "
     assert why in on_cluster.log(job), on_cluster.log(job)
 
 

@@ -138,8 +138,9 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = facts.get("Restarts", "0")
             return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
-        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh, and so is one that was preempted:
-        # if it came back and ended well, Slurm before 26.05 calls it that all the same (SchedMD's ticket 25682).
+        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh, and so is one that was
+        # preempted: if it came back and ended well, Slurm before 26.05 calls it that all the same (SchedMD's
+        # ticket 25682).
         well = self._ended_well()
         if state in ("GONE", "PREEMPTED") and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"

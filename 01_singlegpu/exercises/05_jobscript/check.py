@@ -214,8 +214,8 @@ def _check_commands(path: Path, cpus: str, commands: str) -> None:
     passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", given)
     if not passed:
         raise Wrong(
-            f"mine/{JOB}: srun does not read --cpus-per-task from #SBATCH, so the training gets only one "
-            "core."
+            f"mine/{JOB}: with Slurm 22.05 to 23.02 srun does not take over --cpus-per-task from #SBATCH, so "
+            "the training gets only one core."
         )
     if (number := passed[1].strip('"')) != cpus and not re.fullmatch(
         r"\$\{?SLURM_CPUS_PER_TASK(:-\d+)?\}?", number

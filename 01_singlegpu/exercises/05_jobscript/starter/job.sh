@@ -14,6 +14,6 @@
 set -____ pipefail # end at the first error, also if a variable is not set
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh" # what is special about this site: slurm/site.sh
 
-# Since Slurm 22.05 srun needs the number of cores per task again.
+# With Slurm 22.05 to 23.02 srun needs the number of cores per task again; with others it does no harm.
 srun ____ "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
     python mnist_singlegpu.py --data-dir "$DATA_DIR" --results-dir "$RESULTS_DIR" --epochs 2 --train-size 6000
