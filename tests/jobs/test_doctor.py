@@ -124,6 +124,9 @@ def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
         ("Invalid account or account/partition combination specified", "SBATCH_ACCOUNT"),
         ("Job violates accounting/QOS policy (job submit limit)", "wait for other jobs of yours"),
         ("Unable to contact slurm controller (connect failure)", "see if `sinfo` answers"),
+        # Slurm 26.05, and 24.11.
+        ("fatal: --gpus-per-node and --gres=gpu are mutually exclusive.", "take SBATCH_GRES out"),
+        ("Invalid GRES specification (with and without type identification)", "#SBATCH --gpus-per-node"),
         ("Something else", "man sbatch"),
     ],
 )
