@@ -24,7 +24,8 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         tell("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more.")
+    tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume takes.")
+    tell("It is unknown (-) of jobs that run, and of those that did not end well.")
     tell("Jobs without samples, or without Slurm, are left out.")
 
 
@@ -33,7 +34,8 @@ def _used(job: Path) -> tuple[str, ...]:
     cells = {}
     with suppress(UserError, OSError):  # no samples, or some that cannot be read
         for n in SampledJob(job / samples.FOLDER).needs():
-            cells[n.option] = f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", f"{n.enough}{n.unit}"
+            enough = "-" if n.enough is None else f"{n.enough}{n.unit}"
+            cells[n.option] = f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", enough
     of_each = [cells.get(option, ("-", "-", "-")) for option in ("--mem", CORES)]
     return (printable(job.name), *of_each[0], *of_each[1]) if cells else ()
 

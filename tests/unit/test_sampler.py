@@ -2,11 +2,13 @@
 
 import errno
 import math
+import mmap
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +20,7 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, stage_command
 
-from trainkit.monitor import connections, gpus, processes
+from trainkit.monitor import connections, gpus, memory, processes
 from trainkit.runtime.errors import UserError
 from trainkit.schema import samples
 
@@ -369,6 +371,63 @@ def test_what_a_rank_uses_of_cores(machine: Machine) -> None:
     shutil.rmtree(machine.folder / "proc/7/task")
     machine.now += 1
     assert job.sample()[1]["waiting"] is None
+
+
+@pytest.mark.parametrize(
+    ("line", "in_use", "kinds"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_12/step_1/user/task_0", "memory.current", ""),
+        ("4:memory:/slurm/uid_7/job_12/step_1", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_memory_of_a_job_in_a_cgroup(
+    line: str, in_use: str, kinds: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that counts against --mem, such as files in /dev/shm; not the cache, which fills what is free."""
+    monkeypatch.setattr(memory, "CGROUPS", machine.folder / "cgroup")
+    _, controller, path = line.split(":")
+    folder = f"cgroup/{controller}{path.partition('/step')[0]}"
+    lines = f"{kinds}inactive_file 300000000\n{kinds}active_file 200000000\nshmem 1500000000\n"
+    machine.write({"proc/self/cgroup": f"9:cpu:/\n{line}\n", f"{folder}/memory.stat": lines})
+    machine.write({f"{folder}/{in_use}": "3500000000\n"})
+    machine.process(7)
+    node, rank = processes.Processes({"JOB": "1"}).sample()
+    assert (node["memory_mb"], node["shared_files_mb"], rank["memory_mb"]) == (3000, 0, 1024)
+    machine.write({"proc/self/cgroup": "0::/user.slice/job_of_mine\n"})
+    assert processes.Processes({"JOB": "1"}).sample()[0]["memory_mb"] == 1024
+
+
+def test_files_in_memory_count_where_there_is_no_cgroup() -> None:
+    """Unless a process has them in its memory. Others may write such files meanwhile."""
+    size, some = 400_000_000, 150_000_000
+    job = memory.JobMemory()
+    assert job.of_no_process([]) == pytest.approx(0, abs=some)
+    with tempfile.NamedTemporaryFile(dir=memory.SHARED_FILES) as file:
+        file.truncate(size)
+        with mmap.mmap(file.fileno(), size) as mapped:
+            for page in range(0, size, mmap.PAGESIZE):
+                mapped[page] = 1
+            mine = processes.Process(os.getpid(), in_shared_files=memory.in_shared_files(os.getpid()))
+            assert mine.in_shared_files == pytest.approx(size, abs=some)
+            assert job.of_no_process([mine]) == pytest.approx(0, abs=some)
+        assert job.of_no_process([]) == pytest.approx(size, abs=some)
+
+
+def test_the_largest_checkpoint(machine: Machine) -> None:
+    job = machine.folder / "job"
+    machine.process(7, env=f"TRAINKIT_JOB_DIR={job}")
+
+    def sampled_mb() -> float:
+        return processes.Processes({"TRAINKIT_JOB_DIR": str(job)}).sample()[0]["checkpoint_mb"]
+
+    assert sampled_mb() == 0
+    machine.write(
+        {"job/checkpoints/epoch-1.pt": "x" * 3_000_000, "job/checkpoints/epoch-2.pt": "x" * 2_000_000}
+    )
+    assert sampled_mb() == 3
+    parts = {f"job/checkpoints/sharded-{step}/{rank}": "x" * 2_000_000 for step in (1, 2) for rank in (0, 1)}
+    machine.write(parts)
+    assert sampled_mb() == 4
 
 
 @pytest.mark.parametrize(

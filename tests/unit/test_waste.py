@@ -186,9 +186,11 @@ def test_the_worst_comes_first(made: Callable[..., Path]) -> None:
 def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) -> None:
     """Only what saves something, of a job script that asked for it; no fewer cores where batches are late."""
 
-    def told(gpus: list[Gpu], asked: str, **how: object) -> list[str]:
+    def told(gpus: list[Gpu], asked: str, ended: str = "0", checkpoint: str = "", **how: object) -> list[str]:
         folder = made(gpus, host=0.13, **how)
+        change(folder, lambda row: row | ({"checkpoint_mb": checkpoint} if row["what"] == "node" else {}))
         (folder / "asked").write_text(asked)
+        (folder / "ended").write_text(ended)
         return waste.judge(folder).lines("job 12")[1:-1]
 
     loading = [Gpu(loaders=2, loader_cores=1.98)] * 2
@@ -204,8 +206,18 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
     ]
     assert told(loading, "8 2 0") == cores  # no --mem was given
     assert told(loading, "") == []
+    resumed = "next time --mem=14G would be enough: the job used 7.7 of --mem=60G at the peak, and a resume"
+    assert told(loading, "4 2 61440", checkpoint="2000") == [f"{resumed} takes 3.7 more."]
+    shared = made(loading)
+    change(shared, lambda row: row | ({"shared_files_mb": "3000"} if row["what"] == "node" else {}))
+    (shared / "asked").write_text("4 2 61440")
+    (shared / "ended").write_text("0")
+    assert waste.judge(shared).enough.startswith("next time --mem=13G would be enough: the job used 10.5 of")
+    for ended in ("137", "1", ""):  # killed for want of memory, perhaps; the last one runs
+        assert told(loading, "8 2 61440", ended) == []
     short = made(loading, epochs=1, train=1, record=False)
     (short / "asked").write_text("8 2 61440")
+    (short / "ended").write_text("0")
     assert waste.judge(short).enough == ""
 
 

@@ -67,7 +67,12 @@ class Rank:
         places = ["--data-dir", os.environ["TRAINKIT_DATA_DIR"]]
         places += ["--results-dir", os.environ["TRAINKIT_RESULTS_DIR"]]
         if self.checkpoints:
-            places += ["--checkpoint-dir", str(job_folder.here() / "checkpoints"), "--resume", "auto"]
+            places += [
+                "--checkpoint-dir",
+                str(job_folder.here() / job_folder.CHECKPOINTS),
+                "--resume",
+                "auto",
+            ]
         sys.argv = [str(self.script), *places, *self.arguments]
         runpy.run_path(str(self.script), run_name="__main__")
 
@@ -124,7 +129,7 @@ def start(
         (folder / samples.FOLDER).mkdir(exist_ok=True)  # where the ranks note their records
     if plain:
         (folder / job_folder.PLAIN).touch()
-        (folder / "checkpoints").mkdir()
+        (folder / job_folder.CHECKPOINTS).mkdir()
     try:
         # submitit's processes inherit it.
         with patch.dict(os.environ, variables | {"PYTHONSAFEPATH": "1"}, clear=True):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from trainkit.monitor import memory
 from trainkit.monitor.connections import Meetings
-from trainkit.runtime import place
+from trainkit.runtime import job_folder, place
 from trainkit.schema import samples
 
 SYS = Path("/sys")
@@ -40,6 +41,7 @@ class Process:
     core_list: str = ""
     resident: int = 0  # bytes
     shared: int = 0  # bytes of these that count for other processes: each has an equal share
+    in_shared_files: int = 0  # bytes of its share
     cpu_seconds: float = 0
     cores: float = 0
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
@@ -153,6 +155,9 @@ class Processes:
         self._samples = 0
         self._network_bytes = _network_bytes()
         self._meetings = Meetings()
+        self._memory = memory.JobMemory()
+        self._checkpoints = Path(variables.get(job_folder.VARIABLE, ""), job_folder.CHECKPOINTS)
+        self._checkpoint_bytes = 0
         self.ranks: dict[int, int] = {}  # process -> rank, also of loader workers
 
     def sample(self) -> list[dict[str, object]]:
@@ -165,9 +170,11 @@ class Processes:
         self._processes = {process.pid: process for process in found if process}
         if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
             for process in self._processes.values():  # for this the kernel walks through its pages
-                with suppress(psutil.Error):  # it has ended
+                with suppress(psutil.Error, OSError):  # it has ended
                     pss = psutil.Process(process.pid).memory_full_info().pss
                     process.shared = process.resident - pss
+                    process.in_shared_files = memory.in_shared_files(process.pid)
+            self._checkpoint_bytes = memory.largest_checkpoint(self._checkpoints)
         self._samples += 1
         families = self._families()
         self.ranks = {process.pid: process.rank for family in families for process in family.processes()}
@@ -175,11 +182,13 @@ class Processes:
         processes = self._processes.values()
         node = {
             "what": samples.NODE,
-            "memory_mb": sum(one.memory for one in processes) / 1e6,
+            "memory_mb": self._memory.used(processes) / 1e6,
             "memory_limit_mb": memory_limit() / 1e6,
             "cores": sum(one.cores for one in processes),
             "core_list": ",".join(sorted({one.core_list for one in processes})),
             "network_mb_s": (self._network_bytes - before) / seconds / 1e6,
+            "shared_files_mb": self._memory.of_no_process(processes) / 1e6,
+            "checkpoint_mb": self._checkpoint_bytes / 1e6,
         }
         parents = {process.pid: process.parent for process in processes}
         met = self._look_who_has_met(families)

@@ -1,6 +1,7 @@
 """A sampled job, for its verdict: the time to judge, GPUs, ranks, energy."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,17 +42,30 @@ Window = tuple[float, float]  # s, since 1970
 
 @dataclass(frozen=True)
 class Need:
-    """What Slurm was `asked` for by an option of sbatch, in its `unit`, and the most `used` at once."""
+    """What Slurm was `asked` for by an option of sbatch, in its `unit`, and the most `used` at once.
+
+    A `resume` would take so much more. `known` is whether the job has ended well: what is enough for one that
+    was killed, or still runs, nobody knows.
+    """
 
     option: str
     unit: str
     asked: float
     used: float
+    known: bool
+    resume: float = 0
 
     @property
-    def enough(self) -> int:
-        """Return what would have been enough, with a margin."""
-        return max(math.ceil(min(MARGIN * self.used, self.asked)), 1)
+    def enough(self) -> int | None:
+        """Return what would have been enough, with a margin; None if unknown."""
+        if not self.known:
+            return None
+        return max(math.ceil(min(MARGIN * self.used + self.resume, self.asked)), 1)
+
+    @property
+    def less(self) -> bool:
+        """Return whether less than what was asked for would have been enough."""
+        return self.enough is not None and self.enough < self.asked
 
 
 class SampledJob:
@@ -219,8 +233,12 @@ class SampledJob:
         ]
         # A task of torchrun has all ranks of its node.
         cores = pd.Series([nodes.cores.max() / max(tasks, 1), *of_ranks]).max()
-        memory = Need("--mem", "G", round(mb / 1024, 2), nodes.memory_mb.max() / gb)
-        needs = [memory, Need(CORES, "", cpus, cores)]
+        # Each rank loads the checkpoint, and a job that was not resumed has not shown what that takes.
+        ranks = max(Counter(node for node, _ in self.rows[RANK]).values(), default=0)
+        resume = ranks * nodes.checkpoint_mb.fillna(0).max() / gb
+        used = (nodes.memory_mb + nodes.shared_files_mb.fillna(0)).max() / gb
+        memory = Need("--mem", "G", round(mb / 1024, 2), used, self.ended_well, resume)
+        needs = [memory, Need(CORES, "", cpus, cores, self.ended_well)]
         return [need for need in needs if need.asked > 0 and need.used >= 0]
 
     def longest_pause(self, rank: Place, cores: float, utilisation: float) -> pd.DataFrame:

@@ -212,12 +212,13 @@ def _next_request(job: SampledJob, found: Found) -> str:
     needs = job.needs()
     if found & {"waiting_for_loader", "shared_cores"}:  # whose remedy takes cores
         needs = [need for need in needs if need.option != CORES]
-    less = [need for need in needs if need.enough < need.asked]
+    less = [need for need in needs if need.less]
     if not less:
         return ""
     options = " ".join(f"{need.option}={need.enough}{need.unit}" for need in less)
     used = ", ".join(f"{need.used:.1f} of {need.option}={need.asked:g}{need.unit}" for need in less)
-    return f"next time {options} would be enough: the job used {used} at the peak."
+    resume = "".join(f", and a resume takes {one.resume:.1f} more" for one in less if one.resume >= 0.05)
+    return f"next time {options} would be enough: the job used {used} at the peak{resume}."
 
 
 def _find_ranks_that_never_met(job: SampledJob, _: Found) -> Iterator[Issue]:

@@ -24,7 +24,7 @@ from typing import TextIO
 from trainkit.runtime.place import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
-PLAIN = "plain"
+PLAIN, CHECKPOINTS = "plain", "checkpoints"
 LONGEST_NOTE = 10**6  # characters
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 

@@ -49,11 +49,18 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "network_mb_s": (NODE,),  # both ways, of all jobs on the node
     "others": (RANK,),  # processes with PyTorch that its script started itself, and that compute
     "other_cores": (RANK,),  # that they use together
-    "met": (
-        RANK,
-    ),  # with whom it has had a TCP connection so far: rank, - (nobody), host (maybe with a rank)
+    # With whom it has had a TCP connection so far: rank, - (nobody), or host, on which there may be a rank.
+    "met": (RANK,),
+    "shared_files_mb": (NODE,),  # in /dev/shm, since the job began, where no cgroup tells whose they are
+    "checkpoint_mb": (NODE,),  # the largest one in the job's own folder
 }
-LATER = ("others", "other_cores", "met")  # older recordings, of results/sample, lack these
+LATER = (
+    "others",
+    "other_cores",
+    "met",
+    "shared_files_mb",
+    "checkpoint_mb",
+)  # older recordings, of results/sample, lack these
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
