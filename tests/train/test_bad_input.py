@@ -146,6 +146,25 @@ def test_an_environment_that_contradicts_itself(
     assert sentence in one_error(script("ddp", "--results-dir", tmp_path, env=environment))
 
 
+@pytest.mark.parametrize("stage", ["single", "dp", "ddp"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        # In an allocation: srun has started one helper of mpirun on each node.
+        {"PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["Open MPI", "MPICH", "within an allocation"],
+)
+def test_mpirun_would_train_several_times(
+    stage: str, environment: dict, tmp_path: Path, script: Script
+) -> None:
+    done = script(stage, "--results-dir", tmp_path, env=environment)
+    assert re.search("mpirun has started 2 processes.* torchrun", one_error(done))
+    assert not list(tmp_path.rglob("*.csv"))
+
+
 @pytest.mark.parametrize("stage", ["single", "dp"])
 @pytest.mark.parametrize(
     "environment",

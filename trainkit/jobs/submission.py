@@ -255,8 +255,8 @@ def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> str:
         return job_id
     raise UnansweredError(
         f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
-        "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script in "
-        f"{folder}, and scancel it."
+        "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script "
+        f"in {folder}, and scancel it."
     )
 
 

@@ -49,6 +49,12 @@ def read() -> Place:
         ValueError: if the variables contradict each other; its text says what to do.
     """
     launcher = launcher_of(os.environ)
+    if (processes := _started_by_mpirun()) > 1:
+        raise ValueError(
+            f"mpirun has started {processes} processes, and each would train by itself: use torchrun "
+            f"--nproc-per-node={processes}, or srun as the job scripts of 03_multigpu_ddp do, or leave "
+            "out mpirun for one process."
+        )
     if launcher == "python":
         return Place()
     of_rank, of_local_rank, of_size = OF_PYTORCH if {*OF_PYTORCH} & os.environ.keys() else OF_STEP
@@ -83,6 +89,20 @@ def launcher_of(env: Mapping[str, str]) -> str:
     if {*OF_PYTORCH} & env.keys():
         return next((name for name, mark in LAUNCHERS.items() if mark in env), "env")
     return "srun" if {OF_STEP[0], OF_STEP[2]} <= env.keys() else "python"
+
+
+def _started_by_mpirun() -> int:
+    """Return how many processes mpirun has started, of which this is one; 0 if each has its RANK.
+
+    OMPI_COMM_WORLD_SIZE is Open MPI's. PMI_SIZE is that of MPICH, Intel MPI and others, but also of srun with
+    some of its --mpi.
+    """
+    if {*OF_PYTORCH} & os.environ.keys():
+        return 0
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE")
+    if size is None and os.environ.get("PMI_SIZE") != os.environ.get(OF_STEP[2]):
+        size = os.environ.get("PMI_SIZE")
+    return int(size) if size and size.isdecimal() else 0
 
 
 def rank_of(env: Mapping[str, str] = os.environ) -> str | None:

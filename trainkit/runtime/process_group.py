@@ -88,7 +88,12 @@ def joined(device: torch.device) -> Place:
     Raises:
         UserError: if a launcher started several processes, and there is no group yet, or one for each.
     """
-    here = _place()
+    try:
+        here = place.read()
+    except ValueError as error:
+        if count() == 1:
+            raise UserError(str(error)) from None
+        here = Place()  # they have met in another way, and the group knows who they are
     if here.size > 1 and not dist.is_initialized():
         raise UserError(
             f"this is one of {here.size} processes, and there is no process group yet: call "
