@@ -84,7 +84,7 @@ if [[ -e $site || -L $site ]]; then
     [[ $(<"$site") != *$'\r'* && $(<"$site") != $'\xef\xbb\xbf'* ]] ||
         fail "slurm/site.sh has the line ends or the byte order mark of Windows, which are text to bash: sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     # Of a here-document without its end bash only warns.
-    problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
+    problem=$(cd / && LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     problem=$(site_problem "$site")
     [[ -z $problem ]] || fail "slurm/site.sh fails, correct it: $problem"

@@ -84,10 +84,13 @@ def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
     assert sentence in one_error(done)
 
 
-def test_a_folder_that_was_removed_meanwhile(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_meanwhile(tmp_path: Path, checkout: Checkout) -> None:
+    """Nor is the site file blamed for what bash says there."""
+    checkout.site("export SBATCH_PARTITION=debug\n")
     (tmp_path / "gone").mkdir()
-    command = f"rmdir ../gone; '{sys.executable}' '{REPOSITORY}/slurm/sweep.py' --local --dry-run --out mine"
-    done = ran("bash", "-c", command, cwd=tmp_path / "gone")
+    sweep = checkout.folder / "slurm" / "sweep.py"
+    command = f"/bin/rmdir ../gone; '{sys.executable}' '{sweep}' --local --dry-run --out mine"
+    done = checkout.run("bash", "-c", command, cwd=tmp_path / "gone")
     assert "the folder that this was started in has been removed: cd to another." in one_error(done)
 
 

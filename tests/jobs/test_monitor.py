@@ -204,7 +204,8 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     job = on_cluster.submit("srun", *TRAINING, sbatch=("--nodes=2", "--ntasks-per-node=1"))
     assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
     log, folder = on_cluster.log(job), monitor_of(on_cluster, job)
-    assert re.search(rf"\n\n(watch   .*\n)*watch   job {job} .*\nended   .* with exit code 0;.*\n$", log), log
+    # Before it is an empty line, but where the ranks end within a line (PyTorch 2.15: "nanobind: leaked").
+    assert re.search(rf"\n(watch   .*\n)*watch   job {job} .*\nended   .* with exit code 0;.*\n$", log), log
     assert "not sampled" not in log
     assert ranks_in(folder) == {"n1": {"0"}, "n2": {"1"}}
     notes = {path.name for path in folder.parent.glob("rank-*")}

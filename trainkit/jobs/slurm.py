@@ -38,10 +38,10 @@ NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # it; the first pattern found counts.
 REFUSALS = {
     # From Slurm 26.05; before, where one of the two names a kind of GPU.
-    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way: take SBATCH_GRES out "
-    "of slurm/site.sh and your shell, and --gres off the command line; or, for sbatch, delete the line #SBATCH "
-    "--gpus-per-node of the job script. A kind of GPU: export SBATCH_GPUS_PER_NODE=a100:2 in slurm/site.sh, "
-    "whose number then holds for every job",
+    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way: take SBATCH_GRES "
+    "out of slurm/site.sh and your shell, and --gres off the command line; or, for sbatch, delete the line "
+    "#SBATCH --gpus-per-node of the job script. A kind of GPU: export SBATCH_GPUS_PER_NODE=a100:2 in "
+    "slurm/site.sh, whose number then holds for every job",
     "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
