@@ -2,6 +2,8 @@
 
 import difflib
 import re
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +59,30 @@ def test_it_trains_and_counts_every_test_image_once(
     assert int(right[1]) > 0.75 * TESTED  # chance is a tenth
     weights = torch.load(tmp_path / "plain.pt", weights_only=True)
     assert sum(values.numel() for values in weights.values()) == 1_199_882 and "conv1.weight" in weights
+
+
+@pytest.mark.parametrize(
+    "program", [PLAIN_DDP, PLAIN_RESUME, BEYOND / "recorded.py"], ids=lambda path: path.stem
+)
+def test_a_process_takes_its_gpu_before_it_meets_the_others(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 5, the second of its node. There is no GPU here, so PyTorch's calls are noted, not made."""
+    calls, main = [], runpy.run_path(str(program))["main"]
+
+    def meet(backend: str, device_id: torch.device) -> None:
+        calls.append((backend, device_id))
+        raise StopIteration
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    monkeypatch.setattr(sys, "argv", [program.name])
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StopIteration):
+        main()
+    assert calls == [("set_device", torch.device("cuda:1")), ("nccl", torch.device("cuda:1"))]
 
 
 def test_the_difference_is_short_enough_to_learn() -> None:

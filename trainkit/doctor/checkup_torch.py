@@ -118,8 +118,8 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
             process_group.sum_in_place(values)
             times.append(clock.stop(own, started))
         seconds = statistics.median(times)
-        # The bus bandwidth is the rate of the slowest link, to be compared with the hardware's. Source:
-        # nccl-tests, doc/PERFORMANCE.md.
+        # In a ring, the bus bandwidth is the rate of the slowest link, to be compared with the hardware's.
+        # Source: nccl-tests, doc/PERFORMANCE.md.
         bus = number_of_bytes / seconds / 1e9 * 2 * (size - 1) / size
         rows.append(facts | {"bytes": number_of_bytes, "seconds": seconds, "bus_gb_s": bus})
         if seconds > SLOW_SECONDS:
