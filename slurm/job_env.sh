@@ -49,7 +49,7 @@ leave_out_options_of_another_job() {
             SLURM_MEM_PER_NODE) asked="MinMemoryNode=[1-9]" ;;
             SLURM_MEM_PER_CPU) asked="MinMemoryCPU=" ;;
             SLURM_MEM_PER_GPU) asked="MemPerTres=" ;;
-            SLURM_GPU_BIND) asked="TresBind=" ;;
+            SLURM_GPU_BIND | SLURM_TRES_BIND) asked="TresBind=" ;;
             SLURM_GPU_FREQ) asked="TresFreq=" ;;
             *) asked="" ;;
         esac

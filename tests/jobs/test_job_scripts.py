@@ -183,9 +183,10 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
         # With the first, all ranks are on one core where Slurm binds them; srun refuses most of the others.
         **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS_PER_GPU": 1, "SLURM_EXCLUSIVE": 1},
         **{"SLURM_GPUS": 1, "SLURM_MEM_PER_CPU": 10, "SLURM_DISTRIBUTION": "plane=7"},
+        **{"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"},
     }
     shell = ["srun", "--ntasks=1", "env", *(f"{name}={value}" for name, value in left.items())]
-    shape = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--gpu-bind=none")
+    shape = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     sbatch = ["sbatch", "--parsable", *shape, "slurm_submit.sh", *SMALL, "--timeout", 20]
     done = succeeded(on_cluster.run(*shell, *sbatch, cwd=on_cluster.folder / FOLDERS["ddp"]))
     job = int(done.stdout)
@@ -193,10 +194,10 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     assert "mnist-ddp, restart 0, " in on_cluster.log(job)
     assert {row["world_size"] for row in rows_of(on_cluster.folder / "results")} == {2}
     seen = ast.literal_eval((on_cluster.folder / "results" / "jobs" / str(job) / "environment").read_text())
-    asked = (seen["SLURM_GPUS_PER_NODE"], seen["SLURM_GPU_BIND"], seen["SLURM_MEM_PER_NODE"])
-    assert asked == ("1", "none", str(16 * 1024))  # of this job
-    theirs = ("TORCHELASTIC_", "PET_", "OMPI_", "PMI_", "SLURM_NTASKS_PER_GPU", "SLURM_EX", "SLURM_GPUS=")
-    assert [f"{name}=" for name in seen if f"{name}=".startswith((*theirs, "SLURM_MEM_PER_CPU"))] == []
+    assert (seen["SLURM_GPUS_PER_NODE"], seen["SLURM_MEM_PER_NODE"]) == ("1", str(16 * 1024))  # of this job
+    theirs = ("TORCHELASTIC_", "PET_", "OMPI_COMM_", "PMI_", "SLURM_NTASKS_PER_GPU", "SLURM_EX")
+    theirs += ("SLURM_GPUS=", "SLURM_MEM_PER_CPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
+    assert [f"{name}=" for name in seen if f"{name}=".startswith(theirs)] == []
     assert "mask_cpu" not in seen.get("SLURM_CPU_BIND", "")
     assert "plane" not in seen.get("SLURM_DISTRIBUTION", "")
 
