@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import Checkout, wait_until
 from cluster import RunningCluster
 
 from trainkit.schema import samples
@@ -297,6 +297,30 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
     assert re.search(
         r"^error: this job is not requeued \(.+\): submit again with --checkpoint-dir here$", log, re.M
     )
+
+
+def test_a_job_that_ignores_sigterm(on_cluster: Checkout) -> None:
+    """Slurm kills it, and the job script, so the verdict comes before; USR1 ends nothing."""
+    program = on_cluster.folder / "trainkit" / "monitor" / "cli.py"
+    assert "\nPATIENCE_SECONDS = 8\n" in program.read_text()
+    program.write_text(program.read_text().replace("PATIENCE_SECONDS = 8", "PATIENCE_SECONDS = 2"))
+    ignores = """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    import torch
+    wait_until(lambda text: f",rank,{rank}," in text)
+    print("rank", rank, "is here", flush=True)
+    time.sleep(600)"""
+    plant(on_cluster, ignores, stage="03_multigpu_ddp")
+    sbatch = ("--nodes=2", "--ntasks-per-node=1")
+    job = on_cluster.submit("srun", "own.py", sbatch=sbatch)
+    for rank in range(2):
+        on_cluster.wait_for(f"rank {rank} is here", job)
+    on_cluster.cluster.run(["scancel", "--signal=USR1", job])
+    on_cluster.cluster.run(["scancel", job])
+    wait_until(lambda: f"\nwatch   job {job} " in on_cluster.log(job))
+    log = on_cluster.log(job)
+    assert re.search(r"^watch   2 s after SIGTERM rank 0 on n1 .*rank 1 on n2 .*still ran", log, re.M), log
 
 
 def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:

@@ -7,6 +7,7 @@ JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_M
 """
 
 import argparse
+import math
 import os
 import select
 import shutil
@@ -29,6 +30,9 @@ from trainkit.runtime.files import check_writable
 from trainkit.schema import samples
 
 END_SECONDS = 0.25  # between checks whether a local job has ended
+# From SIGTERM on, for the job to end by itself. By default Slurm kills it after 30 s (KillWait).
+PATIENCE_SECONDS = 8
+AGAIN_SECONDS = 60  # from a verdict after SIGTERM: a job that goes on for longer has another at its end
 # Signals that may be sent to this program, and are meant for the command that it runs.
 HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -125,37 +129,59 @@ def _run(command: list[str]) -> int:
 
 def _sample(folder: Path, until: int | None, own_job: str | None) -> None:
     """Sample this node until the input, or the process `until`, ends; one node prints the verdict."""
-    from trainkit.monitor import collector
-
     # Slurm sends USR2 before the time limit; USR1 with the `--signal=USR1@90` that Lightning's pages give.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if until:
-
-        def ended(seconds: float) -> bool:
-            moment = time.monotonic() + seconds
-            while not (gone := local.has_ended(str(until), folder.parent)) and time.monotonic() <= moment:
-                time.sleep(END_SECONDS)
-            return gone
-
-        collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
-        _note_end(folder, int(bool(job_folder.notes(folder.parent, "started", "failed", "lost"))))
+        _sample_local_job(folder, until)
+    elif own_job and {"SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_PROCID"} <= os.environ.keys():
+        _sample_job_of_slurm(folder, own_job)
     else:
-        if not own_job or not {"SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_PROCID"} <= os.environ.keys():
-            raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
-        # As if the input had ended. A job script blocks the signal, as there is more to come (job_env.sh).
-        signal.signal(signal.SIGTERM, lambda *_: os.dup2(os.open(os.devnull, os.O_RDONLY), 0))
-        mine = {name: os.environ[name] for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
-        mine[job_folder.VARIABLE] = own_job  # another practice cluster may have a job with that number
+        raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
 
-        def at_end(seconds: float) -> bool:
-            return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 65536)
 
-        collector.sample(folder, mine, at_end)
-    if until or os.environ["SLURM_PROCID"] == "0":
-        _keep_and_tell(folder, f"job {until or os.environ['SLURM_JOB_ID']}")
-    if until:
-        _tell_why(folder.parent, str(until))
+def _sample_local_job(folder: Path, until: int) -> None:
+    from trainkit.monitor import collector
+
+    def ended(seconds: float) -> bool:
+        moment = time.monotonic() + seconds
+        while not (gone := local.has_ended(str(until), folder.parent)) and time.monotonic() <= moment:
+            time.sleep(END_SECONDS)
+        return gone
+
+    collector.sample(folder, {job_folder.VARIABLE: str(folder.parent)}, ended)
+    _note_end(folder, int(bool(job_folder.notes(folder.parent, "started", "failed", "lost"))))
+    _keep_and_tell(folder, f"job {until}")
+    _tell_why(folder.parent, str(until))
+
+
+def _sample_job_of_slurm(folder: Path, own_job: str) -> None:
+    """Sample until the job script closes the input, and print the verdict, by the first of its nodes.
+
+    A rank that outlives SIGTERM is killed by Slurm, and so is the job script, before it can print its last
+    lines. So the verdict is printed some seconds after the signal, if the job has not ended by then.
+    """
+    from trainkit.monitor import collector
+
+    name, tells = f"job {os.environ['SLURM_JOB_ID']}", os.environ["SLURM_PROCID"] == "0"
+    asked_to_end: list[float] = []
+    told_at = -math.inf
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(time.monotonic()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the job script has blocked it
+    mine = {variable: os.environ[variable] for variable in ("SLURM_JOB_ID", "SLURMD_NODENAME")}
+    mine[job_folder.VARIABLE] = own_job  # another practice cluster may have a job with that number
+
+    def at_end(seconds: float) -> bool:
+        nonlocal told_at
+        if tells and asked_to_end and time.monotonic() - asked_to_end[0] >= PATIENCE_SECONDS:
+            asked_to_end.clear()
+            _keep_and_tell(folder, name, outlived=True)
+            told_at = time.monotonic()
+        return bool(select.select([0], [], [], seconds)[0]) and not os.read(0, 65536)
+
+    collector.sample(folder, mine, at_end)
+    if tells and time.monotonic() - told_at > AGAIN_SECONDS:
+        _keep_and_tell(folder, name)
 
 
 def _tell_why(job: Path, job_id: str) -> None:
@@ -171,8 +197,11 @@ def _note_end(folder: Path, code: int) -> None:
         (folder / samples.ENDED).write_text(f"{code}\n")
 
 
-def _keep_and_tell(folder: Path, name: str) -> None:
-    """Save the verdict on the job called `name`, and print it, or why there is none."""
+def _keep_and_tell(folder: Path, name: str, outlived: bool = False) -> None:
+    """Save the verdict on the job called `name`, and print it, or why there is none.
+
+    If the job has `outlived` SIGTERM, it begins with the ranks that still run.
+    """
     from trainkit.monitor import waste
 
     try:
@@ -180,6 +209,9 @@ def _keep_and_tell(folder: Path, name: str) -> None:
         with suppress(OSError):  # a full disk
             waste.keep(folder, judged)
         lines = [f"watch   {line}" for line in judged.lines(name)]
+        if outlived and judged.still_there:
+            words = f"{judged.still_there} still ran: what ignores the signal, or hangs, is killed soon"
+            lines.insert(0, f"watch   {PATIENCE_SECONDS} s after SIGTERM {words}")
     except UserError as error:
         lines = [f"watch   not sampled: {error}"]
     except Exception as error:  # our fault must not become the job's

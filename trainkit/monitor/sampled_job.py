@@ -162,6 +162,12 @@ class SampledJob:
         there = {node for node in last if last[node] > max(last.values()) - GAP}
         return sorted(place for place in self.rows[what] if place[0] in there)
 
+    def ranks_in_the_last_samples(self) -> dict[Place, pd.Series]:
+        """Return the last row of each rank that was there at the end of the samples of its node."""
+        ends = {node: rows.time.iloc[-1] for (node, _), rows in self.rows[NODE].items()}
+        last = {rank: self.rows[RANK][rank].iloc[-1] for rank in self.places_at_the_end(RANK)}
+        return {rank: row for rank, row in last.items() if row.time == ends[rank[0]]}
+
     def load(self, gpu: Place) -> float:
         """Return the mean power of a GPU, 0 when idle and 1 at its limit; NaN if unknown.
 

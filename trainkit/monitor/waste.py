@@ -102,6 +102,7 @@ class Verdict:
     `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job,
     `joules_per_1000_images` of all its trainings together, `of_runs` of each, by its CSV; NaN if unknown.
     `notes` say what could not be seen, and `enough` what less to ask for next time, if anything.
+    `still_there` names the ranks of the last samples, and whether they did anything.
     """
 
     findings: list[Issue]
@@ -113,6 +114,7 @@ class Verdict:
     of_runs: dict[Path, float]
     notes: list[str]
     enough: str
+    still_there: str
 
     def lines(self, name: str) -> list[str]:
         """Return a line for each finding; the last one says what was watched of the job called `name`."""
@@ -178,6 +180,7 @@ def judge(folder: Path) -> Verdict:
         of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
         notes=unseen,
         enough=enough,
+        still_there=_name_last_ranks(job),
     )
 
 
@@ -195,6 +198,15 @@ def keep(folder: Path, verdict: Verdict) -> None:
     for path, content in files.items():
         with replacing(path) as file:
             json.dump(content, file, indent=1)
+
+
+def _name_last_ranks(job: SampledJob) -> str:
+    """Return a clause on the ranks that were there in the last samples, and what they did; "" for none."""
+    last = job.ranks_in_the_last_samples()
+    idle = [rank for rank in last if not last[rank].cores >= NO_CORE]
+    at_work = [rank for rank in last if rank not in idle]
+    kinds = {"idle": idle, "at work": at_work}
+    return " and ".join(f"{_name_places('rank', kinds[how])} ({how})" for how in kinds if kinds[how])
 
 
 def _not_judged_by_rank(job: SampledJob) -> str:
