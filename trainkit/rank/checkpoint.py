@@ -386,7 +386,8 @@ def _lay_out(state: dict) -> None:
             if isinstance(value := kept[key], torch.Tensor):
                 if value.shape != parameter.shape:
                     raise ValueError(f"its {key} has the shape {tuple(value.shape)}")
-                kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                if value.stride() != parameter.stride() or value.device != parameter.device:
+                    kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

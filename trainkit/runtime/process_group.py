@@ -2,7 +2,9 @@
 
 import atexit
 import gc
+import io
 import os
+import pickle
 import platform
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from trainkit.runtime.device import BACKENDS, card, choose_device, cores, gpus, 
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
 from trainkit.runtime.place import Place
 
+PIECE_BYTES = 2**26  # of a large tensor that travels
 PATIENCE_SECONDS = 20  # beyond twice --timeout, for processes that do meet
 
 
@@ -186,12 +189,67 @@ def sum_in_place(values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(value: object, source: int = 0) -> object:
-    """Return the `value` of rank `source` on every rank; it must be picklable."""
+    """Return the `value` of rank `source` on every rank; it must be picklable.
+
+    Its tensors in the CPU's memory travel one by one: each rank needs no more memory than they take.
+    """
     if not dist.is_initialized():
         return value
-    values = [value]
-    dist.broadcast_object_list(values, src=source)
-    return values[0]
+    packed, tensors = _without_tensors(value) if rank() == source else (b"", [])
+    travels = [packed, [(one.shape, one.stride(), one.dtype) for one in tensors]]
+    dist.broadcast_object_list(travels, src=source)
+    packed, layouts = travels
+    if rank() != source:
+        tensors = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in layouts]
+    for tensor in tensors:
+        _broadcast_in_place(tensor, source)
+    return value if rank() == source else _WithTensors(packed, tensors).load()
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Leaves a number in the place of each tensor of the CPU, and keeps these in `tensors`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided
+        if not plain or value.requires_grad or value.is_quantized or not value.numel():
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+
+class _WithTensors(pickle.Unpickler):
+    def __init__(self, packed: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _without_tensors(value: object) -> tuple[bytes, list[torch.Tensor]]:
+    pickler = _WithoutTensors(packed := io.BytesIO())
+    pickler.dump(value)
+    # Without gaps in memory, as parts of others have them; a layout such as channels_last stays.
+    dense = [
+        one if torch.empty_like(one).stride() == one.stride() else one.clone() for one in pickler.tensors
+    ]
+    return packed.getvalue(), dense
+
+
+def _broadcast_in_place(tensor: torch.Tensor, source: int) -> None:
+    """Send a tensor of the CPU, which has no gaps, through the devices that this process group connects."""
+    devices = dist.group.WORLD._device_types
+    device = "cpu" if torch.device("cpu") in devices else devices[0]
+    memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    for piece in memory.split(PIECE_BYTES):
+        travels = piece.to(device)
+        dist.broadcast(travels, src=source)
+        if travels is not piece:
+            piece.copy_(travels)
 
 
 def on_rank_0(action: Callable[[], object]) -> object:
