@@ -360,8 +360,22 @@ def test_a_loader_that_starves_its_rank_is_one_finding(
 def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
     folder = made([Gpu(power=120, waiting=0.4)] * 2)
     assert "other programs also use its 8 cores" in first_line(folder)
+    assert "--exclusive" not in first_line(folder)  # nobody gave it these cores
+    (folder / "asked").touch()
+    assert "--exclusive" in first_line(folder)
+    (folder / "asked").unlink()
     assert kinds(made([Gpu(power=300, waiting=0.4)] * 2)) == []  # it hides behind the work of the GPU
     assert kinds(made([Gpu(power=120, waiting=0.7, cores=0.03)] * 2)) == ["launch_bound"]  # hardly wants one
+
+
+def test_ranks_on_cpus_that_hardly_compute(made: Callable[..., Path]) -> None:
+    """For no reason that shows."""
+    folder = made([FULL] * 2, record=False)
+    change(folder, lambda row: None if row["what"] == samples.GPU else row | {"cores": "0.08"})
+    (finding,) = waste.judge(folder).findings
+    assert (finding.kind, finding.number) == ("idle_cpu", pytest.approx(92)) and "8 % of" in finding.sentence
+    change(folder, lambda row: row | {"cores": "0.5"})
+    assert kinds(folder) == []
 
 
 def test_a_short_job(made: Callable[..., Path]) -> None:

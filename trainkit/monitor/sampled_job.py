@@ -77,7 +77,7 @@ class SampledJob:
     missing in between. `notes` say what the sampler could not see, and which records cannot be read. `shares`
     has the shares of the training time, 0 to 1 or NaN, that each rank worked itself (`own`), and that it
     waited for batches within that (`data`). The script of a `plain` job does not use the kit.
-    `ended_well` is whether the job has ended, with exit code 0.
+    `of_slurm` is whether a job script sampled it; `ended_well`, whether it has ended, with exit code 0.
 
     Raises:
         UserError: if there are no samples.
@@ -85,6 +85,7 @@ class SampledJob:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.plain = folder, (folder.parent / job_folder.PLAIN).exists()
+        self.of_slurm = (folder / samples.ASKED).exists()
         self.ended_well = job_folder.read(folder / samples.ENDED) == "0"
         size = sum(file.stat().st_size for file in folder.glob("*.csv"))
         table = pd.DataFrame(samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)))

@@ -45,6 +45,7 @@ IDLE, LOW, HALF = 0.05, 0.3, 0.5
 MEASURED = ["cores", "power_w", "utilisation"]  # without any of these nothing can be judged
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: with low power it shows the reason
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
+RESTS = 0.7  # of the time without work, for a rank on a CPU that has nothing to wait for
 STALL, NO_CORE = 30.0, 0.05  # s; cores of a process that does nothing
 HOT = 0.05  # of the time: in a well-cooled server heat never slows a GPU down
 # At the limit of its power a GPU has 0.65 to 0.9 of its highest clock, and wastes nothing. Below is a cap.
@@ -359,7 +360,8 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
     if job.mean(NODE, [(worst[0], 0)], "cores") < CORES_FULL * len(cores):
-        remedy = f"other programs also use its {room}: ask for cores of your own (--exclusive)"
+        own = "ask for cores of your own (--exclusive)" if job.of_slurm else "end them, or wait for their end"
+        remedy = f"other programs also use its {room}: {own}"
     else:
         remedy = (
             f"{crowd} share {room}: ask for more --cpus-per-task, with srun --cpu-bind=cores, or take fewer "
@@ -419,6 +421,22 @@ def _find_low_power(job: SampledJob, found: Found) -> Iterator[Issue]:
     with_gaps = [gpu for gpu in busy if LOW <= busy[gpu] < HALF and _gaps(job, gpu) >= GAPS]
     if (low or with_gaps) and not explained:
         yield _launch_bound(job, low or with_gaps, WASTE if low else FASTER)
+
+
+def _find_idle_cpus(job: SampledJob, found: Found) -> Iterator[Issue]:
+    """Find ranks on a CPU that hardly compute, if nothing that is known explains it."""
+    if job.judged[GPU] or found & WAITING:
+        return
+    rests = {rank: 1 - job.load_of_rank(rank) for rank in job.judged[RANK].keys() - job.launchers}
+    idle = sorted(rank for rank, part in rests.items() if part >= RESTS)
+    if idle:
+        where, least = _name_places("rank", idle), min(rests[rank] for rank in idle)
+        sentence = (
+            f"{where} computed for {_percent(1 - least)} of the time at most, and waited for something that "
+            "cannot be seen from outside: --debug shows what."
+        )
+        share = sum(rests[rank] for rank in idle) / len(job.judged[RANK])
+        yield Issue("idle_cpu", where, 100 * least, sentence, share)
 
 
 def _launch_bound(job: SampledJob, gpus: list[Place], grade: str) -> Issue:
@@ -532,4 +550,4 @@ def _percent(share: float) -> str:
 
 RULES = (_find_ranks_that_never_met, _find_unused_gpus, _find_paused_ranks, _find_waiting_for_batches)
 RULES += (_find_slow_exchange, _find_shared_cores, _find_throttled_gpus, _find_slow_rank)
-RULES += (_find_full_memory, _find_low_power)
+RULES += (_find_full_memory, _find_low_power, _find_idle_cpus)
