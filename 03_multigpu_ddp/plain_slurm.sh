@@ -19,8 +19,8 @@ export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # Slurm sets each rank's number in the process that srun starts, so it is read there (in single quotes), not here.
 # srun gets --cpus-per-task again: from Slurm 22.05 until 23.11 it takes it from its own line or from SRUN_CPUS_PER_TASK,
 # not from #SBATCH, and every rank would share one core with its loader. Other releases take it over by themselves.
-# A rank that fails ends the others (--kill-on-bad-exit).
+# A rank that fails ends the others (--kill-on-bad-exit). What it prints is in the log at once, and stays (-u).
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-    exec python plain_ddp.py "$@"' bash "$@"
+    exec python -u plain_ddp.py "$@"' bash "$@"
