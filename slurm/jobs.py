@@ -24,7 +24,7 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         tell("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume takes.")
+    tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
     tell("It is unknown (-) of jobs that run, and of those that did not end well.")
     tell("Jobs without samples, or without Slurm, are left out.")
 

@@ -207,7 +207,7 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
     assert told(loading, "8 2 0") == cores  # no --mem was given
     assert told(loading, "") == []
     resumed = "next time --mem=14G would be enough: the job used 7.7 of --mem=60G at the peak, and a resume"
-    assert told(loading, "4 2 61440", checkpoint="2000") == [f"{resumed} takes 3.7 more."]
+    assert told(loading, "4 2 61440", checkpoint="2000") == [f"{resumed} may take 3.7 more."]
     shared = made(loading)
     change(shared, lambda row: row | ({"shared_files_mb": "3000"} if row["what"] == "node" else {}))
     (shared / "asked").write_text("4 2 61440")
@@ -305,12 +305,15 @@ def test_processes_that_the_script_starts_itself(made: Callable[..., Path]) -> N
     verdict = waste.judge(folder)
     assert verdict.findings == [] and "no waste found" not in verdict.lines("job 12")
     assert verdict.lines("job 12")[0].startswith("not judged by rank: 2 processes that the script started")
-    assert verdict.devices == "2 CPU workers"
+    assert verdict.devices == "2 CPU workers" and "one task on each node" not in verdict.unknown
     change(folder, lambda row: row | {"cores": "0.95"})  # as where the script is the first rank itself
     verdict = waste.judge(folder)
     assert "not judged by rank: 2 processes" in verdict.unknown and verdict.devices == "3 CPU workers"
     change(folder, lambda row: row | {"others": "0", "other_cores": "0"})
     assert waste.judge(folder).devices == "1 CPU worker"
+    folder = made([FULL] * 2, record=False)
+    change(folder, of_a_cpu)  # each of two tasks on a node starts as many as there are GPUs
+    assert "one task on each node" in waste.judge(folder).unknown
 
 
 def test_ranks_that_never_met(made: Callable[..., Path]) -> None:

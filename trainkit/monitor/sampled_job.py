@@ -44,7 +44,7 @@ Window = tuple[float, float]  # s, since 1970
 class Need:
     """What Slurm was `asked` for by an option of sbatch, in its `unit`, and the most `used` at once.
 
-    A `resume` would take so much more. `known` is whether the job has ended well: what is enough for one that
+    A `resume` may take so much more. `known` is whether the job has ended well: what is enough for one that
     was killed, or still runs, nobody knows.
     """
 

@@ -217,7 +217,9 @@ def _not_judged_by_rank(job: SampledJob) -> str:
     if not starters:
         return ""
     number, where = _count(sum(others.values()), "process"), _name_places("rank", starters)
-    return f"not judged by rank: {number} that the script started itself, under {where}"
+    sentence = f"not judged by rank: {number} that the script started itself, under {where}"
+    several = len({node for node, _ in job.launchers}) < len(job.launchers)
+    return sentence + ("; such a script needs one task on each node" if several else "")
 
 
 def _next_request(job: SampledJob, found: Found) -> str:
@@ -230,7 +232,7 @@ def _next_request(job: SampledJob, found: Found) -> str:
         return ""
     options = " ".join(f"{need.option}={need.enough}{need.unit}" for need in less)
     used = ", ".join(f"{need.used:.1f} of {need.option}={need.asked:g}{need.unit}" for need in less)
-    resume = "".join(f", and a resume takes {one.resume:.1f} more" for one in less if one.resume >= 0.05)
+    resume = "".join(f", and a resume may take {one.resume:.1f} more" for one in less if one.resume >= 0.05)
     return f"next time {options} would be enough: the job used {used} at the peak{resume}."
 
 
