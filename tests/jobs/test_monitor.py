@@ -220,6 +220,28 @@ def test_two_nodes(on_cluster: Checkout) -> None:
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
 
+def test_the_sampler_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkout) -> None:
+    """Newer Slurm (seen: 26.05) tells of --gpus-per-task only by these variables, which srun takes over."""
+    told = checkout.folder / "srun-told"
+    checkout.site(ON)
+    record = "JobId=7 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=1,gres/gpu=1 "
+    checkout.fake("scontrol", f"[[ $* == *hostnames* ]] && echo 127.0.0.2 || echo '{record}'")
+    keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{told}'"
+    checkout.fake("srun", f"[[ $* != *monitor.py* ]] || {keep}; echo 'python  here'")
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    job |= {"SLURM_TRES_PER_TASK": "cpu=1,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1"}
+    place = checkout.folder / "03_multigpu_ddp"
+    job |= {"SLURM_SUBMIT_DIR": str(place), "PATH": f"{checkout.commands}:/usr/bin:/bin"}
+    checkout.run("bash", "slurm_submit.sh", cwd=place, **job)
+    (line,) = told.read_text().splitlines()
+    assert "--gpus-per-node=2 " in line and not line.startswith("SLURM_TRES"), line
+
+
 def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
     """submit.py shows the verdict, and the reason of the failure as ever."""
     ending = "(rank == '1' or time.sleep(60)) and os._exit(3)"

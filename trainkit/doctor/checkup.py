@@ -160,7 +160,7 @@ def _cores() -> Iterator[Finding]:
     asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
     if own < asked:
         message = f"asked for {asked} cores, but may run on {own} only"
-        fix = "give --cpus-per-task to srun as well (Slurm 22.05 and later), and no --cpu-bind that pins all"
+        fix = "give --cpus-per-task to srun as well (Slurm 22.05 to 23.02), and no --cpu-bind that pins all"
         yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
     yield Finding("cores", OK, f"{min(asked, own)} per rank")
 
