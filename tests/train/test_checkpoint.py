@@ -277,7 +277,7 @@ def test_a_record_of_another_run_is_never_written_to(
         torch.save(state, last)
     before = record.read_bytes()
     done = succeeded(script("single", *options(tmp_path)))
-    assert f"{record.name} is damaged, of another run, or may go on without this one" in done.stdout
+    assert record.stem in done.stdout and ": this one is recorded as " in done.stdout
     assert record.read_bytes() == before
     (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
     rows = records.read(own)
@@ -295,7 +295,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) ->
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(
-    tmp_path: Path, finish, never_stopped, checkout: Checkout, script: Script
+    tmp_path: Path, never_stopped, checkout: Checkout, script: Script
 ) -> None:
     """The limit on the size of a file stands in for the disk: a checkpoint is larger than a CSV."""
     before = f"epoch-{EPOCHS}-step-0.pt"
@@ -309,7 +309,10 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert f"epoch-{EPOCHS + 1}-step-0.pt (File too large): free the space" in one_error(done)
     assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
     assert [path.name for path in folder.glob("*.*pt*")] == [before]
-    finish(tmp_path)
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    written = record.read_bytes()
+    assert "and stays: this one is recorded as" in succeeded(script("single", *options(tmp_path))).stdout
+    assert record.read_bytes() == written
 
 
 def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, never_stopped) -> None:

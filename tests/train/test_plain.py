@@ -44,6 +44,18 @@ ANOTHER = """\
 other = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 other.load(sys.argv[1], {})"""
 
+BRANCHING = """\
+import sys, torch
+from trainkit import Recorder
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = Recorder("mine", model, optimizer, batch_size=10, epochs=3, dataset="d")
+for saved in sys.argv[4:]:
+    seen.load_state_dict(torch.load(saved))
+for epoch in range(seen.first_epoch, int(sys.argv[2]) + 1):
+    seen.epoch(10, 1.0, 1.0)
+    torch.save(seen.state_dict(), f"epoch-{epoch}.pt")"""
+
 
 @pytest.mark.parametrize(("program", "ranks"), [(PLAIN, None), (PLAIN_DDP, 2)])
 def test_it_trains_and_counts_every_test_image_once(
@@ -165,8 +177,10 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     assert not skipped and list(table.devices) == [1, 2] and list(table.epochs) == ["3", "3"]
     assert verdict(table).startswith("recorded on 2 CPU workers trained ")
     assert set(zip(rows.images, rows.test_images, rows.settings, strict=True)) == {
-        (1000, TESTED, "optimizer=Adadelta dropout=0.5")
+        (1000, TESTED, "dropout=0.5")
     }
+    assert set(rows.optimizer) == {"Adadelta rho=0.9 eps=1e-06 weight_decay=0"}
+    assert set(rows.arguments) == {""}  # they say where, how long, and how many in a batch
     run = SimpleNamespace(stage="recorded", shape=(4, 1, 25), epochs=3)
     command = AnswerText.command(SimpleNamespace(rows=rows, on_cpu=False), run)
     assert command == "python 03_multigpu_ddp/submit.py --gpus 4 --plain YOUR_SCRIPT.py"
@@ -193,7 +207,7 @@ def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: 
     ("after", "wrong"),
     [
         ("seen.save(sys.argv[1], {'record': model})", "`record` is the name of the Recorder's own part"),
-        ("seen.save(sys.argv[1], {'optimizer': optimizer})\noptimizer.defaults['lr'] = 0.5\n" + ANOTHER,
+        ("seen.save(sys.argv[1], {'o': optimizer})\noptimizer.param_groups[0]['lr'] = 0.5\n" + ANOTHER,
          "does not fit this training (its lr is 0.1, not 0.5): move it away"),
         (LEAVES, "Traceback"),  # PyTorch's own, of a rank that another has left: the file is good
     ],
@@ -206,6 +220,28 @@ def test_a_recorder_goes_on_with_its_own_training_only(
     program.write_text(UNEQUAL.rpartition("seen.epoch")[0] + after)
     done = forking.run(program, tmp_path / "saved.pt", ranks=2, env=env)
     assert done.returncode == 1 and wrong in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("epochs", "runs"), [(3, 2), (2, 1)], ids=["one that is finished", "one that was killed"]
+)
+def test_a_record_with_later_epochs_stays(epochs: int, runs: int, forking: Forking, tmp_path: Path) -> None:
+    """A framework loads the state of an older folder: a branch of a training that has ended, or its rest."""
+    program, env = tmp_path / "mine.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    program.write_text(BRANCHING)
+    succeeded(forking.run(program, "--epochs", epochs, env=env, cwd=tmp_path))
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    before = {path: path.read_bytes() for path in record.parent.glob("mine-*")}
+    done = succeeded(forking.run(program, "--epochs", 3, "--resume", "epoch-1.pt", env=env, cwd=tmp_path))
+    assert f"resumed from epoch 1 of {record.stem}, whose record has {epochs} and stays" in done.stdout
+    assert {path: path.read_bytes() for path in before} == before
+    (branch,) = {*record.parent.glob("*.csv")} - {record}
+    assert [row["epoch"] for row in records.read(branch)] == [1, 2, 3]
+    rows, _ = comparison.load_some([record.parent])
+    assert list(comparison.summarize(rows).runs) == [runs]
+    again = ("--epochs", 4, "--resume", "epoch-3.pt")  # the newest, as after a requeue
+    succeeded(forking.run(program, *again, env=env, cwd=tmp_path))
+    assert len(records.read(branch)) == 4 and len([*record.parent.glob("*.csv")]) == 2
 
 
 @pytest.mark.parametrize(

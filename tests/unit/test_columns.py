@@ -5,11 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import REPOSITORY, ran, succeeded
 
 from trainkit.rank import options
-from trainkit.rank.recipes import own_optimizer
 from trainkit.schema.columns import COLUMNS, Role
 
 MADE_UP = """
@@ -59,18 +57,11 @@ def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> N
 
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
-    """The optimizer that is not the recipe's, and options of the script's own."""
+    """Options of the script's own."""
     hidden = options.own(128, int, "N", "neurons", shapes_training=True)
     tied = options.own(False, None, None, "one matrix for both", shapes_training=True)
     opts = options.parse("", ["--recipe", "sgd", "--tied"], hidden=hidden, tied=tied)
     assert opts.settings() == "hidden=128 tied"
-    weights = [torch.zeros(1)]
-    plain = torch.optim.SGD(weights, lr=0.02, momentum=0.9, nesterov=True)
-    assert own_optimizer(opts, plain) == ""
-    assert own_optimizer(opts, torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True)) == (
-        "optimizer=SGD lr=0.1"
-    )
-    assert own_optimizer(opts, torch.optim.AdamW(weights, lr=0.02)) == "optimizer=AdamW"
 
 
 def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:

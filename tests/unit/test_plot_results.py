@@ -258,6 +258,41 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
 
+def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
+    tmp_path: Path, compared: Compared
+) -> None:
+    """Each batch size is one case: what the run on two devices has in place of these, and its mark."""
+    one = own(1, optimizer="SGD momentum=0", arguments="--dropout=0.1", script="train.py 12345678")
+    cases = {
+        300: ({}, ""),
+        320: ({"learning_rate": 0.5}, "r"),
+        340: ({"arguments": "--dropout=0.2"}, "a"),
+        360: ({"script": "train.py 87654321"}, "c"),
+        380: ({"schedule": "StepLR step_size=9"}, ""),  # whose rates are the same
+        400: ({"schedule": "ReduceLROnPlateau", "learning_rate": 0.5}, ""),  # by its losses
+    }
+    for batch, (other, _) in cases.items():
+        write_run(tmp_path, f"one-{batch}", [10, 1000, 1000], **one, global_batch=batch)
+        facts = one | own(2, global_batch=batch) | other
+        write_run(tmp_path, f"two-{batch}", [10, 1600, 1650], **facts)
+    text, table, _ = compared()
+    two = table[table.devices == 2].set_index("global_batch")
+    assert dict(two.doubt.fillna("")) == {batch: mark for batch, (_, mark) in cases.items()}
+    assert two.speedup.notna().all()
+    assert "the learning rates differ (rows with doubt r)" in text.splitlines()[-1]
+    # The run on one device whose arguments are the same is the one to compare with.
+    write_run(tmp_path, "nearer", [10, 800, 800], **one | {"arguments": "--dropout=0.2"}, global_batch=340)
+    _, table, _ = compared()
+    two = table[(table.devices == 2) & (table.global_batch == 340)].iloc[0]
+    assert two.speedup > 2 and pd.isna(two.doubt)
+
+
+def test_what_forbids_a_speedup_is_told_in_the_words_that_differ(tmp_path: Path, compared: Compared) -> None:
+    write_run(tmp_path, "one", [10, 1000], **own(1, optimizer="SGD momentum=0 weight_decay=0.1"))
+    write_run(tmp_path, "two", [10, 1600], **own(2, optimizer="SGD momentum=0.9 weight_decay=0.1"))
+    assert "in optimizer (momentum 0.9, momentum 0)" in compared().text
+
+
 def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
     """To the first epoch of each run that had it: the median of the repeats that did, and how many did."""
     slow = {"train_seconds": 8.0}

@@ -13,7 +13,17 @@ from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
 from trainkit.runtime.errors import UserError
-from trainkit.schema.columns import COLUMNS, DDP, OWN_LOOP, SINGLE, STAGE_FOLDERS, UNKNOWN, Role, lr_factor
+from trainkit.schema.columns import (
+    COLUMNS,
+    DDP,
+    OWN_LOOP,
+    OWN_OPTIMIZER,
+    SINGLE,
+    STAGE_FOLDERS,
+    UNKNOWN,
+    Role,
+    lr_factor,
+)
 
 MOST_APART = 1.5  # times, between the medians of equal runs: beyond, something changed between them
 MOST_ERROR = 0.3  # of the best model on held-out runs: beyond, it explains nothing
@@ -188,6 +198,8 @@ class AnswerText:
         # The data of a script of one's own is no word of that option.
         dataset = "synthetic" if row.dataset == "synthetic" else COLUMNS["dataset"].default
         given = row.to_dict() | {"dataset": dataset}
+        if row.recipe == OWN_OPTIMIZER:  # the script makes it itself
+            given["recipe"] = COLUMNS["recipe"].default
         if row.lr != UNKNOWN:  # before the rule by which it grows with the batch
             given["lr"] = f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
         for name in comparison.MUST_BE_EQUAL:

@@ -13,23 +13,25 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.compare import packed, peaks, trust
+from trainkit.compare import packed, peaks, trust, variants
 from trainkit.runtime.errors import UserError, printable
 from trainkit.runtime.files import read_text
 from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
-_SETTINGS = columns.with_role(*(role for role in Role if role < Role.LAYOUT))
+_SETTINGS = columns.with_role(*(role for role in Role if role < Role.DOUBT))
 MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]  # named last
 _LAYOUT = columns.with_role(Role.LAYOUT)
-CONFIGURATION = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
+_COUNTED = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
+DOUBTED = columns.with_role(Role.DOUBT)
+CONFIGURATION = [*_COUNTED, *DOUBTED]
 # Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
 WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
-_LABELLED = {name: COLUMNS[name] for name in MUST_BE_EQUAL if COLUMNS[name].label}
+_LABELLED = {name: COLUMNS[name] for name in [*MUST_BE_EQUAL, *DOUBTED] if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
 _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
 
@@ -53,9 +55,11 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
     # A run copied to a second folder is still one run.
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
+    rows = _one_value_each(rows)
     mixed = _mixed(rows)
     sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
-    return _once(rows[~rows.run_id.isin(mixed)]), sentences
+    rows = _once(rows[~rows.run_id.isin(mixed)])
+    return variants.split_by_rates(rows.copy(), CONFIGURATION), sentences
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -84,7 +88,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     it, NaN if that is unknown). `train_images` is equal if each batch size drops another rest of the same
     data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
     `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
-    over the `target_runs` that did.
+    over the `target_runs` that did. `scripts` are the digests of the scripts' texts, and `rates` the
+    learning rates of the epochs.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
     groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
@@ -104,6 +109,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
         flops_per_image=groups.flops_per_image.median(),
+        scripts=groups.script.agg(_digests),
+        rates=pd.Series({number: variants.rates_as_text(group) for number, group in groups}),
         runs=epochs.size(),
         epochs=[
             f"{least}..{most}" if least < most else str(least)
@@ -189,7 +196,8 @@ def with_model(dataset: str, model: str) -> str:
 
 def common(section: pd.DataFrame) -> str:
     """List the settings that all rows of one section share."""
-    alike = [name for name in _LABELLED if name != "parameters" and section[name].nunique() == 1]
+    names = [name for name in _LABELLED if name not in ("parameters", "network")]
+    alike = [name for name in names if section[name].nunique() == 1]
     return _in_words(section.iloc[0], alike)
 
 
@@ -248,7 +256,15 @@ def _once(rows: pd.DataFrame) -> pd.DataFrame:
     measured = rows.loc[longest.index, ["started_at", "epoch", "recorded_at", "train_seconds"]]
     again = measured.duplicated().sort_index()
     again &= rows.recorded_at != ""  # of an earlier version
-    return rows[~again.groupby(rows.run_id).transform("all")]
+    rows = rows[~again.groupby(rows.run_id).transform("all")]
+    # Nor do epochs count that another has made again, after the checkpoint before them.
+    first = rows.groupby("run_id")[["resumed_from", *_COUNTED]].first()
+    replaced = [
+        run.resumed_from
+        for run_id, run in first[first.resumed_from.isin(first.index)].iterrows()
+        if run[_COUNTED].equals(first.loc[run.resumed_from, _COUNTED])
+    ]
+    return rows[~rows.run_id.isin(replaced)]
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:
@@ -294,12 +310,26 @@ def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
     )
 
 
+def _one_value_each(rows: pd.DataFrame) -> pd.DataFrame:
+    """Name all arguments, and all schedules, of a run that was resumed with others, in each of its rows."""
+    for name in DOUBTED:
+        runs = rows.groupby("run_id")[name]
+        for run_id in (changed := runs.nunique())[changed > 1].index:
+            rows.loc[rows.run_id == run_id, name] = " then ".join(runs.get_group(run_id).unique())
+    return rows
+
+
+def _digests(scripts: pd.Series) -> str:
+    """Return the digests of the texts of the scripts, of which each is a name and a digest."""
+    return " ".join(sorted({script.rpartition(" ")[2] for script in scripts if script}))
+
+
 def _mixed(rows: pd.DataFrame) -> dict[str, str]:
     """Return a sentence, by name, on each run that changed its configuration when it was resumed."""
     sentences = {}
-    kinds = rows.groupby("run_id")[CONFIGURATION].nunique()
+    kinds = rows.groupby("run_id")[_COUNTED].nunique()
     for run_id in kinds.index[(kinds > 1).any(axis=1)]:
-        run = rows.loc[rows.run_id == run_id, CONFIGURATION]
+        run = rows.loc[rows.run_id == run_id, _COUNTED]
         changed = [name for name in run if run[name].nunique() > 1]
         pairs = [(COLUMNS[name].words or name, *run[name].unique()[:2]) for name in changed]
         what = ", ".join(f"{name} {after} after {before}" for name, before, after in pairs)
@@ -318,7 +348,20 @@ def _in_words(row: pd.Series, names: Iterable[str]) -> str:
 
 
 def _variants(section: pd.DataFrame) -> pd.Series:
-    return section.apply(_in_words, axis=1, names=[name for name in _LABELLED if varies(section, name)])
+    names = [name for name in _LABELLED if varies(section, name)]
+    told = section.copy()
+    for name in {*names} & {*variants.IN_WORDS}:
+        # Arguments are told only of rows that nothing else tells apart, but for the digest of a structure.
+        others = [other for other in names if other not in ("network", "arguments")]
+        for _, rows in section.groupby(others) if name == "arguments" and others else [("", section)]:
+            words = variants.apart(name, [*rows[name].unique()])
+            told.loc[rows.index, name] = rows[name].map(words)
+    if "network" in names:
+        for _, rows in section.groupby([told.network, told.arguments]):
+            if varies(rows, "network"):  # neither tells their networks apart
+                told.loc[rows.index, "network"] += rows.network.map(variants.structure)
+        told["network"] = told.network.str.strip()
+    return told.apply(_in_words, axis=1, names=names)
 
 
 def _train_images(section: pd.DataFrame) -> pd.Series:
@@ -342,18 +385,33 @@ def _baseline(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, 
     ones = [one for one in ones if one.stage in (SINGLE, row.stage)]
     if not ones:
         return None, "no 1-device run to compare with"
-    unlike, unknown, _, one = min(
-        ((_differences(row, one, batch), not one.images_per_s > 0, one.stage != SINGLE, one) for one in ones),
-        key=lambda choice: (len(choice[0]), *choice[1:3]),
-    )
+    one = min(ones, key=lambda one: _distance(row, one, batch))
+    unlike = _differences(row, one, batch)
     if unlike == ["global_batch"]:
         return None, f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with"
     if unlike:
-        values = [f"{COLUMNS[name].words} ({getattr(row, name)}, {getattr(one, name)})" for name in unlike]
+        values = [f"{COLUMNS[name].words} ({', '.join(_two(name, row, one))})" for name in unlike]
         return None, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
-    if unknown:
+    if not one.images_per_s > 0:
         return None, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
     return one, ""
+
+
+def _distance(row: tuple, one: tuple, batch: str) -> tuple:
+    """Return by what the nearest run on one device is chosen: what forbids a speedup comes first."""
+    doubts = [getattr(row, name) != getattr(one, name) for name in DOUBTED]
+    doubts.append(variants.other_rates(row.rates, one.rates))
+    unlike = len(_differences(row, one, batch))
+    return unlike, not one.images_per_s > 0, one.stage != SINGLE, sum(doubts)
+
+
+def _two(name: str, row: tuple, one: tuple) -> list[str]:
+    """Return the two values of a column as they read in a sentence."""
+    values = [str(getattr(run, name)) for run in (row, one)]
+    if name not in variants.IN_WORDS:
+        return values
+    told = variants.apart(name, values)
+    return [told[value] or "not recorded" for value in values]
 
 
 def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
@@ -362,8 +420,9 @@ def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
     equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
     equal["images"] = row.train_images == one.train_images
     equal["lr"] = _same_lr(row, one)
+    given = dict(equal)
     for name in MUST_BE_EQUAL:  # another recipe explains another learning rate
-        equal[name] |= not all(equal[decides] for decides in COLUMNS[name].follows[:1])
+        equal[name] |= not all(given[decides] for decides in COLUMNS[name].follows[:1])
     # More CPU threads do not make a GPU faster.
     equal["threads_per_worker"] |= not is_cpu(row.device_name)
     return [name for name in MUST_BE_EQUAL if not equal[name]]

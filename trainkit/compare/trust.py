@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from trainkit.compare import variants
 from trainkit.schema.columns import DDP
 
 FEWEST_EPOCHS = 2  # measured, the warm-up not among them
@@ -26,6 +27,21 @@ MARKS = {
         "min..max, of the row or of its run on one device, is wider than the difference of the two",
         "give more --epochs and --repeats 3, on an idle machine or own nodes",
     ),
+    "r": (
+        "the learning rates differ",
+        "at equal epochs they are not those of its run on one device, so neither is the training",
+        "have the schedule count samples or epochs, not steps of all ranks",
+    ),
+    "a": (
+        "the arguments differ",
+        "its script had other arguments than that of its run on one device, which no other column explains",
+        "give both the same, but for what belongs to the number of devices",
+    ),
+    "c": (
+        "the script was changed",
+        "the script's text is not the same in all runs of the row, or in its run on one device",
+        "run all with one version of it",
+    ),
 }
 
 
@@ -44,8 +60,15 @@ def doubt(row: tuple, ones: list[tuple]) -> str:
             max(run.fastest - run.slowest for run in (row, one)) > abs(row.images_per_s - one.images_per_s)
             for one in ones
         ),
+        "r": any(variants.other_rates(row.rates, one.rates) for one in ones),
+        "a": any(row.arguments != one.arguments for one in ones if one.stage == row.stage),
+        "c": _several_scripts([row, *(one for one in ones if one.stage == row.stage)]),
     }
     return "".join(mark for mark, holds in found.items() if holds)
+
+
+def _several_scripts(runs: list[tuple]) -> bool:
+    return len({digest for run in runs for digest in run.scripts.split()}) > 1
 
 
 def legend(table: pd.DataFrame) -> list[str]:

@@ -5,10 +5,12 @@ The command line is made of these declarations, and so are the options that a ch
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from trainkit.rank.staging import DATASETS, DEFAULT_DIR
 from trainkit.runtime import job_folder
@@ -52,12 +54,17 @@ def _option(
     return field(default=default, metadata=facts)
 
 
+# Only the script can use these: where it makes the network and the optimizer, or by optimizer_and_schedule.
+OF_THE_SCRIPT = {"recipe", "lr", "lr_scale", "lr_warmup_images", "gamma", "width"}
 own = partial(_option, "this script")  # declares an option of one script, for `parse`
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of a run; `--help` explains each one."""
+
+    _given: ClassVar[frozenset[str]] = frozenset()  # that have another value than the default
+    _read: ClassVar[set[str]] = set()  # by code outside the kit
 
     # fmt: off
     epochs: int = _option(
@@ -182,6 +189,29 @@ class Options:
     )
 
     # fmt: on
+    def __getattribute__(self, name: str) -> object:
+        """Return the value; note which options the script itself reads, for `unused`."""
+        value = super().__getattribute__(name)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not caller.startswith(("trainkit.", "dataclasses")):
+            type(self)._read.add(name)
+        return value
+
+    def unused(self, by_recipe: bool) -> list[str]:
+        """List the options of `OF_THE_SCRIPT` that were given and that the script does not use.
+
+        `by_recipe`: optimizer_and_schedule has made the optimizer and the schedule.
+        """
+        used = type(self)._read | (OF_THE_SCRIPT - {"width"} if by_recipe else set())
+        if "scaled_lr" in used:
+            used |= {"lr", "lr_scale"}
+        unused = (self._given & OF_THE_SCRIPT) - used
+        return [f"--{name.replace('_', '-')}" for name in sorted(unused)]
+
+    def declares(self, name: str) -> bool:
+        """Return whether the script itself has declared this option."""
+        return any(one.name == name and one.metadata["group"] == "this script" for one in fields(self))
+
     @property
     def scaled_lr(self) -> float:
         """Return the learning rate at this batch size, after --lr-scale."""
@@ -220,6 +250,14 @@ class Options:
         own = [one for one in fields(self)[len(fields(Options)) :] if one.metadata["shapes_training"]]
         return in_words({one.name: getattr(self, one.name) for one in own if not one.metadata["column"]})
 
+    def elsewhere(self) -> set[str]:
+        """Return the names of the options that are no arguments in the record.
+
+        They are in other columns of it, or change neither the results nor the speed of training.
+        """
+        own = (one for one in fields(self) if one.metadata["shapes_training"] or one.metadata["column"])
+        return {one.name for one in (*fields(Options), *own)}
+
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""
         recorded = [one for one in fields(self) if one.metadata["column"]]
@@ -251,7 +289,10 @@ def parse(
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
     read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
-    return kind(**_completed(vars(read)))
+    values = vars(read)
+    kind._given = frozenset(one.name for one in fields(kind) if values[one.name] != one.default)
+    kind._read = set()
+    return kind(**_completed(values))
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:

@@ -1,17 +1,28 @@
 """The recipes: optimizer and learning rate schedule, both stepped after every batch."""
 
+from weakref import WeakSet
+
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from trainkit.rank.options import DEFAULT_LR, Options, in_words
+from trainkit.rank.options import Options
 
 KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
+MADE = WeakSet()  # the optimizers and schedules that come from here
 
 
 def optimizer_and_schedule(
     options: Options, model: torch.nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return the optimizer for `model` and its learning rate schedule, as `--recipe` says."""
+    optimizer, schedule = _of_recipe(options, model, steps_per_epoch)
+    MADE.update((optimizer, schedule))
+    return optimizer, schedule
+
+
+def _of_recipe(
+    options: Options, model: torch.nn.Module, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
     weights, lr = model.parameters(), options.scaled_lr
     if options.recipe == "fast":
         # fused: one kernel for the whole step. Older releases refuse the strides of DataParallel's gradients.
@@ -30,18 +41,6 @@ def optimizer_and_schedule(
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
         schedule = _Chained([schedule, warmup])
     return optimizer, schedule
-
-
-def own_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> str:
-    """Describe how an optimizer differs from `--recipe`, as `optimizer=AdamW lr=0.1`; "" if it does not."""
-    kind, of_recipe = type(optimizer), None
-    if options.recipe in DEFAULT_LR:
-        of_recipe, _ = optimizer_and_schedule(options, torch.nn.ParameterList([torch.zeros(1)]), 1)
-    same = kind is type(of_recipe)
-    usual = of_recipe.defaults if same else {"lr": options.scaled_lr}
-    given = optimizer.defaults
-    other = {name: given.get(name) for name in usual.keys() - KERNELS if given.get(name) != usual[name]}
-    return in_words({} if same and not other else {"optimizer": kind.__name__} | dict(sorted(other.items())))
 
 
 class _Chained(ChainedScheduler):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.rank import options, recipes
+from trainkit.rank import identity, options
 from trainkit.rank.checkpoint import came_from, fitting, load_parts, load_verified, report_stop
 from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import Metric, Tested, Trained
@@ -23,7 +23,7 @@ from trainkit.schema.columns import OWN_LOOP
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
 # What has to be equal in a training that goes on.
-OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision", "lr")
+OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision", "optimizer", "lr")
 
 
 class Recorder:
@@ -40,6 +40,7 @@ class Recorder:
         dataset: its name.
         settings: other settings that identify the training, such as {"hidden": 256}.
         precision: such as "bf16", if the layers do not compute in the type of the weights.
+        schedule: of the learning rate, for the record; without it the rates tell two schedules apart.
         weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
             ends after the first epoch if each rank has trained by itself.
         results_dir: by default that of the job, or `results` in this checkout.
@@ -62,6 +63,7 @@ class Recorder:
         dataset: str,
         settings: dict[str, object] | None = None,
         precision: str = "",
+        schedule: object | None = None,
         weights_differ: bool = False,
         results_dir: Path | str | None = None,
     ) -> None:
@@ -70,12 +72,18 @@ class Recorder:
         here = process_group.joined(self._device)
         folder = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
         own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": folder.absolute()}
-        lr = self._optimizer.defaults.get("lr")  # None, or none, where it finds its own
-        lr = math.nan if lr is None else float(lr)
+        lr, settings = identity.base_lr(self._optimizer), settings or {}
         opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
-        text = f"{recipes.own_optimizer(opts, self._optimizer)} {options.in_words(settings or {})}".strip()
         facts = {"stage": name, "devices": here.size, "accumulate": 1, "flops_per_image": math.nan}
-        facts |= {"parameters": trained_weights(model), "settings": text}
+        facts |= {"parameters": trained_weights(model), "settings": options.in_words(settings)}
+        facts |= {
+            "optimizer": identity.of_optimizer(self._optimizer),
+            "schedule": identity.of_schedule(schedule),
+            "network": identity.of_network({"model": model}),
+        }
+        known = self._optimizer.defaults | settings | {"lr": lr, "learning_rate": lr}
+        known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
+        facts["arguments"] = identity.of_arguments(known, here.size, here.nodes, batch_size)
         facts |= {"precision": precision} if precision else {}
         self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
         self.first_epoch = self._epoch = 1

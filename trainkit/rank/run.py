@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from trainkit.rank import identity, recipes
 from trainkit.rank.batches import Batch, Batches, Data, generator
 from trainkit.rank.checkpoint import TAKEN, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
@@ -21,13 +22,13 @@ from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Traine
 from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
-from trainkit.rank.recipes import own_optimizer
 from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import Best, check_equal, check_whole
 from trainkit.runtime import clock, process_group, startup
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.place import Place
+from trainkit.schema.columns import OWN_OPTIMIZER
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few scripts need it
@@ -94,6 +95,9 @@ class Run:
             if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
+        if unused := self.options.unused(self._by_recipe()):
+            why = "its own optimizer, schedule or network goes without"
+            raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
         if taken := self.also.keys() & TAKEN:
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         self._best = Best(self.model, self.sharded) if self.options.keep_best else None
@@ -110,21 +114,35 @@ class Run:
 
     def _facts(self) -> dict[str, object]:
         """Return the columns of the record that only the training knows."""
-        parts = [self.model, self.optimizer, *self.also.values()]
-        words = [own_optimizer(self.options, one) for one in parts if isinstance(one, torch.optim.Optimizer)]
-        words.append(self.options.settings())
-        weights = sum(trained_weights(one) for one in parts if isinstance(one, nn.Module))
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule} | self.also
+        networks = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
+        weights = sum(map(trained_weights, networks.values()))
         flops = self.flops
         if flops is None:
             flops = math.nan if self.sharded else operations_per_image(self.model, self.train_set)
-        return {
+        sizes = {"devices": self.devices, "nodes": self.here.nodes, "batch": self.options.batch_size}
+        facts = {
             "stage": self.name,
             "devices": self.devices,
             "accumulate": self.accumulate,
             "flops_per_image": flops,
-            "settings": " ".join(filter(None, words)),
+            "settings": self.options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else weights,
+            "network": identity.of_network(networks, split=self.sharded is not None),
+            "arguments": identity.of_arguments({}, elsewhere=self.options.elsewhere(), **sizes),
         }
+        if not self._by_recipe():
+            optimizers = [one for one in parts.values() if isinstance(one, torch.optim.Optimizer)]
+            schedules = [one for one in parts.values() if isinstance(one, LRScheduler)]
+            facts |= {
+                "lr": identity.base_lr(self.optimizer),
+                "gamma": math.nan,
+                "optimizer": " + ".join(map(identity.of_optimizer, optimizers)),
+                "schedule": " + ".join(map(identity.of_schedule, schedules)),
+            }
+            if not self.options.declares("recipe"):
+                facts["recipe"] = OWN_OPTIMIZER
+        return facts
 
     def _whole_networks(self) -> list[nn.Module]:
         """List the networks of which every rank should have the same weights."""
@@ -133,6 +151,12 @@ class Run:
         differ = [unwrapped(one) for one in self.each_rank.values()]
         networks = [one for one in (self.model, *self.also.values()) if isinstance(one, nn.Module)]
         return [one for one in networks if not any(unwrapped(one) is other for other in differ)]
+
+    def _by_recipe(self) -> bool:
+        """Return whether optimizer_and_schedule has made all that steps the weights."""
+        steppers = [self.optimizer, self.schedule]
+        steppers += [one for one in self.also.values() if isinstance(one, torch.optim.Optimizer)]
+        return all(one in recipes.MADE for one in steppers)
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""

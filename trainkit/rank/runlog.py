@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainkit.rank import identity
 from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
 from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
@@ -53,11 +54,13 @@ class RunLog:
         started_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._started)
         word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:40] or "own"  # part of a file name
         self.run_id = f"{word}-{started_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-        self._facts = facts_of_run(options, here, dataset, model) | facts
+        self._facts = facts_of_run(options, here, dataset, model)
+        self._facts |= {"lr": options.scaled_lr, "optimizer": "", "schedule": ""} | facts
         self._facts |= {
             "run_id": self.run_id,
+            "resumed_from": "",
             "launcher": here.launcher,
-            "lr": options.scaled_lr,
+            "script": identity.of_script(),
             "batch_per_device": options.batch_size // max(facts["devices"], 1),
             "job_id": place.job_id(),
             "node_list": place.node_list(),
@@ -71,9 +74,16 @@ class RunLog:
         tell(
             f"stage {facts['stage']} · {facts['devices']} x {self._facts['device_name']} · {dataset} · "
             f"global batch {options.batch_size} · {options.loader} loader · {self._facts['precision']} · "
-            f"recipe {options.recipe}"
+            f"{self._stepped_by()}"
         )
-        tell(_configuration(options, here, self._facts["batch_per_device"]))
+        tell(_configuration(options, here, self._facts))
+
+    def _stepped_by(self) -> str:
+        """Name the recipe, or the optimizer that a script has made itself."""
+        if not self._facts["optimizer"]:
+            return f"recipe {self._facts['recipe']}"
+        own = " and ".join(one.partition(" ")[0] for one in self._facts["optimizer"].split(" + "))
+        return f"optimizer {own}"
 
     def epoch(
         self,
@@ -135,7 +145,9 @@ class RunLog:
 
     def state(self) -> dict:
         """Return the log's state for a checkpoint, so that the run can continue under the same name."""
-        facts = {name: self._facts[name] for name in ("run_id", "started_at", "precision")}
+        # Optimizer and schedule go on with the constants that they were saved with.
+        names = ("run_id", "resumed_from", "started_at", "precision", "optimizer", "schedule")
+        facts = {name: self._facts[name] for name in names}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": [*self._recorder.rows]}
 
     def check_same(self, rows: list[dict[str, object]], names: Iterable[str]) -> None:
@@ -145,10 +157,12 @@ class RunLog:
                 raise ValueError(f"its {name} is {rows[-1][name]}, not {self._facts[name]}")
 
     def go_on(self, state: dict, moved: bool = False, copied: bool = False) -> None:
-        """Continue the run whose `state` was saved; epochs written after that are discarded.
+        """Continue the run whose `state` was saved.
 
-        A record that is not this run's is left alone, as is that of a run whose checkpoints were `moved`
-        and which went on, or were `copied` and which may: this run then gets another name.
+        A record that has later epochs is left alone, as is one that is not this run's, or that of a run whose
+        checkpoints were `copied` and which may go on: this run then gets another name, and has the earlier
+        epochs, too. If it makes later epochs of a run again that did not come to its end, `resumed_from`
+        names that, unless its checkpoints were `moved`: then it was another run that made them.
 
         Raises:
             UserError: if the CSV cannot be written.
@@ -159,14 +173,22 @@ class RunLog:
         seconds = OF_A_RUN["elapsed_s"](str(state["elapsed_s"]))
         facts, rows = state["facts"], state["rows"]
         back = self.run_id == facts["run_id"]  # this process goes back to what it has saved
-        if not back and not self._recorder.may_continue(facts, rows, moved, copied):
+        before = facts["run_id"]
+        later = self._recorder.later_rows(facts, rows)
+        if later or not (back or (not copied and self._recorder.may_continue(facts, rows))):
             own = {"run_id": f"{self.run_id.rpartition('-')[0]}-{secrets.token_hex(4)}"}
-            why = f"{facts['run_id']}.csv is damaged, of another run, or may go on without this one"
+            why = f"{before}.csv is damaged, of another run, or may go on without this one"
+            if later:
+                last = later[-1]["epoch"]
+                why = f"resumed from epoch {len(rows)} of {before}, whose record has {last} and stays"
+                ended = later[-1]["ended"] or last >= self._options.epochs
+                own["resumed_from"] = "" if ended or moved or copied else before
             tell(f"{why}: this one is recorded as {own['run_id']}.")
             facts, rows = facts | own, [row | own for row in rows]
         self._facts |= facts
+        self.run_id = self._facts["run_id"]
         if not back:
-            self.run_id, self._before_s = self._facts["run_id"], seconds
+            self._before_s = seconds
         if rows:  # the limits may have changed
             rows[-1]["ended"] = why_ended(rows, self._options)
         self._recorder.go_on(facts, rows)
@@ -212,15 +234,16 @@ def facts_of_run(options: Options, here: Place, dataset: str, model: nn.Module) 
     }
 
 
-def _configuration(options: Options, here: Place, batch_per_device: int) -> str:
+def _configuration(options: Options, here: Place, facts: dict[str, object]) -> str:
     """Describe in one line how the processes were started, and what each has to do."""
     started_by = f"{here.launcher}, {dist.get_backend()}" if dist.is_initialized() else here.launcher
-    learning_rate = f"learning rate {options.scaled_lr:.6g}"
+    learning_rate = f"learning rate {facts['lr']:.6g}"
     if options.lr_scale != "none":
         learning_rate += f" ({options.lr_scale}: {options.lr:.6g} at batch {BASE_BATCH})"
     if options.lr_warmup_images:
         learning_rate += f" after {options.lr_warmup_images} images of warm-up"
     return (
-        f"nodes {here.nodes} · ranks {here.size} ({started_by}) · batch {batch_per_device} per device · "
+        f"nodes {here.nodes} · ranks {here.size} ({started_by}) · "
+        f"batch {facts['batch_per_device']} per device · "
         f"{learning_rate}"
     )

@@ -39,10 +39,13 @@ class Role(IntEnum):
     TRAINING = 3
     COMPUTING = 4
     SIZE = 5
-    LAYOUT = 6  # what a speedup compares: another value is another configuration
-    REPEAT = 7  # differs between runs of one configuration
-    MEASUREMENT = 8
-    FACT = 9  # where and with what it ran
+    # Another value is another configuration, whose speed may still be compared, with a doubt: it may say how
+    # the same training is made on other devices.
+    DOUBT = 6
+    LAYOUT = 7  # what a speedup compares: another value is another configuration
+    REPEAT = 8  # differs between runs of one configuration
+    MEASUREMENT = 9
+    FACT = 10  # where and with what it ran
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,13 @@ def flag(cell: str) -> bool:
 
 
 OWN_LOOP = "own"  # the recipe of a training with another loop (rank/recorder.py)
+OWN_OPTIMIZER = "own optimizer"  # the recipe of a copy of a stage that makes its optimizer or schedule itself
 UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs are pooled with each other
 # In the order of the file. results/README.md explains them.
 # fmt: off
 COLUMNS: dict[str, Column] = {
     "run_id": Column(text(), Role.FACT),
+    "resumed_from": Column(text(), Role.FACT, before=""),
     "stage": Column(text(), Role.LAYOUT),
     "launcher": Column(text(), Role.FACT),
     "epoch": Column(number(int, 1, 10**6), Role.MEASUREMENT),
@@ -146,6 +151,15 @@ COLUMNS: dict[str, Column] = {
         number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, before=0, follows=("width",)
     ),
     "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default="", before=""),
+    # What identifies a training (rank/identity.py), in words of `name=value`; "": not known, or as the recipe
+    # says.
+    "optimizer": Column(text(longest=2_000), Role.TRAINING, "optimizer", "{}", default="", before=""),
+    "network": Column(
+        text(longest=2_000), Role.TRAINING, "network", "{}", default="", before="", follows=("parameters",)
+    ),
+    "schedule": Column(text(longest=2_000), Role.DOUBT, "schedule", "{}", default="", before=""),
+    "arguments": Column(text(longest=2_000), Role.DOUBT, "arguments", "{}", default="", before=""),
+    "script": Column(text(), Role.FACT, before=""),
     "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT, before=math.nan),
     "world_size": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "nodes": Column(number(int, 1, WORKERS), Role.LAYOUT),

@@ -122,24 +122,26 @@ class RunFiles:
         self.metrics += metrics
         self._write()
 
-    def may_continue(
-        self, facts: dict[str, object], rows: list[dict[str, object]], moved: bool, copied: bool
-    ) -> bool:
-        """Return whether the file of the run with `facts` is missing, or has the `rows` of its checkpoint.
+    def may_continue(self, facts: dict[str, object], rows: list[dict[str, object]]) -> bool:
+        """Return whether the file of the run with `facts` is missing, or has just these `rows`.
 
-        The file may have more rows, unless the checkpoints were `moved`: then another run wrote them. If they
-        were `copied`, another run may write them at any time.
+        From then on no other process may write it.
         """
         path = self.path.with_name(f"{facts['run_id']}.csv")
-        if not path.exists():
-            return not copied and self._claim(path)
+        same = not path.exists() or self.later_rows(facts, rows) == []
+        return same and self._claim(path)
+
+    def later_rows(
+        self, facts: dict[str, object], rows: list[dict[str, object]]
+    ) -> list[dict[str, object]] | None:
+        """Return what the file of the run with `facts` has after `rows`, or None if it lacks those."""
         try:
-            found = read(path)
+            found = read(self.path.with_name(f"{facts['run_id']}.csv"))
         except RecordError:
-            return False
+            return None
         known, written = ([(row["epoch"], row.get("recorded_at", "")) for row in of] for of in (rows, found))
         same = found[0]["started_at"] == facts["started_at"] and written[: len(known)] == known
-        return same and not copied and not (moved and len(written) > len(known)) and self._claim(path)
+        return found[len(known) :] if same else None
 
     def _claim(self, path: Path) -> bool:
         """Return whether no other process writes this record; none may from now on."""

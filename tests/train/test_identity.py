@@ -1,0 +1,184 @@
+"""Trainings that differ are no repeats: the table says in what; and ranks that train alone are told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from conftest import ENVIRONMENT, STAGES, Script, one_error, succeeded
+from forking import Forking
+from test_drift import ON_RANKS
+
+from trainkit.advice.answer import AnswerText
+from trainkit.compare import comparison
+from trainkit.schema import records
+
+SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32")
+TOY = """
+import argparse, sys, torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from trainkit import Recorder
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--how", nargs="*", default=["SGD"])
+parser.add_argument("--noise", type=float, default=0.5)
+parser.add_argument("--lr", type=float, default=0.01)
+parser.add_argument("--batch_size", type=int, default=4)
+parser.add_argument("--save-dir")
+options = parser.parse_args()
+plain = lambda model: model.parameters()
+split = lambda model: [{"params": [*model[0].parameters()], "weight_decay": 0}, {"params": model[2].weight}]
+WAYS = {
+    "SGD": (SGD, {}),
+    "momentum": (SGD, {"momentum": 0.9}),
+    "AdamW": (AdamW, {"weight_decay": 0}),
+    "decay": (AdamW, {"weight_decay": 0.1}),
+    "groups": (AdamW, {"weight_decay": 0.1}, split),
+    "tanh": (SGD, {}, plain, nn.Tanh()),
+    "slope": (SGD, {}, plain, nn.LeakyReLU(0.1)),
+    "other slope": (SGD, {}, plain, nn.LeakyReLU(0.2)),
+    "schedule": (SGD, {}, plain, nn.ReLU(), 0.5),
+    "told": (SGD, {}, plain, nn.ReLU(), 0.25),
+}
+
+def train(name, kind, how, groups=plain, layer=nn.ReLU(), decay=1.0):
+    model = nn.Sequential(nn.Linear(2, 3), layer, nn.Linear(3, 1))
+    optimizer = kind(groups(model), lr=options.lr, **how)
+    schedule = StepLR(optimizer, 1, decay)
+    told = {"schedule": schedule} if name == "told" else {}
+    seen = Recorder("toy", model, optimizer, batch_size=4, epochs=3, dataset="noise", **told)
+    for epoch in range(3):
+        optimizer.step()
+        seen.epoch(8, 1.0, options.noise)
+        schedule.step()
+
+for name in options.how:
+    train(name, *WAYS[name])
+"""
+
+
+@pytest.fixture
+def toy(forking: Forking, tmp_path: Path) -> Callable[..., None]:
+    """Runs the toy script with these arguments, and `changed` for one of its words."""
+
+    def run(*arguments: object, changed: tuple[str, str] = ("", "")) -> None:
+        (tmp_path / "toy.py").write_text(TOY.replace(*changed) if changed[0] else TOY)
+        env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+        succeeded(forking.run(tmp_path / "toy.py", *arguments, env=env, cwd=tmp_path))
+
+    return run
+
+
+def table_of(folder: Path) -> pd.DataFrame:
+    rows, skipped = comparison.load_some([folder / "runs"])
+    assert not skipped
+    return comparison.compare(comparison.summarize(rows))
+
+
+def test_another_optimizer_schedule_or_network_is_another_row_that_says_so(
+    toy: Callable, tmp_path: Path
+) -> None:
+    """Unasked, and whether the schedule is told or not; only what is equal is a repeat."""
+    ways = ("SGD", "SGD", "momentum", "AdamW", "decay", "groups", "tanh", "slope", "other slope")
+    toy("--how", *ways, "schedule", "schedule", "told")
+    table = table_of(tmp_path).set_index("variant")
+    repeats = {variant: runs for variant, runs in table.runs.items() if runs > 1}
+    assert repeats == {
+        "SGD momentum 0, 1 ReLU, rates 0.01,0.01,0.01": 2,
+        "SGD momentum 0, 1 ReLU, rates 0.01,0.005,0.0025": 2,
+    }
+    others = {variant for variant, runs in table.runs.items() if runs == 1}
+    slopes = {variant for variant in others if variant.startswith("SGD momentum 0, 1 LeakyReLU structure ")}
+    assert len(slopes) == 2
+    assert others - slopes == {
+        "SGD momentum 0.9, 1 ReLU",
+        "SGD momentum 0, 1 Tanh",
+        "SGD momentum 0, 1 ReLU, StepLR",
+        "AdamW weight_decay 0, 1 ReLU",
+        "AdamW weight_decay 0.1, 1 ReLU",
+        "AdamW weight_decay 0|0.1 tensors 2|1, 1 ReLU",
+    }
+    assert not table.doubt.str.contains("c").any()
+
+
+def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callable, tmp_path: Path) -> None:
+    """Arguments that say where, or what a column says, are none."""
+    toy()
+    toy("--save-dir", tmp_path / "here", "--lr", "0.010", "--batch_size", 4)
+    toy("--noise=0.25")
+    table = table_of(tmp_path).set_index("variant")
+    assert dict(table.runs) == {"": 2, "--noise 0.25": 1}
+    assert set(table.doubt) == {""}
+    toy(changed=("step_size", "step_size"))
+    toy(changed=("8, 1.0, options", "8, 0.5, options"))
+    table = table_of(tmp_path).set_index("variant")
+    assert dict(table.runs) == {"": 4, "--noise 0.25": 1}
+    assert dict(table.doubt) == {"": "c", "--noise 0.25": ""}
+
+
+# A copy of a stage with an optimizer, a schedule or a network of its own.
+MADE = "optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))"
+SGD = "optimizer, schedule = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9), None"
+STEP = "schedule.step()"
+
+
+def copy_of(stage: str, folder: Path, *changes: tuple[str, str]) -> Path:
+    text = STAGES[stage].read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "my_copy.py").write_text(text)
+    return folder / "my_copy.py"
+
+
+def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script, tmp_path: Path) -> None:
+    few = (*SMALL, "--dataset", "synthetic", "--train-size", 100, "--test-size", 50, "--width", 4)
+    for momentum in (0.9, 0.0):
+        own = copy_of("single", tmp_path, (MADE, SGD.replace("0.9", str(momentum))), (STEP, "pass"))
+        done = succeeded(script(own, *few, "--lr", 0.05, "--results-dir", tmp_path))
+        assert "recipe" not in done.stdout and "optimizer SGD" in done.stdout
+    rows = [row for path in (tmp_path / "runs").glob("*.csv") for row in records.read(path)]
+    assert {(row["recipe"], row["lr"]) for row in rows} == {("own optimizer", 0.05)}
+    table = table_of(tmp_path)
+    assert sorted(table.variant) == ["momentum 0", "momentum 0.9"] and set(table.runs) == {1}
+    rows, _ = comparison.load_some([tmp_path / "runs"])
+    run = SimpleNamespace(stage="single", shape=(1, 1, 50), epochs=3)
+    command = AnswerText.command(SimpleNamespace(rows=rows, on_cpu=False), run)
+    assert "--lr 0.05" in command and "--recipe" not in command  # which the copy refuses
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "refused"),
+    [
+        (((MADE, SGD), (STEP, "pass")), ("--recipe", "fast"), True),
+        (((MADE, SGD), (STEP, "pass")), ("--gamma", 0.1), True),
+        (((MADE, SGD), (STEP, "pass")), ("--lr", 0.1), False),
+        (((MADE, SGD.replace("opts.scaled_lr", "0.1")), (STEP, "pass")), ("--lr", 0.1), True),
+        ((("Net(opts.width)", "Net(8)"),), ("--width", 4), True),
+        ((("Net(opts.width)", "Net(opts.width)"),), ("--width", 4), False),
+    ],
+    ids=["recipe", "gamma", "own lr", "its lr", "its width", "own width"],
+)
+def test_an_option_that_the_copy_does_not_use_is_refused(
+    changes: tuple, option: tuple, refused: bool, script: Script, tmp_path: Path
+) -> None:
+    own = copy_of("single", tmp_path, *changes)
+    few = (*SMALL, "--dataset", "synthetic", "--train-size", 100, "--test-size", 50, "--dry-run")
+    done = script(own, *few, *option)
+    if refused:
+        assert f"this script does not use {option[0]} " in one_error(done)
+    else:
+        succeeded(done)
+
+
+def test_other_learning_rates_on_more_ranks_are_a_doubt(forking: Forking, tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(ON_RANKS)
+    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    for ranks in (1, 2):
+        succeeded(forking.run(tmp_path / "ranks.py", "wrapped", ranks=ranks, env=env))
+    table = table_of(tmp_path)
+    assert dict(zip(table.devices, table.doubt, strict=True)) == {1: "", 2: "r"}
+    assert table.speedup.notna().all()

@@ -1,0 +1,223 @@
+"""What identifies a training, taken from what is at hand: optimizer, schedule, network, script and arguments.
+
+Each is a text of words, `name=value` or a name alone, so that a table can show the words in which two
+trainings differ (compare/variants.py).
+"""
+
+import hashlib
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.rank.model import unwrapped
+from trainkit.rank.recipes import KERNELS
+from trainkit.runtime import process_group
+from trainkit.runtime.errors import printable
+
+LONGEST_VALUE, LONGEST_TEXT = 60, 2_000  # characters: what is longer is told by its digest
+MOST_KINDS = 20  # of modules, that are named in words
+# What the state_dict of a schedule of PyTorch's has besides its constants.
+OF_A_STEP = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
+# Under these names a wrapper of PyTorch's has the module itself.
+WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+# Arguments that say where something is or goes, how long the training takes, or where its ranks meet. By
+# their whole name, their first and their last word.
+NO_IDENTITY = {
+    *("epochs", "epoch", "num_epochs", "n_epochs", "max_epochs", "min_epochs", "total_epochs"),
+    *("num_train_epochs", "steps", "num_steps", "max_steps", "iters", "max_iters", "iterations", "max_time"),
+    *("output", "out", "checkpoint", "ckpt", "snapshot", "run_name", "exp_name", "experiment_name", "tag"),
+    *("local_rank", "rank", "node_rank", "nr", "device", "gpu", "init_method", "dist_backend", "verbose"),
+}
+NO_IDENTITY_FIRST = {"resume", "save", "log", "print", "wandb", "tensorboard", "master", "rdzv"}
+NO_IDENTITY_LAST = {"dir", "directory", "folder", "root", "path", "url", "host", "addr", "port", "seed"}
+OF_DEVICES = {"gpus", "devices", "nodes", "nproc", "procs", "processes", "ranks", "world"}
+
+
+def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
+    """Return the learning rate of a group of weights before any schedule; NaN if it finds its own."""
+    of_group = optimizer.param_groups[group]
+    # One that has made steps may follow a schedule that is no object of PyTorch's.
+    given = optimizer.defaults.get("lr") if optimizer.state else of_group.get("lr")
+    lr = of_group.get("initial_lr", given)
+    return math.nan if lr is None else float(lr)
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Describe an optimizer without its learning rate, as `SGD momentum=0.9 dampening=0 weight_decay=0`.
+
+    What differs between its groups of weights is listed in their order, as `weight_decay=0.1|0`, and the
+    learning rates by their ratio to the first, as `lr=x1|x0.1`.
+    """
+    groups = optimizer.param_groups
+    # OneCycleLR and CyclicLR change these in every step.
+    cycled = {"momentum", "betas"} if any("max_momentum" in group for group in groups) else set()
+    said = {}
+    for name, default in optimizer.defaults.items():
+        if name not in KERNELS | {"lr"}:
+            values = [default if name in cycled else group.get(name, default) for group in groups]
+            said[name] = _of_groups(values)
+    rates = [base_lr(optimizer, number) for number in range(len(groups))]
+    if len(set(rates)) > 1:
+        said["lr"] = _of_groups([f"x{rate / rates[0] if rates[0] else rate:.4g}" for rate in rates])
+    if len(groups) > 1:
+        said["tensors"] = _short("|".join(str(len(group["params"])) for group in groups))
+    return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
+
+
+def of_schedule(schedule: object) -> str:
+    """Describe a learning rate schedule by class and constants, as `StepLR step_size=30 gamma=0.1`."""
+    schedule = getattr(schedule, "scheduler", schedule)  # Accelerate wraps it
+    if schedule is None:
+        return ""
+    state = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    constants = {
+        name: value if value is True else _word(value)
+        for name, value in state.items()
+        if not name.startswith("_") and name not in OF_A_STEP and value is not None and value is not False
+    }
+    own = " ".join([type(schedule).__name__, *_words(constants)])
+    return _fitting(" + ".join([own, *map(of_schedule, getattr(schedule, "_schedulers", ()))]))
+
+
+def of_network(networks: Mapping[str, nn.Module], split: bool = False) -> str:
+    """Describe networks by the kinds of their layers and a digest of their structure, as `Linear=2 Tanh=1`.
+
+    Args:
+        split: each rank has some of the layers, under names that no other rank has.
+    """
+    own = {}
+    for name, network in networks.items():
+        for place, module in unwrapped(network).named_modules():
+            if not WRAPPED & module._modules.keys():
+                path = [name, *(part for part in place.split(".") if part not in WRAPPED)]
+                own[".".join(path)] = _kind(module), module.extra_repr(), not module._modules
+    if split:
+        own = {place: module for one in process_group.gather(own) for place, module in one.items()}
+    kinds = Counter(kind for kind, _, is_layer in own.values() if is_layer)
+    words = [f"{kind}={count}" for kind, count in sorted(kinds.most_common(MOST_KINDS))]
+    return _fitting(" ".join([*words, f"structure={_digest(repr(sorted(own.items())).encode())}"]))
+
+
+def of_script() -> str:
+    """Return the name of the running script and a digest of its text; "" in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file:
+        with suppress(OSError):
+            return f"{printable(Path(file).name)[:100]} {_digest(Path(file).read_bytes())}"
+    return ""
+
+
+def of_arguments(
+    known: Mapping[str, object], devices: int, nodes: int, batch: int, elsewhere: Collection[str] = ()
+) -> str:
+    """Describe the arguments of the running script that may make it another training, as `--dropout=0.1`.
+
+    Left out is what says where, how long or on how many devices, and what other columns of the record say.
+
+    Args:
+        known: what other columns say, by name: an argument of that name and value is left out.
+        devices, nodes, batch: an argument for their number, or for the batch of each device, is left out.
+        elsewhere: names of arguments that other columns have, whatever their value.
+    """
+    if not of_script():
+        return ""
+    counts = {_number(count) for count in (devices, nodes, devices // nodes)}
+    sizes = {_number(size) for size in (batch, batch // max(devices, 1))}
+    said = []
+    for flag, value in _arguments(sys.argv[1:]):
+        name = flag.strip("-+~=").lower().replace("-", "_").rpartition(".")[2]
+        parts = name.split("_")
+        if name in NO_IDENTITY or name in elsewhere or parts[0] in NO_IDENTITY_FIRST:
+            continue
+        if parts[-1] in NO_IDENTITY_LAST and not name.endswith("or_path"):
+            continue
+        number = _number(value)
+        of_batch = "batch" in name or name in ("bs", "b")
+        if (OF_DEVICES & {*parts} and number in counts) or (of_batch and number in sizes):
+            continue
+        if (name in known and number == _number(known[name])) or (value and Path(value).is_dir()):
+            continue
+        file = Path(value).name if value.startswith("/") else value
+        said.append("=".join(filter(None, [flag.strip("=") or "argument", "_".join(file.split())])))
+    return _fitting(" ".join(sorted(said)))
+
+
+def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option with its value, several joined by commas; "" names what belongs to none."""
+    flag, values = "", []
+    for word in [*words, "--"]:
+        is_option, is_setting = re.match(r"--?[A-Za-z]|--$", word), re.match(r"[+~]{0,2}[\w.@/-]+=", word)
+        if not (is_option or is_setting):  # a setting is Hydra's: name=value
+            values.append(word)
+            continue
+        if flag or values:
+            yield flag, ",".join(values)
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        if flag == "--":
+            flag = ""
+
+
+def _kind(module: nn.Module) -> str:
+    # On several devices it is SyncBatchNorm, which makes it the same training as on one.
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "BatchNorm"
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _of_groups(values: Sequence[object]) -> object:
+    """Return the value that all groups have, or one word for all."""
+    words = [_word(value) for value in values]
+    if len(set(words)) > 1:
+        return _short("|".join(words))
+    return values[0] if values[0] is None or isinstance(values[0], bool) else words[0]
+
+
+def _words(said: Mapping[str, object]) -> list[str]:
+    said = {name: value for name, value in said.items() if value is not None and value is not False}
+    return [name if value is True else f"{name}={value}" for name, value in said.items()]
+
+
+def _word(value: object) -> str:
+    """Return a value without spaces, and without the address of an object."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, Counter):  # the milestones of MultiStepLR
+        value = sorted(value.elements())
+    if isinstance(value, (list, tuple)):
+        return _short(",".join(map(_word, value)))
+    if isinstance(value, (bool, type(None))):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return _short("_".join(value.split()))
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _number(value: object) -> str:
+    """Return a number as one reads it, so that 0.10 is 0.1; anything else as it is."""
+    with suppress(TypeError, ValueError):
+        return f"{float(value):.6g}"
+    return str(value)
+
+
+def _fitting(text: str) -> str:
+    """Return a text that the record can hold."""
+    text = printable(text)
+    return text if len(text) <= LONGEST_TEXT else _digest(text.encode())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else _digest(text.encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
