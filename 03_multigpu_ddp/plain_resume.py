@@ -43,14 +43,19 @@ CHECK_STEPS = 10  # from one question whether to stop to the next: much less tha
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
-        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(self.dropout2(x))
 
 
 class Process(NamedTuple):
@@ -82,7 +87,10 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, parts: dict[str, object], settings: dict[str, int], here: Process) -> None:
-        self.path, self.parts, self.settings, self.here = path, parts, settings, here
+        self.path = path
+        self.parts = parts
+        self.settings = settings
+        self.here = here
 
     def save(self, progress: Progress) -> None:
         """Write the file whole or not at all: if this is killed meanwhile, the one before it is left."""
@@ -180,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
-    parser.add_argument("--num-workers", type=int, default=2, help="processes that load, for each rank")
+    parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     options = parser.parse_args()
@@ -203,11 +211,13 @@ def train(options: argparse.Namespace, here: Process) -> None:
     """Train to the last epoch, or until a signal says to stop."""
     rank, ranks, device = here
     assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
-    torch.manual_seed(1 + rank)  # each drops other neurons
+    torch.manual_seed(1 + rank)  # so that each rank drops different neurons
     normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
     share_of_batch = options.batch_size // ranks
+    # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
+    workers = min(options.workers, len(os.sched_getaffinity(0)) - 1)
     sampler = ResumableSampler(train_set, ranks, rank, drop_last=True)
     steps = len(sampler) // share_of_batch
     worker_seeds = torch.Generator()  # of its own, or the loader would draw from the numbers of the dropout
@@ -216,7 +226,7 @@ def train(options: argparse.Namespace, here: Process) -> None:
         share_of_batch,
         sampler=sampler,
         drop_last=True,
-        num_workers=options.num_workers,
+        num_workers=workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=obey_the_rank,
         generator=worker_seeds,
@@ -237,7 +247,7 @@ def train(options: argparse.Namespace, here: Process) -> None:
         print(f"resumed in epoch {progress.epoch} after step {progress.step} of {steps}")
     network = model
     if ranks > 1:
-        network = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        network = DistributedDataParallel(model)
 
     for epoch in range(progress.epoch, options.epochs + 1):
         sampler.set_epoch(epoch)  # another order in every epoch, the same when it is resumed
@@ -249,7 +259,8 @@ def train(options: argparse.Namespace, here: Process) -> None:
         batches = enumerate(train_batches, start=progress.step + 1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         for step, (images, labels) in batches:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(network(images), labels)
             loss.backward()
@@ -268,16 +279,16 @@ def train(options: argparse.Namespace, here: Process) -> None:
         schedule.step()
 
         model.eval()
-        right = torch.zeros(2, device=device)  # and of how many
+        counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad():
             for images, labels in test_batches:
-                right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-                right[1] += len(labels)
+                counts[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+                counts[1] += len(labels)
         if ranks > 1:
             dist.all_reduce(losses)
-            dist.all_reduce(right)
+            dist.all_reduce(counts)
         mean = losses.item() / (steps * options.batch_size)
-        right, tested = right.tolist()
+        right, tested = counts.tolist()
         if rank == 0:
             print(f"epoch {epoch}: loss {mean:.6f}, {right:.0f} of {tested:.0f} right")
             torch.save(model.state_dict(), "plain.pt")
