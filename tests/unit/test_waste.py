@@ -302,7 +302,10 @@ def test_processes_that_the_script_starts_itself(made: Callable[..., Path]) -> N
         return None if row["what"] == samples.GPU else row | starts
 
     change(folder, of_a_cpu)
+    (folder / "asked").write_text("8 1 61440")
+    (folder / "ended").write_text("0")
     verdict = waste.judge(folder)
+    assert "--mem=" in verdict.enough and "--cpus-per-task" not in verdict.enough  # they may wait for cores
     assert verdict.findings == [] and "no waste found" not in verdict.lines("job 12")
     assert verdict.lines("job 12")[0].startswith("not judged by rank: 2 processes that the script started")
     assert verdict.devices == "2 CPU workers" and "one task on each node" not in verdict.unknown

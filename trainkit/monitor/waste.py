@@ -225,7 +225,8 @@ def _not_judged_by_rank(job: SampledJob) -> str:
 def _next_request(job: SampledJob, found: Found) -> str:
     """Return a sentence on the sbatch options that would have been enough, if less than those asked for."""
     needs = job.needs()
-    if found & {"waiting_for_loader", "shared_cores"}:  # whose remedy takes cores
+    # Their remedy takes cores; and nobody knows whether a script's own processes wait for cores.
+    if found & {"waiting_for_loader", "shared_cores"} or any(map(job.others, job.rows[RANK])):
         needs = [need for need in needs if need.option != CORES]
     less = [need for need in needs if need.less]
     if not less:
