@@ -121,7 +121,7 @@ def test_accelerate_as_a_plain_job(checkout: Checkout) -> None:
     """The script of the page on two ranks: it trains as one, and every test image counts once."""
     pytest.importorskip("accelerate")
     page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
-    text, trainer = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    text, trainer, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     compile(trainer, "the Trainer's", "exec")  # without transformers it cannot be run
     text = text.replace("60_000", "640").replace("(test_set, 500)", "(Subset(test_set, range(301)), 100)")
     script = write(checkout, text)
