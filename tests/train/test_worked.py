@@ -11,13 +11,16 @@ from trainkit.schema import records
 
 # Each with its options, and the metrics that it gives to `run.add`.
 WORKED = {
-    "lstm": (("--train-size", 40, "--loader", "workers"), ["gradient_norm"]),
+    "lstm": (("--train-size", 40, "--width", 4, "--loader", "workers"), ["gradient_norm"]),
     "resnet": (("--size", 32, "--lr", 0.001, "--loader", "workers", "--num-workers", 1), []),
-    "gan": (("--train-size", 40, "--dataset", "synthetic"), ["critic_loss"]),
+    "gan": (("--train-size", 40, "--width", 4, "--dataset", "synthetic"), ["critic_loss"]),
     # SGD, as to Adadelta gradients that are twice as large are nearly the same.
-    "vae_counts": (("--train-size", 110, "--recipe", "sgd", "--lr", 1e-4, "--lr-warmup-images", 40), []),
+    "vae_counts": (
+        ("--train-size", 110, "--width", 4, "--recipe", "sgd", "--lr", 1e-4, "--lr-warmup-images", 40),
+        [],
+    ),
 }
-SMALL = ("--batch-size", 20, "--test-size", 11, "--width", 4, "--epochs", 2, "--timeout", 60)
+SMALL = ("--batch-size", 20, "--test-size", 11, "--epochs", 2, "--timeout", 60)
 # So many layers of BatchNorm make the rounding errors of float32 visible.
 PRECISE = f"""
 import runpy, sys, torch
