@@ -68,7 +68,7 @@ def _option(option: Option) -> dict[str, object]:
 
 
 def _place(what: Option | NextRun) -> dict[str, object]:
-    devices, nodes, batch = what.shape
+    devices, nodes, batch = map(int, what.shape)  # older releases of pandas give NumPy's
     place = {"stage": what.stage, "devices": devices, "nodes": nodes}
     return place | {"global_batch": devices * batch}
 

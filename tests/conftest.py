@@ -124,7 +124,11 @@ def _why_no_job_was_tried(config: pytest.Config) -> str:
     if not reporter or not possible or os.environ.get("REQUIRE_CLUSTER") == "0":
         return ""
     of_cluster = {
-        outcome: [report for report in reporter.stats.get(outcome, []) if "cluster" in report.keywords]
+        outcome: [
+            report
+            for report in reporter.stats.get(outcome, [])
+            if "cluster" in getattr(report, "keywords", ())
+        ]
         for outcome in ("passed", "failed", "error", "skipped")
     }
     reasons = [report.longrepr[2] for report in of_cluster.pop("skipped")]

@@ -306,10 +306,11 @@ class TrainingRecord:
         self.path, epochs = path, pd.DataFrame(records.read(path))
         self.of_ranks = pd.DataFrame(records.read_ranks(path) if records.beside(path).exists() else [])
         tested = pd.to_datetime(epochs.recorded_at, utc=True, format="ISO8601", errors="coerce")
-        tested = (tested - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
+        # Without their zone, which older releases of pandas leave out where no time can be read.
+        tested = (tested.dt.tz_localize(None) - pd.Timestamp(0)).dt.total_seconds()
         epochs = epochs.assign(tested=tested, trained=tested - epochs.eval_seconds)
         epochs = epochs.assign(began=epochs.trained - epochs.train_seconds)
-        self.epochs = epochs[~(epochs.began < since)]
+        self.epochs = epochs[epochs.began >= since]
         if self.epochs.empty:
             raise UserError(f"{path}: no epoch of it was sampled.")
         self.steady = self.epochs if self.epochs.warmup.all() else self.epochs[~self.epochs.warmup]
