@@ -99,7 +99,8 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
     on_cluster.wait_for("waits 1", job)
     on_cluster.cluster.submit("--partition=urgent", *node, "--wrap=true", cwd="/tmp")
     state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), log
+    # Slurm before 26.05 (seen: 24.11) starts it once more when it has ended (SchedMD's ticket 25682).
+    assert (state["JobState"], state["Restarts"] in "23") == ("COMPLETED", True), log
     assert re.findall(r"^resumed in epoch 1 after step (\d+) of 50$", log, re.M) == ["10", "20"], log
     assert len(re.findall(r"^epoch 1: loss ", log, re.M)) == 1, log
 
