@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import signal
 import sys
 
 import lessons
@@ -51,6 +52,7 @@ OTHERS = {
     "02_multigpu_dp/submit.py": SUBMIT,
     "03_multigpu_ddp/exercises/check.py": "",
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
+    "03_multigpu_ddp/plain_resume.py": f"{PLAIN} --save-every",
     "03_multigpu_ddp/submit.py": SUBMIT,
     f"{BEYOND}/recorded.py": PLAIN,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
@@ -86,6 +88,7 @@ WITHOUT = {
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
     "trainkit/jobs/why.py",  # asked by slurm/job_env.sh
+    "trainkit/runtime/as_main.py",  # started by plain.py
     "trainkit/runtime/plain.py",  # started by the job scripts
     "trainkit/runtime/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
@@ -120,6 +123,7 @@ def test_every_option_is_listed(script: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", listing)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals when it is imported
     monkeypatch.syspath_prepend((REPOSITORY / script).parent)
     with pytest.raises(Listed):
         runpy.run_path(str(REPOSITORY / script), run_name="__main__")
