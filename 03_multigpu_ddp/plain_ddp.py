@@ -45,9 +45,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
     options = parser.parse_args()
 
-    # 1. Take the GPU of this process, then meet the others.
+    # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:

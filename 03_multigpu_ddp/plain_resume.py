@@ -1,7 +1,7 @@
 """Train the classic MNIST network in plain PyTorch on any number of GPUs, and resume after whatever ended it.
 
 It saves its whole state every few hundred steps, and when a signal says that its time is over. Started again,
-it goes on from there, and reaches the losses of a training that nobody has stopped.
+it goes on from there, and reaches the losses of a training that was never stopped.
 
 Try: python plain_resume.py --epochs 2     end it with kill -9, and start it again
      torchrun --standalone --nproc-per-node=2 plain_resume.py --epochs 2
@@ -37,7 +37,7 @@ from torchvision import datasets, transforms
 
 DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MNIST
 JOB = os.environ.get("TRAINKIT_JOB_DIR")  # in jobs of the kit; the same folder when the job comes back
-CHECK_STEPS = 10  # from one question whether to stop to the next: much less than a minute
+CHECK_STEPS = 10  # after so many steps the ranks ask whether to stop; they take much less than a minute
 
 
 class Net(nn.Module):
@@ -195,7 +195,8 @@ def main() -> None:
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        # Number 0 if this process sees no other GPU.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     here = Process(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), device)
     if here.ranks > 1 and device.type == "cuda":
@@ -250,7 +251,7 @@ def train(options: argparse.Namespace, here: Process) -> None:
         network = DistributedDataParallel(model)
 
     for epoch in range(progress.epoch, options.epochs + 1):
-        sampler.set_epoch(epoch)  # another order in every epoch, the same when it is resumed
+        sampler.set_epoch(epoch)  # a new order in every epoch, the same after a resume
         sampler.done = progress.step * share_of_batch
         worker_seeds.manual_seed(epoch * ranks + rank)
         losses = torch.tensor([progress.loss_sum], device=device)
@@ -282,7 +283,9 @@ def train(options: argparse.Namespace, here: Process) -> None:
         counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad():
             for images, labels in test_batches:
-                counts[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+                images = images.to(device)
+                labels = labels.to(device)
+                counts[0] += (model(images).argmax(1) == labels).sum()
                 counts[1] += len(labels)
         if ranks > 1:
             dist.all_reduce(losses)

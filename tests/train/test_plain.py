@@ -3,6 +3,7 @@
 import difflib
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,10 +77,15 @@ def test_it_trains_and_counts_every_test_image_once(
 @pytest.mark.parametrize(
     "program", [PLAIN_DDP, PLAIN_RESUME, BEYOND / "recorded.py"], ids=lambda path: path.stem
 )
+@pytest.mark.parametrize(("visible", "taken"), [(4, "cuda:1"), (1, "cuda:0")])
 def test_a_process_takes_its_gpu_before_it_meets_the_others(
-    program: Path, monkeypatch: pytest.MonkeyPatch
+    program: Path, visible: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 5, the second of its node. There is no GPU here, so PyTorch's calls are noted, not made."""
+    """As rank 5, the second of its node, which sees all GPUs of the node, or only its own (--gpus-per-task).
+
+    There is no GPU here, so PyTorch's calls are noted, not made.
+    """
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals when it is imported
     calls, main = [], runpy.run_path(str(program))["main"]
 
     def meet(backend: str, device_id: torch.device) -> None:
@@ -87,6 +93,7 @@ def test_a_process_takes_its_gpu_before_it_meets_the_others(
         raise StopIteration
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
     monkeypatch.setattr(sys, "argv", [program.name])
@@ -94,7 +101,7 @@ def test_a_process_takes_its_gpu_before_it_meets_the_others(
         monkeypatch.setenv(name, value)
     with pytest.raises(StopIteration):
         main()
-    assert calls == [("set_device", torch.device("cuda:1")), ("nccl", torch.device("cuda:1"))]
+    assert calls == [("set_device", torch.device(taken)), ("nccl", torch.device(taken))]
 
 
 def test_the_difference_is_short_enough_to_learn() -> None:

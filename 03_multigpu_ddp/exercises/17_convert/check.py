@@ -242,6 +242,7 @@ def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
     with (
         patch.dict(os.environ, {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "WORLD_SIZE": "4"}),
         patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "device_count", lambda: 2),
         patch.object(torch.cuda, "set_device", taken.append),
         patch.object(dist, "get_rank", lambda: rank),
     ):
