@@ -17,9 +17,10 @@ MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
 # Slurm sets each rank's number in the process that srun starts, so it is read there (in single quotes), not here.
-# srun gets --cpus-per-task again: from Slurm 22.05 until 23.11 it takes it from its own line or from SRUN_CPUS_PER_TASK,
-# not from #SBATCH, and every rank would share one core with its loader. Other releases take it over by themselves.
-# A rank that fails ends the others (--kill-on-bad-exit). What it prints is in the log at once, and stays (-u).
+# --cpus-per-task is repeated for srun: with Slurm 22.05 to 23.02 srun does not take it over from #SBATCH, and every rank
+# would share one core with its loader. With other releases the repetition does no harm.
+# If a rank fails, srun ends the others (--kill-on-bad-exit). With -u all that a rank prints is in the log at once, also
+# if the rank is killed.
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
