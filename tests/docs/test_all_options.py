@@ -123,7 +123,7 @@ def test_every_option_is_listed(script: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", listing)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     monkeypatch.setattr(sys, "argv", [script])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals when it is imported
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals at its import
     monkeypatch.syspath_prepend((REPOSITORY / script).parent)
     with pytest.raises(Listed):
         runpy.run_path(str(REPOSITORY / script), run_name="__main__")

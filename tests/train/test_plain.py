@@ -85,7 +85,7 @@ def test_a_process_takes_its_gpu_before_it_meets_the_others(
 
     There is no GPU here, so PyTorch's calls are noted, not made.
     """
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals when it is imported
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals at its import
     calls, main = [], runpy.run_path(str(program))["main"]
 
     def meet(backend: str, device_id: torch.device) -> None:
