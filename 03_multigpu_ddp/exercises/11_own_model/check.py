@@ -82,7 +82,7 @@ WRONG = [
     ("my_training.py", _TEST + _SHARE, _TEST, "500 test waves"),
     ("my_training.py", _LOSS, f"{_LOSS} / here.size", "averages the gradients already"),
     ("my_training.py", "F.cross_entropy", "F.nll_loss", "logarithms of probabilities"),
-    ("my_training.py", _DDP, "model", "do not train as one"),
+    ("my_training.py", _DDP, "model", "a WaveNet of its own"),
 ]  # fmt: skip
 STAGE = Path(__file__).resolve().parents[2] / "mnist_ddp.py"
 
