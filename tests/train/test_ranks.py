@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
-from conftest import Script, places, rows_of, run_stage, succeeded
+from conftest import Script, failed, places, rows_of, run_stage, succeeded
 
 from trainkit.compare.report import report
 from trainkit.rank.compute_time import ComputeTime
@@ -127,13 +127,11 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Path) -> None:
+    """And that is told, though there is a DistributedDataParallel: no step goes through it."""
     place = Checkout(tmp_path / "a checkout")
     place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
-    total = "sum(weights.sum().item() for weights in model.parameters())"
-    tell = f"print('sum', here.rank, {total})"
-    place.insert("ddp", tell, before="run.finish()")
-    done = succeeded(script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2))
-    assert len(set(re.findall(r"^sum \d (\S+)$", done.stdout, re.M))) == 2
+    done = script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2)
+    assert "each of the 2 ranks has trained a Net of its own" in failed(done)
 
 
 @pytest.mark.parametrize(
