@@ -38,7 +38,7 @@ steps_256 = 39
 steps_1024 = 9
 steps_1024_60000 = 58
 
-# What has to last if the batch grows, for the linear rule to hold: the images or the steps of the warm-up?
+# What must not shrink when the batch grows, so that the linear rule holds: images or steps of the warm-up?
 keep = steps
 
 # Which rule is best at batch 4,096, with SGD and with Adadelta (recipe classic): none, linear or sqrt?
@@ -62,7 +62,7 @@ steps has a quarter of the learning rate in the first, and all of it from the fo
 
 `growth = batch_per_rank * ranks / BATCH`. The linear rule is `lr * growth`, the square-root rule `lr *
 growth ** 0.5`. In a warm-up, step `step` has `step / warmup_steps` of `lr`, but never more than `lr`. The
-same 10,000 images are a good warm-up at batch 256, and at 1,024 they end in NaN: what is different?
+same 10,000 images are a good warm-up at batch 256, and at 1,024 the loss becomes NaN: what is different?
 """
 SOLUTION = {
     "rate.py": '''\
@@ -129,8 +129,9 @@ def check(mine: Workspace) -> str:
     return (
         "With SGD, the linear rule brings batch 256 to the accuracy of batch 64. At 1,024 it is the best, "
         f"too ({came}), if the warm-up lasts: with 58 steps it reaches 98.1 %, with 9 its loss becomes NaN. "
-        "10,000 images are 39 steps at batch 256 and 9 at 1,024, so count a warm-up in steps, or in epochs, "
-        "as those did who found the rule (five). At 4,096, five epochs are 20 steps, and no rule helps. So a "
+        "10,000 images are 39 steps at batch 256 and 9 at 1,024, so count a warm-up in steps. (Those who "
+        "found the rule warmed up for five epochs of ImageNet, about 780 steps even at batch 8,192.) At "
+        "4,096, five epochs are 20 steps here, and no rule helps. So a "
         "rule is a first guess: compare the accuracies of your runs. (Most of these runs have one seed, so a "
         "few tenths of a percent mean nothing.)"
     )
