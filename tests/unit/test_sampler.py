@@ -281,8 +281,17 @@ def test_whose_rank(variables: str, children: tuple[str, ...], expected: dict, m
     assert ranks(processes.Processes({"JOB": "1"}).sample()) == expected
 
 
+@pytest.mark.parametrize(
+    "command", ["-m trainkit.runtime.torchrun", "-m torch.distributed.run", "bin/torchrun"]
+)
+def test_torchrun_is_no_rank_before_it_has_started_some(machine: Machine, command: str) -> None:
+    """That of the second node would count as rank 1, beside the one of the first node."""
+    machine.process(7, env="JOB=1 SLURM_PROCID=1", command=f"python {command} train.py".replace(" ", "\0"))
+    assert ranks(processes.Processes({"JOB": "1"}).sample()) == {}
+
+
 def test_torchrun_is_no_rank(machine: Machine) -> None:
-    """And it is none when those that it has started have ended."""
+    """Nor is a launcher of another name that does as it does, also when its ranks have ended."""
     machine.process(7, env="JOB=1 SLURM_PROCID=0")
     for rank in (0, 1):
         machine.process(8 + rank, env=f"JOB=1 SLURM_PROCID=0 RANK={rank} TORCHELASTIC_RUN_ID=none", parent=7)

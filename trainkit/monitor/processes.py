@@ -21,9 +21,15 @@ WALK_EVERY = 10  # samples; and when a process is new
 STRANGE = 10  # samples in which a process was not the job's: it may start as Slurm's, and become a task
 # A DataLoader worker catches these, so that it can tell what killed it (torch/csrc/DataLoader.cpp).
 CAUGHT_BY_LOADER_WORKERS = {signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGTERM}
-# Parts of the command lines of processes that load PyTorch and are no ranks: Inductor's compile workers, and
-# the process from which multiprocessing forks others.
-HELPERS = (b"torch/_inductor/", b"multiprocessing.forkserver")
+# Parts of the command lines of processes that load PyTorch and are no ranks: Inductor's compile workers, the
+# process from which multiprocessing forks others, and torchrun, also before it has started its ranks.
+HELPERS = (
+    b"torch/_inductor/",
+    b"multiprocessing.forkserver",
+    b"trainkit.runtime.torchrun",
+    b"torch.distributed.run",
+    b"bin/torchrun",
+)
 COMPUTES = 0.05  # cores, from which a process counts as one that computes
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 
