@@ -416,7 +416,7 @@ def test_files_in_memory_count_where_there_is_no_cgroup() -> None:
         with mmap.mmap(file.fileno(), size) as mapped:
             for page in range(0, size, mmap.PAGESIZE):
                 mapped[page] = 1
-            mine = processes.Process(os.getpid(), in_shared_files=memory.in_shared_files(os.getpid()))
+            mine = processes.Process(os.getpid(), in_shared_files=memory.shares(os.getpid()).in_shared_files)
             assert mine.in_shared_files == pytest.approx(size, abs=some)
             assert job.of_no_process([mine]) == pytest.approx(0, abs=some)
         assert job.of_no_process([]) == pytest.approx(size, abs=some)

@@ -35,8 +35,9 @@ class Meetings:
         """
         if all(self._met.get(rank) == RANK for rank in families):
             return self._met
-        of_ranks = {rank: _connections(pids) for rank, pids in families.items()}
-        owner = dict.fromkeys(_connections(others) or (), -1)
+        tables = _Tables()
+        of_ranks = {rank: _connections(pids, tables) for rank, pids in families.items()}
+        owner = dict.fromkeys(_connections(others, tables) or (), -1)
         for rank, connections in of_ranks.items():
             owner |= dict.fromkeys(connections or (), rank)
         for rank, connections in of_ranks.items():
@@ -55,15 +56,34 @@ class Meetings:
         return HOST if None in at_the_other_end else self._met.get(rank, NOBODY)
 
 
-def _connections(pids: Iterable[int]) -> set[Connection] | None:
+class _Tables:
+    """The established connections by the inodes of their sockets, as the kernel lists them.
+
+    There is one list for all processes of a network namespace, which has those of all users.
+    """
+
+    def __init__(self) -> None:
+        self._by_namespace: dict[str, dict[str, Connection]] = {}
+
+    def of(self, process: Path) -> dict[str, Connection]:
+        """Return those of the namespace that a process is in."""
+        namespace = str((process / "ns" / "net").readlink())
+        if namespace not in self._by_namespace:
+            network = process / "net"
+            self._by_namespace[namespace] = _read_table(network / "tcp") | _read_table(network / "tcp6")
+        return self._by_namespace[namespace]
+
+
+def _connections(pids: Iterable[int], tables: _Tables) -> set[Connection] | None:
     """Return the TCP connections of processes; None if those of one may not be seen."""
     found: set[Connection] = set()
     for pid in pids:
         process = Path(psutil.PROCFS_PATH, str(pid))
         try:
             sockets = _sockets(process)
-            for name in ("tcp", "tcp6") if sockets else ():
-                found |= _read_table(process / "net" / name, sockets)
+            if sockets:
+                table = tables.of(process)
+                found |= {table[inode] for inode in sockets & table.keys()}
         except PermissionError:
             return None
         except OSError:  # it has ended
@@ -82,14 +102,14 @@ def _sockets(process: Path) -> set[str]:
     return inodes
 
 
-def _read_table(table: Path, sockets: set[str]) -> set[Connection]:
-    """Return the established connections in a table of the kernel (man 5 proc) that belong to `sockets`."""
-    found = set()
+def _read_table(table: Path) -> dict[str, Connection]:
+    """Return the established connections in a table of the kernel (man 5 proc), by their sockets' inodes."""
+    found = {}
     with suppress(FileNotFoundError):  # a kernel without IPv6
         for line in table.read_text().splitlines()[1:]:
             _, here, there, state, *_, inode = line.split()[:10]
-            if state == ESTABLISHED and inode in sockets:
-                found.add((here.removeprefix(IPV4_IN_IPV6), there.removeprefix(IPV4_IN_IPV6)))
+            if state == ESTABLISHED:
+                found[inode] = here.removeprefix(IPV4_IN_IPV6), there.removeprefix(IPV4_IN_IPV6)
     return found
 
 

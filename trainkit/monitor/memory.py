@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 
@@ -24,6 +24,13 @@ class HasMemory(Protocol):
 
     memory: int
     in_shared_files: int
+
+
+class Shares(NamedTuple):
+    """The bytes of a process, of which each process that shares some counts for an equal share."""
+
+    memory: int
+    in_shared_files: int  # 0 where the kernel does not tell
 
 
 class JobMemory:
@@ -51,15 +58,20 @@ class JobMemory:
         return max(written - sum(one.in_shared_files for one in processes), 0)
 
 
-def in_shared_files(pid: int) -> int:
-    """Return the bytes of shared files that a process has in its memory: its share of them, 0 if unknown.
+def shares(pid: int) -> Shares:
+    """Return the bytes that a process has in its memory. For this the kernel walks through its pages.
 
     Raises:
-        OSError: if the process has ended, or the kernel is older than 4.14.
+        OSError: if the process has ended.
     """
-    text = Path(psutil.PROCFS_PATH, str(pid), "smaps_rollup").read_text()
-    kb = re.search(r"^Pss_Shmem: +(\d+) kB$", text, re.MULTILINE)
-    return 1024 * int(kb[1]) if kb else 0
+    folder = Path(psutil.PROCFS_PATH, str(pid))
+    rollup = folder / "smaps_rollup"  # from Linux 4.14 on; before, each mapping has its own numbers
+    text = (rollup if rollup.exists() else folder / "smaps").read_text()
+
+    def total(kind: str) -> int:
+        return 1024 * sum(map(int, re.findall(rf"^{kind}: +(\d+) kB$", text, re.MULTILINE)))
+
+    return Shares(memory=total("Pss"), in_shared_files=total("Pss_Shmem"))
 
 
 def largest_checkpoint(folder: Path) -> int:

@@ -175,11 +175,11 @@ class Processes:
         found = [self._of_the_job(pid, seconds) for pid in pids if self._strangers[pid] < STRANGE]
         self._processes = {process.pid: process for process in found if process}
         if self._samples % WALK_EVERY == 0 or self._processes.keys() - before.keys():
-            for process in self._processes.values():  # for this the kernel walks through its pages
-                with suppress(psutil.Error, OSError):  # it has ended
-                    pss = psutil.Process(process.pid).memory_full_info().pss
-                    process.shared = process.resident - pss
-                    process.in_shared_files = memory.in_shared_files(process.pid)
+            for process in self._processes.values():
+                with suppress(OSError):  # it has ended
+                    shares = memory.shares(process.pid)
+                    process.shared = process.resident - shares.memory
+                    process.in_shared_files = shares.in_shared_files
             self._checkpoint_bytes = memory.largest_checkpoint(self._checkpoints)
         self._samples += 1
         families = self._families()
