@@ -12,6 +12,10 @@
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
 
 _began_in=$PWD
+declare -A _own_inherited=() # of Slurm's variables, before slurm/site.sh sets some
+for name in ${!SRUN_@} ${!SLURM_@}; do
+    _own_inherited[$name]=${!name}
+done
 unset MASTER_ADDR MASTER_PORT # those of the user's shell; slurm/site.sh may set its own
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} =~ ^[1-9][0-9]*$ && ${SLURM_JOB_NODELIST:-} ]] ||
@@ -31,10 +35,12 @@ fi
 # a notebook on a node) some are that job's, and srun would take them for its own options (man srun, INPUT ENVIRONMENT
 # VARIABLES): it would put all ranks on the cores of that shell, or refuse them. So what only srun sets or reads goes;
 # what an option of sbatch sets, too, stays if the record of this job has that option. Of the few that the record does
-# not have, those of a step go, which is told by its number: no job script has one of its own.
+# not have, those of a step go, which is told by its number: no job script has one of its own. What slurm/site.sh has set,
+# such as SLURM_GPU_BIND=none, stays.
 leave_out_options_of_another_job() {
     local name asked
     for name in ${!SRUN_@} ${!SLURM_@}; do
+        [[ ${!name} == "${_own_inherited[$name]-}" ]] || continue
         case $name in
             SRUN_* | SLURM_CPU_BIND* | SLURM_STEP* | SLURM_SRUN_* | SLURM_LAUNCH_* | SLURM_EX[AC]* | SLURM_OVERLAP) asked=nowhere ;;
             SLURM_LABELIO | SLURM_STD*MODE | SLURM_*PROLOG | SLURM_*EPILOG | SLURM_CONSTRAINT) asked=nowhere ;;

@@ -174,7 +174,10 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
 
 def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     """It was started by srun, in a job that had been requeued, and had trained by hand, and by torchrun."""
-    on_cluster.site("activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; here=/; cd /; }\n")
+    on_cluster.site(
+        "export SLURM_GPU_BIND=none\n"
+        "activate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; here=/; cd /; }\n"
+    )
     dump = "Path(os.environ['TRAINKIT_JOB_DIR'], 'environment').write_text(str(dict(os.environ)))"
     on_cluster.plant("ddp", f"from pathlib import Path; {dump}")
     left = {
@@ -196,8 +199,9 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     seen = ast.literal_eval((on_cluster.folder / "results" / "jobs" / str(job) / "environment").read_text())
     assert (seen["SLURM_GPUS_PER_NODE"], seen["SLURM_MEM_PER_NODE"]) == ("1", str(16 * 1024))  # of this job
     theirs = ("TORCHELASTIC_", "PET_", "OMPI_COMM_", "PMI_", "SLURM_NTASKS_PER_GPU", "SLURM_EX")
-    theirs += ("SLURM_GPUS=", "SLURM_MEM_PER_CPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
+    theirs += ("SLURM_GPUS=", "SLURM_MEM_PER_CPU", "SLURM_TRES_BIND")
     assert [f"{name}=" for name in seen if f"{name}=".startswith(theirs)] == []
+    assert seen["SLURM_GPU_BIND"] == "none"  # of the site file
     assert "mask_cpu" not in seen.get("SLURM_CPU_BIND", "")
     assert "plane" not in seen.get("SLURM_DISTRIBUTION", "")
 
