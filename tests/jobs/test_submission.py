@@ -379,7 +379,8 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
 FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 
-BACK, WELL = "job     7 x, restart 1, today\n", "ended   today with exit code 0; results\n"
+FIRST, BACK = "job     7 x, restart 0, today\n", "job     7 x, restart 1, today\n"
+WELL = "ended   today with exit code 0; results\n"
 
 
 def _show(state: str) -> str:
@@ -438,6 +439,19 @@ def test_the_state_of_a_job(
     (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
     now = job.state()
     assert f"{now.name}: {now.detail}".startswith(told)
+
+
+@pytest.mark.parametrize(("start", "told"), [(FIRST, "failed"), (BACK, "done")])
+def test_a_plain_script_that_left_with_0_as_it_was_preempted(
+    start: str, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have caught SIGTERM, on a cluster that sends nobody back (PreemptMode=CANCEL)."""
+    checkout.fake("scontrol", _show("PREEMPTED ExitCode=0:0"))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    job = job_seven(checkout)
+    (checkout.folder / "plain").touch()
+    job.log.write_text(f"{start}{WELL}")
+    assert job.state().name == told
 
 
 @pytest.mark.parametrize("there", [("stopped",), ("first-failed", "rank-0.failed", "rank-1.finished")])

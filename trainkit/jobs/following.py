@@ -105,6 +105,10 @@ class Handle:
         ended = [line for line in self._lines_of_this_start() if line.startswith("ended   ")]
         return bool(ended) and re.search(r" with exit code 0\b", ended[-1]) is not None
 
+    def _came_back(self) -> bool:
+        """Return whether its last start was not its first."""
+        return not re.match(r"job     .*, restart 0, ", "".join(self._lines_of_this_start()[:1]))
+
     def _last_words(self) -> str | None:
         """Return the error that the logs end with, if there is no better reason."""
         lines = self._all_lines()
@@ -140,12 +144,13 @@ class SlurmHandle(Handle):
             return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
         # A job that Slurm forgot is judged by the last line of slurm/job_env.sh, and so is one that was
         # preempted: if it came back and ended well, Slurm before 26.05 calls it that all the same (SchedMD's
-        # ticket 25682).
-        well = self._ended_well()
-        if state in ("GONE", "PREEMPTED") and well and job_folder.stopped(self.folder) is None:
+        # ticket 25682). A plain script that did not come back may only have left with 0 when asked to end.
+        well, plain = self._ended_well(), (self.folder / job_folder.PLAIN).exists()
+        by_its_log = state == "GONE" or state == "PREEMPTED" and (self._came_back() or not plain)
+        if by_its_log and well and job_folder.stopped(self.folder) is None:
             state = "COMPLETED"
         # Or it is another job with its number.
-        unknown = not self.folder.exists() or (self.folder / job_folder.PLAIN).exists()
+        unknown = not self.folder.exists() or plain
         if state == "COMPLETED" and not well and unknown:
             self.ended_at = self.ended_at or time.monotonic()
             late = time.monotonic() - self.ended_at > LOG_SECONDS
