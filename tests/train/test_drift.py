@@ -5,20 +5,24 @@ from pathlib import Path
 from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
 from forking import Forking
 
-# `wrapped` and `differ` are words of the command line. A schedule that each of N ranks steps N times, as
-# Accelerate's does.
+# `wrapped`, `differ`, `thaw` and `diverge` are words of the command line. A schedule that each of N ranks
+# steps N times, as Accelerate's does.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist
 from trainkit import Recorder
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 2)
+model.weight.requires_grad_("thaw" not in sys.argv)
 torch.manual_seed(dist.get_rank())
 network = torch.nn.parallel.DistributedDataParallel(model) if "wrapped" in sys.argv else model
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e20 if "diverge" in sys.argv else 0.1)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
 how = {"batch_size": 8, "epochs": 3, "dataset": "noise", "weights_differ": "differ" in sys.argv}
 seen = Recorder("ranks", network, optimizer, **how)
+if "thaw" in sys.argv:
+    model.weight.requires_grad_(True)
+    network = torch.nn.parallel.DistributedDataParallel(model)
 for epoch in range(3):
     for step in range(8):
         optimizer.zero_grad()
@@ -49,8 +53,9 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
     alone = forking.run(tmp_path / "ranks.py", ranks=2, env=env)
     assert "each of the 2 ranks has trained a Linear of its own" in failed(alone)
     assert not list((tmp_path / "runs").glob("*.csv"))
-    for way in ("differ", "wrapped"):
-        succeeded(forking.run(tmp_path / "ranks.py", way, ranks=2, env=env))
+    # Also of weights that are trained from some step on, and of those that become NaN on all ranks.
+    for ways in (["differ"], ["wrapped"], ["wrapped", "thaw"], ["wrapped", "diverge"]):
+        succeeded(forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env))
 
 
 def test_a_group_of_one_for_each_process_is_told(forking: Forking, tmp_path: Path) -> None:

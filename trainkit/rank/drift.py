@@ -31,10 +31,11 @@ class Drift:
                 One is enough: of experts, and of layers that are split by hand, the others differ rightly.
         """
         for network, before in zip(self._networks, self._before, strict=True):
-            after = _sums(network)
+            # A script may have begun to train more of them since.
+            after = {name: sums for name, sums in _sums(network).items() if name in before}
             alike = _alike(after, process_group.broadcast(after), before)
             of_tensors = zip(*process_group.gather(alike), strict=False)
-            # Unchanged on a rank is None: a tensor that all have left as it was tells nothing.
+            # A tensor of which no rank knows more than None tells nothing.
             changed = [of_ranks for of_ranks in of_tensors if set(of_ranks) != {None}]
             if changed and not any(set(of_ranks) <= {True, None} for of_ranks in changed):
                 own = f"{process_group.count()} ranks has trained a {type(network).__name__} of its own"
@@ -49,18 +50,21 @@ class Drift:
 def _alike(
     own: dict[str, torch.Tensor], of_rank_0: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> list[bool | None]:
-    """Return for each tensor whether it has changed as on rank 0, or None if it has not changed.
+    """Return for each tensor whether it has changed as on rank 0.
 
-    Nothing is returned for other tensors than those of rank 0, with which nothing can be compared.
+    None stands for a tensor that has not changed, or that is no longer numbers: a training that diverges does
+    so on all ranks. The list is empty if rank 0 has other tensors, with which nothing can be compared.
     """
-    if [(name, len(sums)) for name, sums in own.items()] != [
-        (name, len(sums)) for name, sums in of_rank_0.items()
-    ]:
+    sizes, sizes_of_rank_0 = ([(name, len(sums)) for name, sums in one.items()] for one in (own, of_rank_0))
+    if sizes != sizes_of_rank_0:
         return []
     found = []
     for name, sums in own.items():
         change = (sums - before[name]).norm()
-        found.append(None if change == 0 else bool((sums - of_rank_0[name]).norm() <= EQUAL * change))
+        if change == 0 or not change.isfinite():
+            found.append(None)
+        else:
+            found.append(bool((sums - of_rank_0[name]).norm() <= EQUAL * change))
     return found
 
 
