@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 from conftest import ENVIRONMENT, STAGES, Script, one_error, succeeded
 from forking import Forking
 from test_drift import ON_RANKS
+from torch import nn
 
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
+from trainkit.rank import identity
 from trainkit.schema import records
 
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32")
@@ -28,6 +31,8 @@ parser.add_argument("--noise", type=float, default=0.5)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--batch_size", type=int, default=4)
 parser.add_argument("--save-dir")
+parser.add_argument("--logdir")
+parser.add_argument("--distributed", action="store_true")
 options = parser.parse_args()
 plain = lambda model: model.parameters()
 split = lambda model: [{"params": [*model[0].parameters()], "weight_decay": 0}, {"params": model[2].weight}]
@@ -107,7 +112,8 @@ def test_another_optimizer_schedule_or_network_is_another_row_that_says_so(
 def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callable, tmp_path: Path) -> None:
     """Arguments that say where, or what a column says, are none."""
     toy()
-    toy("--save-dir", tmp_path / "here", "--lr", "0.010", "--batch_size", 4)
+    where = ("--save-dir", tmp_path / "here", "--logdir", "logs/2", "--distributed")
+    toy(*where, "--lr", "0.010", "--batch_size", 4)
     toy("--noise=0.25")
     table = table_of(tmp_path).set_index("variant")
     assert dict(table.runs) == {"": 2, "--noise 0.25": 1}
@@ -117,6 +123,60 @@ def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callab
     table = table_of(tmp_path).set_index("variant")
     assert dict(table.runs) == {"": 4, "--noise 0.25": 1}
     assert dict(table.doubt) == {"": "c", "--noise 0.25": ""}
+
+
+# It loads its optimizer before it makes the Recorder. The two groups have learning rates of their own.
+RESUMED = """
+import sys, torch
+from trainkit import Recorder
+body, head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+model = torch.nn.Sequential(body, head)
+groups = [{"params": body.parameters(), "lr": 0.05}, {"params": head.parameters(), "lr": 0.01}]
+optimizer = torch.optim.AdamW(groups)
+saved = torch.load("saved.pt") if "again" in sys.argv else None
+if saved:
+    optimizer.load_state_dict(saved["optimizer"])
+seen = Recorder("toy", model, optimizer, batch_size=4, epochs=2, dataset="noise")
+if saved:
+    seen.load_state_dict(saved["record"])
+model(torch.randn(4, 2)).square().mean().backward()
+optimizer.step()
+seen.epoch(8, 1.0, 0.5)
+torch.save({"optimizer": optimizer.state_dict(), "record": seen.state_dict()}, "saved.pt")
+"""
+
+
+def test_an_optimizer_that_is_loaded_before_the_recorder_goes_on(forking: Forking, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(RESUMED)
+    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    for word in ("first", "again"):
+        succeeded(forking.run(tmp_path / "toy.py", word, env=env, cwd=tmp_path))
+    (record,) = (tmp_path / "runs").glob("*.csv")
+    rows = records.read(record)
+    assert [row["lr"] for row in rows] == [0.05, 0.05]
+    assert len({row["optimizer"] for row in rows}) == 1 and "lr=x1|x0.2" in rows[0]["optimizer"]
+
+
+class Activated(nn.Module):
+    """Its function is part of its text, as in many networks, and would be there with its address."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+        self.inner = nn.Linear(2, 2)
+
+    def extra_repr(self) -> str:
+        return f"function={self.function}"
+
+
+def test_a_network_is_the_same_in_another_process_and_in_a_wrapper() -> None:
+    networks = [Activated(lambda inputs: inputs) for _ in range(5)]
+    networks[1].inner = nn.DataParallel(networks[1].inner)
+    networks[2].inner = torch.compile(networks[2].inner)
+    networks[3] = nn.DataParallel(networks[3])
+    assert len({identity.of_network({"model": network}) for network in networks}) == 1
+    networks[4].inner = nn.Linear(2, 2, bias=False)
+    assert len({identity.of_network({"model": network}) for network in networks}) == 2
 
 
 # A copy of a stage with an optimizer, a schedule or a network of its own.

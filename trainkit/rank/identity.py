@@ -25,18 +25,25 @@ LONGEST_VALUE, LONGEST_TEXT = 60, 2_000  # characters: what is longer is told by
 MOST_KINDS = 20  # of modules, that are named in words
 # What the state_dict of a schedule of PyTorch's has besides its constants.
 OF_A_STEP = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
-# Under these names a wrapper of PyTorch's has the module itself.
-WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+# Under these names a wrapper of PyTorch's has the module itself; rank/model.py knows the others.
+WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Arguments that say where something is or goes, how long the training takes, or where its ranks meet. By
 # their whole name, their first and their last word.
+# fmt: off
 NO_IDENTITY = {
-    *("epochs", "epoch", "num_epochs", "n_epochs", "max_epochs", "min_epochs", "total_epochs"),
-    *("num_train_epochs", "steps", "num_steps", "max_steps", "iters", "max_iters", "iterations", "max_time"),
-    *("output", "out", "checkpoint", "ckpt", "snapshot", "run_name", "exp_name", "experiment_name", "tag"),
-    *("local_rank", "rank", "node_rank", "nr", "device", "gpu", "init_method", "dist_backend", "verbose"),
+    "epochs", "epoch", "num_epochs", "n_epochs", "max_epochs", "min_epochs", "total_epochs", "start_epoch",
+    "num_train_epochs", "steps", "num_steps", "max_steps", "iters", "max_iters", "iterations", "max_time",
+    "output", "out", "checkpoint", "ckpt", "snapshot", "run_id", "run_name", "exp_name", "experiment",
+    "experiment_name", "tag", "comment", "notes", "verbose",
+    "local_rank", "rank", "node_rank", "nr", "device", "gpu", "gpu_ids", "device_ids", "init_method",
+    "dist_backend", "ddp", "distributed", "multiprocessing_distributed",
 }
 NO_IDENTITY_FIRST = {"resume", "save", "log", "print", "wandb", "tensorboard", "master", "rdzv"}
-NO_IDENTITY_LAST = {"dir", "directory", "folder", "root", "path", "url", "host", "addr", "port", "seed"}
+NO_IDENTITY_LAST = {
+    "dir", "directory", "folder", "root", "path", "url", "host", "addr", "port", "seed",
+    "outdir", "logdir", "workdir", "savedir", "datadir",
+}
+# fmt: on
 OF_DEVICES = {"gpus", "devices", "nodes", "nproc", "procs", "processes", "ranks", "world"}
 
 
@@ -58,9 +65,11 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     groups = optimizer.param_groups
     # OneCycleLR and CyclicLR change these in every step.
     cycled = {"momentum", "betas"} if any("max_momentum" in group for group in groups) else set()
+    # AdamW is Adam with this one, and lists it from PyTorch 2.7 on.
+    implied = {"decoupled_weight_decay"} if isinstance(optimizer, torch.optim.AdamW) else set()
     said = {}
     for name, default in optimizer.defaults.items():
-        if name not in KERNELS | {"lr"}:
+        if name not in KERNELS | implied | {"lr"}:
             values = [default if name in cycled else group.get(name, default) for group in groups]
             said[name] = _of_groups(values)
     rates = [base_lr(optimizer, number) for number in range(len(groups))]
@@ -94,10 +103,9 @@ def of_network(networks: Mapping[str, nn.Module], split: bool = False) -> str:
     """
     own = {}
     for name, network in networks.items():
-        for place, module in unwrapped(network).named_modules():
-            if not WRAPPED & module._modules.keys():
-                path = [name, *(part for part in place.split(".") if part not in WRAPPED)]
-                own[".".join(path)] = _kind(module), module.extra_repr(), not module._modules
+        for place, module in _layers(network, name, set()):
+            settings = re.sub(" at 0x[0-9a-f]+", "", module.extra_repr())  # the address of a function
+            own[place] = _kind(module), settings, not module._modules
     if split:
         own = {place: module for one in process_group.gather(own) for place, module in one.items()}
     kinds = Counter(kind for kind, _, is_layer in own.values() if is_layer)
@@ -163,6 +171,18 @@ def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         values = [value] if equals else []
         if flag == "--":
             flag = ""
+
+
+def _layers(network: nn.Module, place: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a network once, with its place, and without those that only wrap another one."""
+    network = unwrapped(network)
+    if wrapped := WRAPPED & network._modules.keys():
+        yield from _layers(network._modules[min(wrapped)], place, seen)
+    elif network not in seen:
+        seen.add(network)
+        yield place, network
+        for name, child in network.named_children():
+            yield from _layers(child, f"{place}.{name}", seen)
 
 
 def _kind(module: nn.Module) -> str:

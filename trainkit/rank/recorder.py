@@ -23,7 +23,8 @@ from trainkit.schema.columns import OWN_LOOP
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
 # What has to be equal in a training that goes on.
-OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision", "optimizer", "lr")
+OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision")
+OF_THE_OPTIMIZER = ("optimizer", "lr")
 
 
 class Recorder:
@@ -86,6 +87,8 @@ class Recorder:
         facts["arguments"] = identity.of_arguments(known, here.size, here.nodes, batch_size)
         facts |= {"precision": precision} if precision else {}
         self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
+        # What one that has made steps began with is known from the record alone.
+        self._must_be_equal = OF_THE_TRAINING + (() if self._optimizer.state else OF_THE_OPTIMIZER)
         self.first_epoch = self._epoch = 1
         self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
         self._agreement, self._stop = None, False
@@ -161,7 +164,7 @@ class Recorder:
             UserError: if it is not such a state, or the record cannot be written.
         """
         try:
-            process_group.on_rank_0(lambda: self._log.check_same(state["rows"], OF_THE_TRAINING))
+            process_group.on_rank_0(lambda: self._log.check_same(state["rows"], self._must_be_equal))
             process_group.on_rank_0(lambda: self._log.go_on(state, *state.get("came_from", ())))
             self.first_epoch = self._epoch = len(state["rows"]) + 1
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -205,7 +208,7 @@ class Recorder:
         """Return what `save` has written, and whether it was written there."""
         state = load_verified(path)
         record = state["record"]
-        self._log.check_same(record["rows"], OF_THE_TRAINING)
+        self._log.check_same(record["rows"], self._must_be_equal)
         record["came_from"] = came_from(Path(record.get("file", path)), path)
         return state
 

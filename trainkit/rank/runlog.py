@@ -146,7 +146,7 @@ class RunLog:
     def state(self) -> dict:
         """Return the log's state for a checkpoint, so that the run can continue under the same name."""
         # Optimizer and schedule go on with the constants that they were saved with.
-        names = ("run_id", "resumed_from", "started_at", "precision", "optimizer", "schedule")
+        names = ("run_id", "resumed_from", "started_at", "precision", "optimizer", "lr", "schedule")
         facts = {name: self._facts[name] for name in names}
         return {"facts": facts, "elapsed_s": self._elapsed_s(), "rows": [*self._recorder.rows]}
 
