@@ -287,6 +287,17 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     assert two.speedup > 2 and pd.isna(two.doubt)
 
 
+def test_schedules_that_differ_within_a_long_training_are_rows(tmp_path: Path, compared: Compared) -> None:
+    """Though they begin and end alike."""
+    for name, lowered_in in (("early", 5), ("late", 7), ("again", 7)):
+        path = write_run(tmp_path, name, [10] + [1000] * 7, **own(1, optimizer="SGD momentum=0"))
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        rows["learning_rate"] = ["0.01" if int(epoch) >= lowered_in else "0.1" for epoch in rows.epoch]
+        rows.to_csv(path, index=False)
+    table = compared().table.set_index("variant")
+    assert dict(table.runs) == {"rates epoch-1:0.1,epoch-5:0.01": 1, "rates epoch-1:0.1,epoch-5:0.1": 2}
+
+
 def test_what_forbids_a_speedup_is_told_in_the_words_that_differ(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], **own(1, optimizer="SGD momentum=0 weight_decay=0.1"))
     write_run(tmp_path, "two", [10, 1600], **own(2, optimizer="SGD momentum=0.9 weight_decay=0.1"))

@@ -4,6 +4,7 @@ The columns of `IN_WORDS` hold words, `name=value` or a name alone (rank/identit
 """
 
 import math
+from itertools import combinations
 
 import pandas as pd
 
@@ -12,7 +13,7 @@ IN_WORDS = ("optimizer", "network", "schedule", "arguments")
 # epochs may begin at another point of the schedule.
 SAME_RATE, LIKE_RATE = 1e-3, 0.05
 ON_ITS_OWN = "ReduceLROnPlateau"  # changes the rate by the losses, which differ between seeds
-MOST_RATES = 4  # in words
+MOST_RATES = 4  # in words; of longer trainings only those that tell them apart
 
 
 def apart(name: str, texts: list[str]) -> dict[str, str]:
@@ -63,15 +64,17 @@ def split_by_rates(rows: pd.DataFrame, configuration: list[str]) -> pd.DataFrame
         kinds: list[tuple[dict[int, float], list[str]]] = []  # the longest run's rates, and all runs
         for run_id in sorted(of_run, key=lambda run_id: -len(of_run[run_id])):
             rates = of_run[run_id]
-            like = (kind for kind in kinds if not _differ(kind[0], rates, SAME_RATE))
+            like = (kind for kind in kinds if not _differ_at(kind[0], rates, SAME_RATE))
             kind = next(like, None)
             if kind is None:
                 kind = rates, []
                 kinds.append(kind)
             kind[1].append(run_id)
-        if len(kinds) > 1:
+        pairs = combinations([rates for rates, _ in kinds], 2)
+        telling = {_differ_at(one, other, SAME_RATE)[0] for one, other in pairs}
+        if telling:
             for rates, run_ids in kinds:
-                told = f"{runs.schedule.iloc[0]} rates={_in_words(rates)}".strip()
+                told = f"{runs.schedule.iloc[0]} rates={_in_words(rates, telling)}".strip()
                 rows.loc[rows.run_id.isin(run_ids), "schedule"] = told
     return rows
 
@@ -98,18 +101,22 @@ def other_rates(of_one: str, of_other: str) -> bool:
     if len(common := rates[0].keys() & rates[1].keys()) > 1:
         # The first step of a warm-up depends on the number of steps.
         rates = [{epoch: one[epoch] for epoch in common if epoch > 1} for one in rates]
-    return _differ(*rates, LIKE_RATE)
+    return bool(_differ_at(*rates, LIKE_RATE))
 
 
 def _rates(rows: pd.DataFrame) -> dict[int, float]:
     return rows.groupby("epoch").learning_rate.first().to_dict()
 
 
-def _differ(one: dict[int, float], other: dict[int, float], share: float) -> bool:
+def _differ_at(one: dict[int, float], other: dict[int, float], share: float) -> list[int]:
+    """List the epochs of both in which the rates differ by more than a share of the largest one."""
     largest = max([*one.values(), *other.values()], default=math.nan)
-    return any(abs(one[epoch] - other[epoch]) > share * largest for epoch in one.keys() & other.keys())
+    common = sorted(one.keys() & other.keys())
+    return [epoch for epoch in common if abs(one[epoch] - other[epoch]) > share * largest]
 
 
-def _in_words(rates: dict[int, float]) -> str:
-    values = [f"{rate:.4g}" for _, rate in sorted(rates.items())]
-    return ",".join(values if len(values) <= MOST_RATES else [*values[: MOST_RATES - 1], "..", values[-1]])
+def _in_words(rates: dict[int, float], telling: set[int]) -> str:
+    if len(rates) <= MOST_RATES:
+        return ",".join(f"{rate:.4g}" for _, rate in sorted(rates.items()))
+    named = sorted({min(rates), *telling} & rates.keys())
+    return ",".join(f"epoch-{epoch}:{rates[epoch]:.4g}" for epoch in named)
