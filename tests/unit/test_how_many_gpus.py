@@ -184,6 +184,17 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["best"]
 
 
+def test_arguments_that_belong_to_the_number_of_devices_make_no_sets(asked: Asked, tmp_path: Path) -> None:
+    """Fewer micro-batches on more devices do not; other arguments of equal sizes do."""
+    for devices in COUNTS:
+        runs(tmp_path / f"on-{devices}", counts=(devices,), arguments=f"--accumulate={4 // devices}")
+    done = asked(tmp_path, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["best"]
+    runs(tmp_path / "other", counts=(2,), arguments="--accumulate=4")
+    done = asked(tmp_path, "--json")
+    assert done.returncode == 1 and "sets that cannot be fitted together: 1: arguments" in done.stderr
+
+
 def test_one_global_batch_says_nothing_of_others(answered: Callable[..., dict], tmp_path: Path) -> None:
     """Though each number of devices has had its own part of it."""
     answer = answered(runs(tmp_path, batches=(512,)), "--epochs", 5, "--batch-size", "512,1024")

@@ -35,7 +35,6 @@ BINS = 5  # of the possible results of a run, to estimate what will be known aft
 # What is equal in all runs of a set. The models describe the batch; of the learning rate only the part that
 # does not follow from the batch by the scaling rule has to be equal.
 OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_batch", "images", "lr")]
-OF_A_SET.append("arguments")
 
 
 class NextRun(NamedTuple):
@@ -106,10 +105,10 @@ def sets(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         threads_per_worker=rows.threads_per_worker.where(on_cpu, 0),
     )
     names = {name: COLUMNS[name].words for name in OF_A_SET} | {"base_lr": COLUMNS["lr"].words}
-    # A schedule that counts steps has other constants at another batch.
-    at_one_batch = rows.groupby([*names, "devices", "nodes", "global_batch"]).schedule.nunique()
-    if at_one_batch.max() > 1:
-        names["schedule"] = COLUMNS["schedule"].words
+    # A schedule that counts steps has other constants at another batch, and a script other arguments on more
+    # devices, such as fewer micro-batches. Only what differs at equal sizes does not follow from them.
+    of_equal_size = rows.groupby([*names, "devices", "nodes", "global_batch"])[comparison.DOUBTED].nunique()
+    names |= {name: COLUMNS[name].words for name in comparison.DOUBTED if of_equal_size[name].max() > 1}
     differ = [name for name in names if comparison.varies(rows, name)]
     groups = [group for _, group in rows.groupby(list(names))]
     return [(", ".join(f"{names[name]} {group[name].iloc[0]}" for name in differ), group) for group in groups]
