@@ -217,5 +217,7 @@ def test_what_launchers_and_nccl_print(
     assert [reason.text for reason in found] == reasons and found[0].exit_code == exit_code
     # What a rank could still say itself comes first.
     (tmp_path / "rank-5.failed").write_text("error on rank 5\n")
-    (first, *_) = why.Evidence(tmp_path, printed.splitlines(), launcher).reasons()
-    assert first == why.Reason("error on rank 5", rank=5, exit_code=1)
+    for how, code in {"Exited with exit code 3": 3, "Aborted": 1, "Terminated": 1}.items():
+        of_rank_5 = [f"srun: error: n3: task 5: {how}"] if launcher == "srun" else []
+        (first, *_) = why.Evidence(tmp_path, printed.splitlines() + of_rank_5, launcher).reasons()
+        assert first == why.Reason("error on rank 5", rank=5, exit_code=code if of_rank_5 else 1)

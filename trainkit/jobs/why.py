@@ -20,6 +20,7 @@ from trainkit.runtime.errors import tell
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d{1,9}).*\n  exitcode +: (\S+)")
+EXITED = re.compile(r"(?:Exited with exit code )?(\d{1,3})")  # in the words of either
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
 TIMEOUT = re.compile(r"\[Rank (\d{1,9})\] Watchdog caught collective operation timeout")
@@ -87,16 +88,17 @@ class Evidence:
         failed = job_folder.notes(self._folder, "failed").items()
         for rank, note in sorted(failed, key=lambda noted: noted[1].name != first_name):
             if lines := list(filter(None, job_folder.read(note).splitlines())):
-                return Reason(lines[0][:LONGEST], rank, self._exit_codes().get(rank, 1))
+                # It may not have come to its exit: PyTorch's threads abort some, and srun ends others.
+                exited = EXITED.fullmatch(self._ends().get(rank, ""))
+                return Reason(lines[0][:LONGEST], rank, int(exited[1]) if exited else 1)
         return None
 
-    def _exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of the ranks, as srun or torchrun have printed them."""
+    def _ends(self) -> dict[int, str]:
+        """Return how the ranks ended: srun's word, or torchrun's exit code."""
         printed = "\n".join(self._lines)
         if self._launcher == "torchrun":
-            return {int(rank): _exit_code(how) for _, rank, how in OF_TORCHRUN.findall(printed)}
-        found = OF_SRUN.findall(printed)
-        return {task: _exit_code(how) for _, tasks, how in found for task in numbers(tasks)}
+            return {int(rank): how for _, rank, how in OF_TORCHRUN.findall(printed)}
+        return {task: how for _, tasks, how in OF_SRUN.findall(printed) for task in numbers(tasks)}
 
     def _deaths(self) -> Iterator[Reason | None]:
         """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
@@ -135,7 +137,7 @@ class Evidence:
         missing = f"{missing}, which hung or was lost" if missing else "each other"
         waited = ",".join(map(str, self._waited))
         reason = f"NCCL gave up after --timeout: rank {waited} waited for {missing}"
-        return Reason(reason, self._waited[0], self._exit_codes().get(self._waited[0], 0))
+        return Reason(reason, self._waited[0], _exit_code(self._ends().get(self._waited[0], "")))
 
     def _with_its_output(self, reason: Reason) -> Reason:
         """Add the error that a script has printed which leaves no note of it, and name the log it is in."""
@@ -180,7 +182,7 @@ def _exit_code(how: str) -> int:
     by_signal = re.fullmatch(r"-(\d{1,2})", how)
     if by_signal:
         return 128 + int(by_signal[1])
-    exited = re.fullmatch(r"(?:Exited with exit code )?(\d{1,3})", how)
+    exited = EXITED.fullmatch(how)
     if exited:
         return int(exited[1])
     by_name = {signal.strsignal(number): number for number in signal.valid_signals()}

@@ -7,7 +7,8 @@ runtime/plain.py has USR2 ignored. But Lightning and others install a handler on
 and Lightning waits for USR1 unless told otherwise. So here, until the script installs a handler for USR2:
 
 - `signal.getsignal` tells that USR2 is at its default;
-- USR2 reaches the script's handler for USR1, where there is one, and ends nothing.
+- USR2 reaches the script's handler for USR1, where there is one, and does not end the script. Nor does it end
+  programs that the script has started, unless there is such a handler: then it ends them, as USR1 would.
 """
 
 import os
