@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
-    parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
+    parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     options = parser.parse_args()
@@ -218,7 +218,7 @@ def train(options: argparse.Namespace, here: Process) -> None:
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
     share_of_batch = options.batch_size // ranks
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
-    workers = min(options.workers, len(os.sched_getaffinity(0)) - 1)
+    num_workers = min(options.num_workers, len(os.sched_getaffinity(0)) - 1)
     sampler = ResumableSampler(train_set, ranks, rank, drop_last=True)
     steps = len(sampler) // share_of_batch
     worker_seeds = torch.Generator()  # of its own, or the loader would draw from the numbers of the dropout
@@ -227,7 +227,7 @@ def train(options: argparse.Namespace, here: Process) -> None:
         share_of_batch,
         sampler=sampler,
         drop_last=True,
-        num_workers=workers,
+        num_workers=num_workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=obey_the_rank,
         generator=worker_seeds,

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
-    parser.add_argument("--workers", type=int, default=4, help="processes that load images, at most")
+    parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     options = parser.parse_args()
 
     # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
@@ -64,10 +64,10 @@ def main() -> None:
     train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
-    workers = min(options.workers, len(os.sched_getaffinity(0)) - 1)
+    num_workers = min(options.num_workers, len(os.sched_getaffinity(0)) - 1)
     loading = {
-        "num_workers": workers,
-        "persistent_workers": workers > 0,  # they serve all epochs
+        "num_workers": num_workers,
+        "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
     }
     # 2. Take a share of every batch, and of the test images.

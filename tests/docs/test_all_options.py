@@ -43,7 +43,7 @@ TRAININGS = {
     f"{BEYOND}/vae_counts.py": "--graph",
 }
 SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
-PLAIN = "--batch-size --data-dir --epochs --workers"
+PLAIN = "--batch-size --data-dir --epochs --num-workers"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
     "01_singlegpu/exercises/check.py": "",

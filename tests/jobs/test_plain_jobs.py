@@ -92,7 +92,7 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
     """Also its loader workers get the signals, and go on until it has saved."""
     script, node = on_cluster.folder / "03_multigpu_ddp" / "plain_resume.py", ("--nodelist=n1", "--exclusive")
     script.write_text(script.read_text().replace("\n            optimizer.zero_grad()\n", STAYS))
-    theirs = ("--epochs", 1, "--batch-size", 20, "--workers", 1, "--data-dir", few_images)
+    theirs = ("--epochs", 1, "--batch-size", 20, "--num-workers", 1, "--data-dir", few_images)
     job = on_cluster.submit("srun", "--plain", script.name, *theirs, sbatch=node)
     on_cluster.wait_for("waits 0", job)
     on_cluster.cluster.run(["scancel", "--signal=USR2", job])

@@ -141,7 +141,7 @@ def test_a_script_that_is_killed_and_one_that_is_stopped_go_on(
         50,
         "--save-every",
         4,
-        "--workers",
+        "--num-workers",
         1,
         "--data-dir",
         few_images,
