@@ -192,8 +192,10 @@ class Options:
     def __getattribute__(self, name: str) -> object:
         """Return the value; note which options the script itself reads, for `unused`."""
         value = super().__getattribute__(name)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if not caller.startswith(("trainkit.", "dataclasses")):
+        caller = sys._getframe(1)
+        while caller.f_globals.get("__name__") == "dataclasses":  # in asdict and replace
+            caller = caller.f_back
+        if not caller.f_globals.get("__name__", "").startswith("trainkit."):
             type(self)._read.add(name)
         return value
 
@@ -205,6 +207,8 @@ class Options:
         used = type(self)._read | (OF_THE_SCRIPT - {"width"} if by_recipe else set())
         if "scaled_lr" in used:
             used |= {"lr", "lr_scale"}
+        if "__dict__" in used:  # the script has taken all of them, by vars
+            used |= OF_THE_SCRIPT
         unused = (self._given & OF_THE_SCRIPT) - used
         return [f"--{name.replace('_', '-')}" for name in sorted(unused)]
 
