@@ -183,6 +183,9 @@ def test_a_network_is_the_same_in_another_process_and_in_a_wrapper() -> None:
 MADE = "optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))"
 SGD = "optimizer, schedule = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9), None"
 STEP = "schedule.step()"
+SCHEDULE = "optimizer, _ = optimizer_and_schedule(opts, model, len(train_batches))\n    " + (
+    "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+)
 ALL_OPTIONS = '__import__("dataclasses").asdict(opts)["lr"]'
 
 
@@ -220,10 +223,15 @@ def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script,
         (((MADE, SGD.replace("opts.scaled_lr", "0.1")), (STEP, "pass")), ("--lr", 0.1), True),
         (((MADE, SGD.replace("opts.scaled_lr", 'vars(opts)["lr"]')), (STEP, "pass")), ("--lr", 0.1), False),
         (((MADE, SGD.replace("opts.scaled_lr", ALL_OPTIONS)), (STEP, "pass")), ("--lr", 0.1), False),
+        (((MADE, SCHEDULE),), ("--recipe", "sgd"), False),
+        (((MADE, SCHEDULE),), ("--gamma", 0.1), True),
         ((("Net(opts.width)", "Net(8)"),), ("--width", 4), True),
         ((("Net(opts.width)", "Net(opts.width)"),), ("--width", 4), False),
     ],
-    ids=["recipe", "gamma", "own lr", "its lr", "lr by vars", "lr by asdict", "its width", "own width"],
+    ids=[
+        *("recipe", "gamma", "own lr", "its lr", "lr by vars", "lr by asdict"),
+        *("recipe of its optimizer", "gamma of its schedule", "its width", "own width"),
+    ],
 )
 def test_an_option_that_the_copy_does_not_use_is_refused(
     changes: tuple, option: tuple, refused: bool, script: Script, tmp_path: Path

@@ -179,9 +179,8 @@ class OfTheStep(Dataset):
         seed, indices = step
         random.seed(seed)
         np.random.seed(random.getrandbits(32))
-        torch.default_generator.manual_seed(
-            random.getrandbits(32)
-        )  # that of the CPU, which a worker computes on
+        # That of the CPU, on which a loader process computes.
+        torch.default_generator.manual_seed(random.getrandbits(32))
         several = getattr(self.samples, "__getitems__", None)  # as PyTorch asks
         return several(indices) if several else [self.samples[index] for index in indices]
 

@@ -199,12 +199,12 @@ class Options:
             type(self)._read.add(name)
         return value
 
-    def unused(self, by_recipe: bool) -> list[str]:
+    def unused(self, by_recipe: set[str]) -> list[str]:
         """List the options of `OF_THE_SCRIPT` that were given and that the script does not use.
 
-        `by_recipe`: optimizer_and_schedule has made the optimizer and the schedule.
+        `by_recipe`: those that optimizer_and_schedule has used for it.
         """
-        used = type(self)._read | (OF_THE_SCRIPT - {"width"} if by_recipe else set())
+        used = type(self)._read | by_recipe
         if "scaled_lr" in used:
             used |= {"lr", "lr_scale"}
         if "__dict__" in used:  # the script has taken all of them, by vars

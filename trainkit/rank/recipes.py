@@ -9,6 +9,7 @@ from trainkit.rank.options import Options
 
 KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
 MADE = WeakSet()  # the optimizers and schedules that come from here
+OF_OPTIMIZER, OF_SCHEDULE = {"recipe", "lr", "lr_scale"}, {"gamma", "lr_warmup_images"}  # options
 
 
 def optimizer_and_schedule(

@@ -95,7 +95,7 @@ class Run:
             if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
-        if unused := self.options.unused(self._by_recipe()):
+        if unused := self.options.unused(self._used_by_recipe()):
             why = "its own optimizer, schedule or network goes without"
             raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
         if taken := self.also.keys() & TAKEN:
@@ -132,16 +132,15 @@ class Run:
             "arguments": identity.of_arguments({}, elsewhere=self.options.elsewhere(), **sizes),
         }
         if not self._by_recipe():
-            optimizers = [one for one in parts.values() if isinstance(one, torch.optim.Optimizer)]
             schedules = [one for one in parts.values() if isinstance(one, LRScheduler)]
             facts |= {
-                "lr": identity.base_lr(self.optimizer),
                 "gamma": math.nan,
-                "optimizer": " + ".join(map(identity.of_optimizer, optimizers)),
+                "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
                 "schedule": " + ".join(map(identity.of_schedule, schedules)),
             }
-            if not self.options.declares("recipe"):
-                facts["recipe"] = OWN_OPTIMIZER
+            if self.optimizer not in recipes.MADE:
+                facts["lr"] = identity.base_lr(self.optimizer)
+                facts |= {} if self.options.declares("recipe") else {"recipe": OWN_OPTIMIZER}
         return facts
 
     def _whole_networks(self) -> list[nn.Module]:
@@ -152,11 +151,20 @@ class Run:
         networks = [one for one in (self.model, *self.also.values()) if isinstance(one, nn.Module)]
         return [one for one in networks if not any(unwrapped(one) is other for other in differ)]
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            one for one in (self.optimizer, *self.also.values()) if isinstance(one, torch.optim.Optimizer)
+        ]
+
     def _by_recipe(self) -> bool:
         """Return whether optimizer_and_schedule has made all that steps the weights."""
-        steppers = [self.optimizer, self.schedule]
-        steppers += [one for one in self.also.values() if isinstance(one, torch.optim.Optimizer)]
-        return all(one in recipes.MADE for one in steppers)
+        return all(one in recipes.MADE for one in (*self._optimizers(), self.schedule))
+
+    def _used_by_recipe(self) -> set[str]:
+        """Return the options that optimizer_and_schedule has used, of which it may have made a part."""
+        of_optimizer = any(one in recipes.MADE for one in self._optimizers())
+        used = recipes.OF_OPTIMIZER if of_optimizer else set()
+        return used | (recipes.OF_SCHEDULE if self.schedule in recipes.MADE else set())
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""

@@ -54,13 +54,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "shared_files_mb": (NODE,),  # in /dev/shm, since the job began, where no cgroup tells whose they are
     "checkpoint_mb": (NODE,),  # the largest one in the job's own folder
 }
-LATER = (
-    "others",
-    "other_cores",
-    "met",
-    "shared_files_mb",
-    "checkpoint_mb",
-)  # older recordings, of results/sample, lack these
+# The recordings in results/sample, which are older, lack these.
+LATER = ("others", "other_cores", "met", "shared_files_mb", "checkpoint_mb")
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
