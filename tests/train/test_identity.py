@@ -1,5 +1,6 @@
 """Trainings that differ are no repeats: the table says in what; and ranks that train alone are told."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--batch_size", type=int, default=4)
 parser.add_argument("--save-dir")
 parser.add_argument("--logdir")
+parser.add_argument("--genes", nargs="*")
 parser.add_argument("--distributed", action="store_true")
 options = parser.parse_args()
 plain = lambda model: model.parameters()
@@ -107,6 +109,13 @@ def test_another_optimizer_schedule_or_network_is_another_row_that_says_so(
         "AdamW weight_decay 0|0.1 tensors 2|1, 1 ReLU",
     }
     assert not table.doubt.str.contains("c").any()
+
+
+def test_a_long_list_of_arguments_is_told_in_short(toy: Callable, tmp_path: Path) -> None:
+    toy()
+    toy("--genes", *(f"GENE{number}" for number in range(100)))
+    plain, listed = sorted(table_of(tmp_path).variant)
+    assert plain == "" and re.fullmatch(r"--genes [0-9a-f]{8}", listed)
 
 
 def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callable, tmp_path: Path) -> None:

@@ -150,11 +150,17 @@ def of_arguments(
         of_batch = "batch" in name or name in ("bs", "b")
         if (OF_DEVICES & {*parts} and number in counts) or (of_batch and number in sizes):
             continue
-        if (name in known and number == _number(known[name])) or (value and Path(value).is_dir()):
+        if (name in known and number == _number(known[name])) or _is_folder(value):
             continue
         file = Path(value).name if value.startswith("/") else value
-        said.append("=".join(filter(None, [flag.strip("=") or "argument", "_".join(file.split())])))
+        said.append("=".join(filter(None, [flag.strip("=") or "argument", _word(file)])))
     return _fitting(" ".join(sorted(said)))
+
+
+def _is_folder(value: str) -> bool:
+    with suppress(OSError):  # a list of words may be longer than a name
+        return value != "" and Path(value).is_dir()
+    return False
 
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
