@@ -1,13 +1,15 @@
 """Scripts that know nothing of the kit, as jobs: submit.py and the job scripts with --plain."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import traces
 from checkout import SCRIPTS, Checkout, wait_until
-from conftest import REPOSITORY, ran, rows_of, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, Written
 
 from trainkit.jobs import sweep
@@ -174,6 +176,18 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     script.write_text(STATES)
     done = succeeded(ran(sys.executable, "-m", "trainkit.runtime.plain", script, "an", "argument"))
     assert done.stdout == f"{script} an argument __main__ states.py\n"
+
+
+def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
+    """The ranks of torchrun write to the same pipe. In this one, each write is read by itself."""
+    script = tmp_path / "says.py"
+    script.write_text("import os; print('so', 'far', 0); os._exit(0)")
+    command = [sys.executable, "-m", "trainkit.runtime.plain", script]
+    reads, writes = os.pipe2(os.O_DIRECT)
+    with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
+        subprocess.run(command, stdout=pipe, env=environment, cwd=REPOSITORY, check=True, timeout=60)
+        assert output.read(100) == b"so far 0\n"
 
 
 # As Lightning's users have it, with its own way back to the queue. The second start has nothing left to do.

@@ -56,6 +56,17 @@ class HandedOn:
             _get(EXPECTED)(EXPECTED, frame)
 
 
+def write_whole_lines() -> None:
+    """Write each line at once and whole, where Python would not buffer (slurm/job_env.sh, jobs/local.py).
+
+    It would write each argument of a `print` by itself. The ranks of torchrun share a pipe, in which lines of
+    two ranks would mingle.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def run(script: str) -> None:
     """Run the script, with its own folder on `sys.path`, as the module `__main__` of this process."""
     main = ModuleType("__main__")
@@ -69,4 +80,5 @@ def run(script: str) -> None:
 if __name__ == "__main__":
     del sys.argv[0]
     HandedOn()
+    write_whole_lines()
     run(sys.argv[0])
