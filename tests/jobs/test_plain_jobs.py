@@ -216,7 +216,10 @@ def main():
 
 main()
 """
-AGAIN = 'EPOCHS = 1 if "SLURM_RESTART_COUNT" in os.environ else 10**6\n'
+# It ends with the epoch in which it was stopped.
+AGAIN = """
+EPOCHS = torch.load(last, weights_only=False)["epoch"] + 1 if last.exists() else 10**6
+"""
 
 
 def test_lightning_comes_back(on_cluster: Checkout) -> None:
@@ -224,7 +227,7 @@ def test_lightning_comes_back(on_cluster: Checkout) -> None:
     pytest.importorskip("lightning")
     page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
     *_, text = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    text = text.replace("train=True", "train=False").replace("job = Path", f"{AGAIN}job = Path")
+    text = text.replace("train=True", "train=False").replace("\n\n\nclass Digits", f"{AGAIN}\n\nclass Digits")
     jobs = {}
     for launcher, script_text in {"single": LIGHTNING, "srun": text}.items():
         script = write(on_cluster, script_text)

@@ -31,6 +31,8 @@ HELPERS = (
     b"bin/torchrun",
 )
 COMPUTES = 0.05  # cores, from which a process counts as one that computes
+# A spawned loader worker is known by its signals only when it has imported all that its script does.
+IMPORTS_SECONDS = 10
 ETHERNET, INFINIBAND = "class/net/*/device", "class/infiniband/*/ports/*/counters/port_*_data"
 
 
@@ -53,6 +55,7 @@ class Process:
     threads: dict[str, tuple[int, int]] = field(default_factory=dict)  # ns on a core, ns waiting for one
     waiting: float | None = None
     torch: bool = False  # it has loaded PyTorch
+    seconds_with_torch: float = 0
     loads_batches: bool = False  # it is a loader worker
 
     def update(self, seconds: float) -> None:
@@ -76,6 +79,8 @@ class Process:
         self.cores = (self.cpu_seconds - before) / seconds
         waiting = self._waiting()
         self.waiting = waiting if seconds > 0 else None  # the first value is for its whole life
+        if self.torch:
+            self.seconds_with_torch += seconds
         self.torch = self.torch or self._has_loaded_torch()
         self.loads_batches = self.torch and _caught_signals(self.pid) >= CAUGHT_BY_LOADER_WORKERS
 
@@ -122,7 +127,8 @@ class Family:
     def row(self, parents: dict[int, int]) -> dict[str, object]:
         """Return the cells of its rank's row; `parents`: of each process of the job, its parent."""
         loaders = [one for one in self.loaders if self._loads_for_the_rank(one, parents)]
-        computing = [one for one in self.others if one.cores >= COMPUTES]
+        settled = (one for one in self.others if one.seconds_with_torch >= IMPORTS_SECONDS)
+        computing = [one for one in settled if one.cores >= COMPUTES]
         return {
             "what": samples.RANK,
             "number": self.rank.rank,
