@@ -150,29 +150,33 @@ def of_arguments(
         of_batch = "batch" in name or name in ("bs", "b")
         if (OF_DEVICES & {*parts} and number in counts) or (of_batch and number in sizes):
             continue
-        if (name in known and number == _number(known[name])) or _is_folder(value):
+        if (name in known and number == _number(known[name])) or _is_a_place(value):
             continue
         file = Path(value).name if value.startswith("/") else value
         said.append("=".join(filter(None, [flag.strip("=") or "argument", _word(file)])))
     return _fitting(" ".join(sorted(said)))
 
 
-def _is_folder(value: str) -> bool:
+def _is_a_place(value: str) -> bool:
+    """Return whether an argument is a folder, also one that the script is going to make."""
     with suppress(OSError):  # a list of words may be longer than a name
-        return value != "" and Path(value).is_dir()
+        to_be_made = value.startswith(("/", "./", "../")) and not Path(value).is_file()
+        return value != "" and (to_be_made or Path(value).is_dir())
     return False
 
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option with its value, several joined by commas; "" names what belongs to none."""
+    """Yield each option with its value, several joined by commas, and each value that belongs to none."""
     flag, values = "", []
     for word in [*words, "--"]:
         is_option, is_setting = re.match(r"--?[A-Za-z]|--$", word), re.match(r"[+~]{0,2}[\w.@/-]+=", word)
         if not (is_option or is_setting):  # a setting is Hydra's: name=value
             values.append(word)
             continue
-        if flag or values:
+        if flag:
             yield flag, ",".join(values)
+        else:
+            yield from (("", value) for value in values)
         flag, equals, value = word.partition("=")
         values = [value] if equals else []
         if flag == "--":
