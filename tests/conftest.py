@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the empty word would hide none of A
 os.environ.pop("HIP_VISIBLE_DEVICES", None)
 # Users' machines buffer what Python writes to a file; those that run tests often have it set otherwise.
 os.environ.pop("PYTHONUNBUFFERED", None)
+if version("torch").startswith(("2.4.", "2.5.")):  # which warn of their own torch.load
+    os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
 os.environ["SITE_MONITOR"] = "off"  # where a test does not ask for it, by a site file: that saves time
 # Where Python finds sitecustomize.py. The workers of pytest-xdist inherit it.
 STARTUP = str(REPOSITORY / "tests" / "startup")

@@ -284,6 +284,10 @@ def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) ->
         (("--batch-size", 65), "--batch-size 65 does not divide among 2 processes: the nearest is 64 or 66."),
     ):
         assert told in failed(script("ddp", *mistake, ranks=2))
+
+
+@pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="pipeline.py needs a newer PyTorch")
+def test_blocks_that_do_not_divide_among_the_ranks(script: Script) -> None:
     told = failed(script(BEYOND / "pipeline.py", ranks=3))
     assert "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8" in told
 
