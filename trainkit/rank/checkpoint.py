@@ -29,7 +29,7 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import pack, save
+from trainkit.rank.weights import inner_optimizer, pack, save
 from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
@@ -363,7 +363,7 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
 
 def _check_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, object]]) -> None:
     """Raise a ValueError if an optimizer has loaded other switches than `before`, or no learning rate."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
+    optimizer = inner_optimizer(optimizer)
     # Switches are what its class takes. What else a group has may change in a training, such as the mode
     # of a schedule-free optimizer, or what a script notes there.
     kinds = type(optimizer).__mro__

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from trainkit.rank.model import unwrapped
+from trainkit.rank.weights import is_in_earlier_fsdp, is_split
 from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError
 
@@ -71,11 +72,11 @@ def _alike(
 @torch.no_grad()
 def _sums(network: nn.Module) -> dict[str, torch.Tensor]:
     """Return the sums of `PARTS` parts of each tensor that is trained; none of a network that is split."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules()):
+    if is_in_earlier_fsdp(network):
         return {}
     sums = {}
     for name, weights in network.named_parameters():
-        if weights.requires_grad and weights.numel() and not hasattr(weights, "to_local"):
+        if weights.requires_grad and weights.numel() and not is_split(weights):
             parts = weights.detach().reshape(-1).chunk(PARTS)  # one by one: a GPU may have no room for more
             sums[name] = torch.stack([part.double().sum() for part in parts]).cpu()
     return sums

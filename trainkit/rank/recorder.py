@@ -15,7 +15,7 @@ from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import check_equal, check_whole, save
+from trainkit.rank.weights import check_equal, check_whole, inner_optimizer, save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line, hear_stop
@@ -68,7 +68,7 @@ class Recorder:
         weights_differ: bool = False,
         results_dir: Path | str | None = None,
     ) -> None:
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and Fabric wrap it
+        self._optimizer = inner_optimizer(optimizer)
         self._device, self._batch_size = next(model.parameters()).device, batch_size
         here = process_group.joined(self._device)
         folder = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)

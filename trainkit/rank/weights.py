@@ -91,6 +91,16 @@ def is_split(value: object) -> bool:
     return hasattr(value, "to_local") or hasattr(value, "local_shards") or hasattr(value, "_is_flat_param")
 
 
+def is_in_earlier_fsdp(network: nn.Module) -> bool:
+    """Return whether any part of a network is in FullyShardedDataParallel, which came before fully_shard."""
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules())
+
+
+def inner_optimizer(optimizer: object) -> object:
+    """Return the optimizer of PyTorch's that Accelerate or Fabric has wrapped, or what is given."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def check_whole(parts: dict[str, object], way: str) -> None:
     """Check that each of `parts` is whole on this rank: torch.save would write a share without a word.
 
@@ -124,15 +134,14 @@ def _is_shared_out(part: object) -> bool:
     if hasattr(part, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
         return True
     # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.
-    modules = part.modules() if isinstance(part, nn.Module) else ()
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+    if isinstance(part, nn.Module) and is_in_earlier_fsdp(part):
         return True
     return any(is_split(value) for _, value in _weights_of(part))
 
 
 def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and the weights of a network, or those that an optimizer trains."""
-    optimizer = getattr(part, "optimizer", part)  # Accelerate and Fabric wrap it
+    optimizer = inner_optimizer(part)
     if isinstance(part, nn.Module):
         yield from part.named_parameters()
         yield from part.named_buffers()
