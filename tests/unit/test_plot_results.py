@@ -1,6 +1,5 @@
 """The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
-import json
 import os
 import re
 import resource
@@ -582,17 +581,6 @@ def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
     assert seen.text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
     assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
-
-
-def test_the_energy_for_1000_images(tmp_path: Path, compared: Compared) -> None:
-    """The median of the repeats whose job knew it; the column is there if there is any."""
-    paths = [write_run(tmp_path, f"one-{i}", [10, 1000 + i]) for i in range(4)]
-    assert "J/1000 img" not in compared().text
-    for path, joules in zip(paths, (40.0, 44, None), strict=False):
-        records.verdict_file(path).write_text(json.dumps({"joules_per_1000_images": joules}))
-    seen = compared()
-    assert seen.table.joules_per_1000_images.tolist() == [42]
-    assert "42.0" in cells(seen.text, "single", 1) and "J/1000 img: the energy of all GPUs" in seen.text
 
 
 def test_the_share_of_what_the_datasheet_promises(tmp_path: Path, compared: Compared) -> None:

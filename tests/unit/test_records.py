@@ -137,22 +137,6 @@ def test_names_do_no_harm_in_tables(plot: Script, tmp_path: Path) -> None:
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"\xff\xfe", b"{", b"3", b"[]", b"{}", b"[" * 100_000),
-        *(b'{"joules_per_1000_images": %s}' % value for value in (b"-1", b"NaN", b'"4"', b"9" * 5000)),
-    ],
-    ids=lambda content: repr(content[:40]),
-)
-def test_a_verdict_that_no_job_has_written_is_named(tmp_path: Path, content: bytes) -> None:
-    beside = records.verdict_file(made(tmp_path, "one"))
-    beside.write_bytes(content)
-    rows, (sentence,) = comparison.load([tmp_path])
-    assert sentence.startswith(f"{beside}: not read, ") and len(sentence) < len(str(beside)) + 100
-    assert len(rows) and rows.joules_per_1000_images.isna().all()
-
-
 def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp_path: Path) -> None:
     """Two workers, then four: a note names it, and the rows of both configurations are without it."""
     made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
@@ -178,8 +162,8 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
 # --- many runs in one file --------------------------------------------------------------------------
 
 
-JOULES = {"one": 40.0, "two": None}
-NO_RUN = ("a\n1\t2" + "[" * 100_000, "null", '["joules_per_1000_images"]', '{"joules_per_1000_images": "x"}')
+JUDGED = ("one", "two")
+NO_RUN = ("a\n1\t2" + "[" * 100_000,)
 
 
 @pytest.fixture
@@ -189,7 +173,7 @@ def pack(forking: Forking) -> Script:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three runs: with a verdict that has the energy, with one that has not, and with a slow rank."""
+    """Three runs: two with a verdict, and one with a slow rank."""
     (row, *_) = records.read(SAMPLE)
     for run_id, slowest in {"one": 1.0, "two": 1.1, "slow": 2.0}.items():
         recorder = records.RunFiles(tmp_path, row | {"run_id": run_id})
@@ -199,8 +183,8 @@ def folder(tmp_path: Path) -> Path:
             of_all["peak_memory_mb"] = 1
             metric = {"epoch": epoch, "metric": "recall", "of": "cats", "value": 0.5}
             recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
-        if run_id in JOULES:
-            verdict = json.dumps({"findings": [], "joules_per_1000_images": JOULES[run_id]}, indent=1)
+        if run_id in JUDGED:
+            verdict = json.dumps({"findings": []}, indent=1)
             records.verdict_file(recorder.path).write_text(verdict)
     return tmp_path / "runs"
 
@@ -215,7 +199,6 @@ def test_packed_runs_are_read_as_the_folder(pack: Script, folder: Path) -> None:
     assert many.drop(columns="file").equals(single.drop(columns="file"))
     last = many.groupby("run_id").last()
     assert last.slow_rank.astype(bool).to_dict() == {"one": False, "two": False, "slow": True}
-    assert last.joules_per_1000_images.dropna().to_dict() == {"one": 40.0}
 
 
 @pytest.mark.parametrize("chosen", [[], ["two"]])
@@ -258,7 +241,7 @@ def test_what_no_run_has_written_is_not_packed(
 
 def test_half_a_pack_is_none(folder: Path) -> None:
     """The limit on the size of a file stands in for a full disk."""
-    verdict = {"joules_per_1000_images": 30, "findings": ["x" * 50_000]}
+    verdict = {"findings": ["x" * 50_000]}
     (folder / "one.monitor.json").write_text(json.dumps(verdict))
     command = f"ulimit -f 30; '{sys.executable}' '{REPOSITORY}/tools/pack_runs.py' '{folder}'"
     told = one_error(ran("bash", "-c", command, env=ENVIRONMENT))

@@ -12,7 +12,6 @@ import pytest
 import traces
 from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
 
-from trainkit.compare import comparison
 from trainkit.monitor import sampled_job, waste
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records, samples
@@ -98,7 +97,7 @@ def test_each_trace_has_its_verdict(name: str) -> None:
     found = [[finding.kind, finding.grade] for finding in verdict.findings]
     if name.startswith("gpu"):  # nothing beside what is written into them
         assert found == [kind_and_grade]
-        assert verdict.joules_per_1000_images > 0
+        assert verdict.energy_kwh > 0
     else:
         assert found[:1] == [kind_and_grade] * ("no waste" not in words)
         assert math.isnan(verdict.energy_kwh) and "kWh" not in lines[-1]
@@ -254,8 +253,6 @@ def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
     assert kinds(made([STARVED] * 2, record=False)) == ["waiting_for_loader"]
     short = Gpu(power=110, utilisation=95)
     assert kinds(made([short] * 2, record=False)) == ["launch_bound"]
-    folder = made([Gpu(power=105, utilisation=100)] * 2, record=False)
-    assert math.isnan(waste.judge(folder).joules_per_1000_images)
 
 
 def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
@@ -446,23 +443,11 @@ def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
         waste.judge(folder)
 
 
-def test_the_energy_of_trainings_at_one_time_counts_once(made: Callable[..., Path]) -> None:
-    folder = made([FULL] * 2)
-    alone = waste.judge(folder).joules_per_1000_images
-    (run,) = samples.runs(folder)
-    other = Path(shutil.copy(run, run.with_name("other.csv"))).absolute()
-    (folder / samples.RUNS).write_text(f"{run.absolute()}\n{other}\n")
-    verdict = waste.judge(folder)
-    assert verdict.joules_per_1000_images == pytest.approx(alone / 2)  # of twice the images
-    assert len(verdict.of_runs) == 2 and all(map(math.isnan, verdict.of_runs.values()))
-
-
 def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Path]) -> None:
     """Not over the gap of a requeued job, nor past a counter that was reset."""
     folder = made([FULL] * 2)
     whole = waste.judge(folder)
     assert whole.energy_kwh == pytest.approx(2 * (36 * 290 + 4 * 150 + 6 * 58) / 3.6e6, rel=0.03)
-    assert whole.joules_per_1000_images == pytest.approx(2 * (36 * 290 + 3 * 150) / 180, rel=0.03)
 
     def requeue(row: Row) -> Row:
         late = float(row["time"]) >= traces.BEGAN + 20
@@ -475,17 +460,6 @@ def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Pat
     assert requeued.energy_kwh == pytest.approx(whole.energy_kwh, rel=0.03)
 
 
-def test_the_energy_of_images_that_were_not_seen_is_not_that_of_the_others(made: Callable[..., Path]) -> None:
-    folder = made([FULL] * 2)
-    whole = waste.judge(folder).joules_per_1000_images
-    middle = traces.BEGAN + 20
-    change(folder, lambda row: row if float(row["time"]) >= middle else None)  # as a job that goes on
-    assert len(sampled_job.SampledJob(folder).steady) < 3
-    assert waste.judge(folder).joules_per_1000_images == pytest.approx(whole, rel=0.1)
-    change(folder, lambda row: row if float(row["time"]) <= middle + 12 else None)  # the sampler was killed
-    assert math.isnan(waste.judge(folder).joules_per_1000_images)
-
-
 def test_energy_without_a_counter_is_from_the_power(made: Callable[..., Path]) -> None:
     folder = made([FULL] * 2)
     counted = waste.judge(folder)
@@ -495,7 +469,7 @@ def test_energy_without_a_counter_is_from_the_power(made: Callable[..., Path]) -
     change(folder, lambda row: row | {"power_w": "" if row["number"] == "1" else row["power_w"]})
     unknown = waste.judge(folder)
     assert math.isnan(unknown.energy_kwh) and "kWh" not in unknown.lines("job 12")[-1]
-    assert unknown.facts()["energy_kwh"] is None and unknown.facts()["joules_per_1000_images"] is None
+    assert unknown.facts()["energy_kwh"] is None
 
 
 def test_a_day_is_judged_by_some_of_its_moments(
@@ -518,14 +492,12 @@ def test_what_is_kept(made: Callable[..., Path]) -> None:
     kept = json.loads((folder / "verdict.json").read_text())
     assert kept["schema_version"] == 1
     assert kept["devices"] == f"3 x {traces.NAME}"
-    assert kept["joules_per_1000_images"] == verdict.joules_per_1000_images
+    assert kept["energy_kwh"] == verdict.energy_kwh
     assert [finding["kind"] for finding in kept["findings"]] == ["waiting_for_loader", "no_rank"]
     fields = {"kind", "where", "number", "sentence", "share", "grade"}
     assert all(finding.keys() == fields for finding in kept["findings"])
     (run,) = samples.runs(folder)
     assert json.loads(records.verdict_file(run).read_text()) == kept
-    rows, skipped = comparison.load([folder.parent / "monitor" / "training"])
-    assert not skipped and set(rows.joules_per_1000_images) == {verdict.joules_per_1000_images}
 
 
 def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> None:

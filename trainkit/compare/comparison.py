@@ -4,18 +4,16 @@ rows, skipped = load(paths)
 table = compare(summarize(rows))
 """
 
-import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
-from trainkit.compare import packed, peaks, trust, variants
+from trainkit.compare import peaks, trust, variants
 from trainkit.runtime.errors import UserError, printable
-from trainkit.runtime.files import read_text
 from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
@@ -43,9 +41,8 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with all columns of a record, and three about the whole run: `file`, its name; `slow_rank`, a
-        clause on the rank that holds up the others or ""; and `joules_per_1000_images` of all its GPUs: NaN
-        if unknown. Then the sentences.
+        Rows with all columns of a record, and two about the whole run: `file`, its name, and `slow_rank`, a
+        clause on the rank that holds up the others or "". Then the sentences.
 
     Raises:
         UserError: if a path is not there.
@@ -82,11 +79,10 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
     such epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
-    epoch's (the accuracy, with --keep-best, of the best one), `joules_per_1000_images` over those with a
-    value; `peak_memory_mb` is the largest, of a warm-up only if there is nothing else. `tflops` is the rate
-    of all devices together (TFLOP/s, NaN on CPUs), and `mfu` its share of the datasheets' peak (1 is all of
-    it, NaN if that is unknown). `train_images` is equal if each batch size drops another rest of the same
-    data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
+    epoch's (the accuracy, with --keep-best, of the best one); `peak_memory_mb` is the largest, of a
+    warm-up only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on
+    CPUs), and `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown).
+    `train_images` is equal if each batch size drops another rest of the same data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
     `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
     over the `target_runs` that did. `scripts` are the digests of the scripts' texts, and `rates` the
     learning rates of the epochs.
@@ -106,7 +102,6 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         eval_seconds=steady.eval_seconds.median(),
         test_accuracy=ends_with.groupby("configuration").test_accuracy.median(),
         elapsed_s=last.elapsed_s.median(),
-        joules_per_1000_images=last.joules_per_1000_images.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
         flops_per_image=groups.flops_per_image.median(),
         scripts=groups.script.agg(_digests),
@@ -231,22 +226,16 @@ def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
 
 def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
     """Read the epochs of all runs of a file, with the facts of each whole run from the files next to it."""
-    runs, of_ranks, joules = {}, {}, {}
+    runs, of_ranks = {}, {}
     with _skipping(skipped):
         runs = records.by_run(records.read(file))
     with _skipping(skipped):
         of_ranks = records.by_run(records.read_ranks(file)) if runs and records.beside(file).exists() else {}
-    with _skipping(skipped):
-        joules = _joules(records.verdict_file(file), runs)
     for run_id, epochs in runs.items():
         # Without the warm-up, if there is more.
         measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
         ranks = [row for row in of_ranks.get(run_id, of_ranks.get("", [])) if row["epoch"] in measured]
-        of_the_run = {
-            "file": str(file),
-            "slow_rank": records.slow_rank(ranks),
-            "joules_per_1000_images": joules.get(run_id, math.nan),
-        }
+        of_the_run = {"file": str(file), "slow_rank": records.slow_rank(ranks)}
         yield from (epoch | of_the_run for epoch in sorted(epochs, key=lambda row: row["epoch"]))
 
 
@@ -282,23 +271,6 @@ def _skipping(skipped: list[str]) -> Iterator[None]:
         yield
     except records.RecordError as error:
         skipped.append(str(error))
-
-
-def _joules(file: Path, run_ids: Collection[str]) -> dict[str, float]:
-    """Read the energy of these runs from the verdicts on their jobs, if they have it."""
-    if not run_ids or not file.exists():
-        return {}
-    try:
-        facts = json.loads(read_text(file))
-        verdicts = facts.get(packed.OF_RUNS, dict.fromkeys(run_ids, facts))
-        found = {run_id: verdict["joules_per_1000_images"] for run_id, verdict in verdicts.items()}
-        known = {run_id: joules for run_id, joules in found.items() if joules is not None}
-        if not all(0 <= joules <= columns.MOST for joules in known.values()):
-            raise ValueError("its energy is no number")
-        return known
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or "it is damaged"
-        raise records.RecordError(f"{file}: not read, {why}.") from None
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:

@@ -29,15 +29,14 @@ SHOWN = {
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
     "mem. MB": ("peak_memory_mb", ".0f"),
-    "J/1000 img": ("joules_per_1000_images", ".1f"),
     "TFLOP/s": ("tflops", ".1f"),
     "MFU %": ("mfu_percent", ".1f"),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
 # The columns that a narrow terminal omits, in this order.
-LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "J/1000 img", "MFU %")
-LEAST_NEEDED += ("wall s", "min..max", "eff. %")
+LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "MFU %", "wall s")
+LEAST_NEEDED += ("min..max", "eff. %")
 TERMINAL = 120  # characters of a line
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
@@ -47,8 +46,6 @@ LEGEND = (
 # For columns that not every table has.
 LEGENDS = {
     "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
-    "J/1000 img": "the energy of all GPUs of the job for 1,000 training images, evaluations between "
-    "included.",
     "TFLOP/s": "the operations that the network needs, of all devices together.",
     "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
 }
@@ -155,7 +152,7 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         },
         index=table.index,
     )
-    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "J/1000 img", "TFLOP/s", "MFU %"]
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "TFLOP/s", "MFU %"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
     legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]

@@ -21,11 +21,10 @@ MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80
 # With fewer samples or seconds of a record nothing is judged. Two epochs of 15 s together have enough past
 # the warm-up. More samples per second would show no more: each is a mean over a second, so a few will do.
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
-ENERGY_MOMENTS = 10  # with fewer, the seconds at both ends, only partly training, count for too much
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
 NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
-NEARLY = 0.9  # of the time: without a rank, a GPU is unused; known of all in a node, their energy is, too
+NEARLY = 0.9  # of the time without a rank, a GPU is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
 CORES = "--cpus-per-task"
@@ -264,39 +263,18 @@ class SampledJob:
         pause = (~goes_on).cumsum()
         return rows[pause == pause.mode()[0]] if goes_on.any() else rows[:0]
 
-    def joules(self, began: float = -math.inf, ended: float = math.inf) -> float:
-        """Return the energy of all GPUs in that time; NaN if that of one is unknown, or there are no GPUs."""
-        every = [_energy_of_gpu(rows, began, ended) for rows in self.rows[GPU].values()]
+    def joules(self) -> float:
+        """Return the energy of all GPUs; NaN if that of one is unknown, or there are no GPUs."""
+        every = [_energy_of_gpu(rows) for rows in self.rows[GPU].values()]
         return sum(every) if every else math.nan
-
-    def joules_per_1000_images(self, trainings: list["TrainingRecord"]) -> float:
-        """Return the energy from the first epoch to the end of the last; NaN below `ENERGY_MOMENTS` samples.
-
-        Also NaN if a part was not sampled, or another training ran meanwhile: its energy is not known apart.
-        """
-        spans = _merge_windows(training.span for training in trainings)
-        others = [training.span for training in self.trainings if training not in trainings]
-        if any(began < until and since < ended for began, ended in spans for since, until in others):
-            return math.nan
-        times = next(iter(self.rows[NODE].values())).time
-        if not spans or any(times.between(*span).sum() < ENERGY_MOMENTS for span in spans):
-            return math.nan
-        gpus = self.table[self.table.what == GPU].assign(known=lambda of: of.power_w.fillna(of.energy_j) >= 0)
-        every = gpus.groupby(["node", "time"], as_index=False).agg({"known": "all", "seconds": "max"})
-        for training in trainings:
-            taken = training.epochs.eval("nodes * (train_seconds + eval_seconds)").sum()
-            if every.seconds[every.known & every.time.between(*training.span)].sum() < NEARLY * taken:
-                return math.nan
-        images = sum(training.epochs.images.sum() for training in trainings)
-        return sum(self.joules(*span) for span in spans) / images * 1000
 
 
 class TrainingRecord:
-    """The record of a training `since` then: a row for each of its `epochs`, `steady` those past the warm-up.
+    """The record of a training `since` then: a row for each of its `steady` epochs, those past the warm-up.
 
     An epoch is trained from `began` to `trained`, and tested until `tested`: s since 1970, NaN in files
-    without them. `of_ranks` has a row for each epoch and rank. `span` is the whole training, and `windows`
-    are the times of training, without evaluations, unless the epochs are too short for that.
+    without them. `of_ranks` has a row for each epoch and rank. `windows` are the times of training, without
+    evaluations, unless the epochs are too short for that.
 
     Raises:
         UserError, OSError: if it cannot be read, or has no such epoch.
@@ -310,11 +288,10 @@ class TrainingRecord:
         tested = (tested.dt.tz_localize(None) - pd.Timestamp(0)).dt.total_seconds()
         epochs = epochs.assign(tested=tested, trained=tested - epochs.eval_seconds)
         epochs = epochs.assign(began=epochs.trained - epochs.train_seconds)
-        self.epochs = epochs[epochs.began >= since]
-        if self.epochs.empty:
+        epochs = epochs[epochs.began >= since]
+        if epochs.empty:
             raise UserError(f"{path}: no epoch of it was sampled.")
-        self.steady = self.epochs if self.epochs.warmup.all() else self.epochs[~self.epochs.warmup]
-        self.span = self.epochs.began.iloc[0], self.epochs.tested.iloc[-1]
+        self.steady = epochs if epochs.warmup.all() else epochs[~epochs.warmup]
         trained = self.steady[self.steady.began < self.steady.trained]
         self.windows: list[Window] = list(zip(trained.began, trained.trained, strict=True))
         if (trained.trained - trained.began).mean() < SHORT_EPOCH:
@@ -353,10 +330,12 @@ def _merge_windows(windows: Iterable[Window]) -> list[Window]:
     return joined
 
 
-def _energy_of_gpu(rows: pd.DataFrame, began: float, ended: float) -> float:
+def _energy_of_gpu(rows: pd.DataFrame) -> float:
     """Return the energy of a GPU, by its counter or its power; NaN if neither is known."""
-    counted, before = rows.energy_j.diff(), rows.shift()
-    by_power = (rows.power_w + before.power_w) / 2 * rows.seconds
-    joules = counted.where(counted >= 0, by_power)  # the counter was reset, or there is none
-    inside = rows.time.clip(upper=ended) - before.time.clip(lower=began)
-    return (joules * inside / rows.seconds)[(inside > 0) & (joules >= 0)].sum(min_count=1)
+    counted = rows.energy_j.diff()
+    by_power = (rows.power_w + rows.power_w.shift()) / 2 * rows.seconds
+    # Where the counter was reset, or there is none, the power tells.
+    joules = counted.where(counted >= 0, by_power)
+    # Over the gap of a requeued job nothing was sampled.
+    known = rows.seconds.notna() & (joules >= 0)
+    return joules[known].sum(min_count=1)

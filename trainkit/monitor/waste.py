@@ -100,8 +100,8 @@ class Issue:
 class Verdict:
     """`findings`, the worst first, then what could be faster; `unknown`, if not all could be judged.
 
-    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job,
-    `joules_per_1000_images` of all its trainings together, `of_runs` of each, by its CSV; NaN if unknown.
+    `seconds` were sampled, of `devices` (in words). `energy_kwh` is that of all GPUs of the job, NaN if it
+    is unknown. `records` are the CSVs of its trainings.
     `notes` say what could not be seen, and `enough` what less to ask for next time, if anything.
     `still_there` names the ranks of the last samples, and whether they did anything.
     """
@@ -111,8 +111,7 @@ class Verdict:
     seconds: float
     devices: str
     energy_kwh: float
-    joules_per_1000_images: float
-    of_runs: dict[Path, float]
+    records: list[Path]
     notes: list[str]
     enough: str
     still_there: str
@@ -126,18 +125,17 @@ class Verdict:
             more = f" ({len(self.notes) - 1} more)" if len(self.notes) > 1 else ""
             lines.append(f"not seen: {self.notes[0]}{more}")
         lines += filter(None, [self.enough])
-        watched = [f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"]
-        for number, unit in ((self.energy_kwh, "kWh"), (self.joules_per_1000_images, "J per 1,000 images")):
-            if number >= 0:
-                watched.append(f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}")
-        return [printable(line) for line in (*lines, ", ".join(watched))]
+        watched = f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"
+        if math.isfinite(self.energy_kwh):
+            watched += f", {self.energy_kwh:.3g} kWh"
+        return [printable(line) for line in (*lines, watched)]
 
     def facts(self) -> dict[str, object]:
         """Return the verdict for JSON, with null for NaN."""
         facts = {"schema_version": SCHEMA_VERSION} | asdict(self)
-        del facts["of_runs"]
-        for name in ("energy_kwh", "joules_per_1000_images"):
-            facts[name] = facts[name] if math.isfinite(facts[name]) else None
+        del facts["records"]
+        if math.isnan(self.energy_kwh):
+            facts["energy_kwh"] = None
         return facts
 
 
@@ -177,8 +175,7 @@ def judge(folder: Path) -> Verdict:
         seconds=job.seconds,
         devices=_devices(job),
         energy_kwh=job.joules() / 3.6e6,
-        joules_per_1000_images=job.joules_per_1000_images(job.trainings),
-        of_runs={run.path: job.joules_per_1000_images([run]) for run in job.trainings},
+        records=[training.path for training in job.trainings],
         notes=unseen,
         enough=enough,
         still_there=_name_last_ranks(job),
@@ -192,13 +189,9 @@ def keep(folder: Path, verdict: Verdict) -> None:
         OSError: if one of them cannot be written.
     """
     facts = verdict.facts()
-    files = {folder / FILE: facts}
-    for run, joules in verdict.of_runs.items():
-        joules = joules if math.isfinite(joules) else None
-        files[records.verdict_file(run)] = facts | {"joules_per_1000_images": joules}
-    for path, content in files.items():
+    for path in (folder / FILE, *map(records.verdict_file, verdict.records)):
         with replacing(path) as file:
-            json.dump(content, file, indent=1)
+            json.dump(facts, file, indent=1)
 
 
 def _name_last_ranks(job: SampledJob) -> str:
