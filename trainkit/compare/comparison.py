@@ -77,15 +77,15 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     """Make one row per `CONFIGURATION`, over all its repeats; `rows` must not be empty.
 
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
-    extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without
-    such epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
-    epoch's (the accuracy, with --keep-best, of the best one); `peak_memory_mb` is the largest, of a
-    warm-up only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on
-    CPUs), and `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown).
-    `train_images` is equal if each batch size drops another rest of the same data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
-    `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
-    over the `target_runs` that did. `scripts` are the digests of the scripts' texts, and `rates` the
-    learning rates of the epochs.
+    extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without such
+    epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
+    epoch's (the accuracy, with --keep-best, of the best one); `peak_memory_mb` is the largest, of a warm-up
+    only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on CPUs), and
+    `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown). `train_images` is equal
+    if each batch size drops another rest of the same data. `variant` names the settings that differ within
+    the section. With a `target` (% accuracy), `target_s` and `target_train_s` are the seconds, all and of
+    training, until it was first reached: medians over the `target_runs` that did. `scripts` are the digests
+    of the scripts' texts, and `rates` the learning rates of the epochs.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
     groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
