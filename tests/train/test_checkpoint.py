@@ -156,13 +156,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert_same_end(tmp_path, reference, weight=1e-6)
 
 
-def test_what_was_just_written_stays_beside_later_names(checkout: Checkout, tmp_path: Path, script) -> None:
-    later = "[(opts.checkpoint_dir / f'epoch-{n}-step-0.pt').touch() for n in (98, 99)]"
-    checkout.insert("single", later, before="model.train()")
-    succeeded(script(checkout.script("single"), *options(tmp_path)))
-    assert (tmp_path / "checkpoints" / f"epoch-{EPOCHS + 1}-step-0.pt").exists()
-
-
 def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path, script) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "epoch-2-step-0.pt").write_text("not a checkpoint")

@@ -106,34 +106,6 @@ def _write_anew(file: IO[str], text: str) -> None:
     print(text, end="", file=file, flush=True)
 
 
-def test_a_folder_of_checkpoints_that_is_removed_is_made_again(script: Script, tmp_path: Path) -> None:
-    folder, place = tmp_path / "checkpoints", Checkout(tmp_path / "a checkout")
-    remove = f"import shutil; epoch == 2 and shutil.rmtree({str(folder)!r})"
-    place.insert("single", remove, before="run.end_of_epoch")
-    how = ("--epochs", 3, "--results-dir", tmp_path, "--checkpoint-dir", folder)
-    succeeded(script(place.script("single"), *SMALL, *how))
-    assert len(list(folder.glob("*.pt"))) == 2
-
-
-def test_a_folder_of_checkpoints_that_is_another_meanwhile(
-    script: Script, two_epochs: Path, tmp_path: Path
-) -> None:
-    """A link in its place leads to those of another run, which would be removed as old ones."""
-    folder, others = (
-        tmp_path / "checkpoints",
-        shutil.copytree(two_epochs / "checkpoints", tmp_path / "others"),
-    )
-    before = sorted(others.iterdir())
-    swap = f"os.rename({str(folder)!r}, '{tmp_path}/own'), os.symlink('others', {str(folder)!r})"
-    place = Checkout(tmp_path / "a checkout")
-    place.insert("single", f"epoch == 2 and ({swap})", before="run.end_of_epoch")
-    how = ("--epochs", 3, "--results-dir", tmp_path, "--checkpoint-dir", folder)
-    told = failed(script(place.script("single"), *SMALL, *how))
-    assert f"{folder} is no longer the folder of the start" in told
-    assert sorted(others.iterdir()) == before
-    assert [path.name for path in (tmp_path / "own").glob("*.pt")] == ["epoch-2-step-0.pt"]
-
-
 def test_files_beside_the_checkpoints_stay(script: Script, two_epochs: Path, tmp_path: Path) -> None:
     """Only names that are exactly a checkpoint's count; what is no checkpoint is named, and not used."""
     folder = shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")

@@ -33,7 +33,7 @@ from trainkit.rank.weights import inner_optimizer, pack, save
 from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
-from trainkit.runtime.files import check_regular, check_writable, explained, identity, locked
+from trainkit.runtime.files import check_regular, check_writable, explained, locked
 from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
@@ -162,15 +162,11 @@ class Checkpoints:
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
 
-    def _claim(self) -> None:
+    def _open_folder(self) -> None:
         fix = "give another --checkpoint-dir."
         check_writable(self._folder, "checkpoints", fix)
         held = f"another run saves its checkpoints in {self._folder}: wait for its end, or {fix}"
         self._lock = locked(self._folder / LOCK, held)
-        self._claimed = identity(self._folder), identity(self._folder / LOCK)
-
-    def _open_folder(self) -> None:
-        self._claim()
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         if _checkpoints(self._folder) and self._options.resume == "never":
@@ -231,20 +227,14 @@ class Checkpoints:
         set_precision(self._model, was["precision"])
 
     def _write(self, path: Path, state: dict) -> None:
-        found = identity(self._folder), identity(self._folder / LOCK)
-        if found[0] not in (None, self._claimed[0]):
-            raise UserError(f"{self._folder} is no longer the folder of the start: put that back, and go on.")
-        if found != self._claimed:  # it was removed, or its lock: another run may have claimed it
-            self._claim()
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
         state |= {"options": self._identity, "run": self._log.state()}
         state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", state, path, advice)
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
-            found = _checkpoints(self._folder)  # of which somebody may have put the last there
-            for old in found[: max(found.index(path) + 1 - KEPT, 0)] if path in found else ():
-                old.unlink(missing_ok=True)
+            for old in _checkpoints(self._folder)[:-KEPT]:
+                old.unlink()
 
 
 def report_stop(text: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.rank.model import unwrapped
 from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError, first_line, reason
-from trainkit.runtime.files import identity, replacing
+from trainkit.runtime.files import replacing
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -24,15 +24,12 @@ IF_SPLIT = "give Run sharded=Sharded(model, optimizer), or use torch.distributed
 class Best:
     """The weights of the epoch with the lowest validation loss so far; `epoch` is 0 before the first.
 
-    With a `path` they are written to that file; it may be there only next to checkpoints, else a UserError.
-    Otherwise rank 0 has them in its memory, and its checkpoints by `state_dict`.
+    With a `path` they are written to that file. Otherwise rank 0 has them in its memory, and its checkpoints
+    by `state_dict`.
     """
 
     def __init__(self, model: nn.Module, sharded: "Sharded | None" = None, path: Path | None = None) -> None:
-        if path and (path.is_symlink() or path.exists()) and not any(path.parent.glob("epoch-*-step-*.pt")):
-            raise UserError(f"{path} is not of this training: move it, or give another --checkpoint-dir.")
         self._model, self._sharded, self._path = unwrapped(model), sharded, path
-        self._own = path and identity(path)
         self.epoch, self.loss, self.weights = 0, math.inf, {}
 
     def keep(self, epoch: int, loss: float) -> None:
@@ -46,19 +43,14 @@ class Best:
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
         if self._path:
-            process_group.on_rank_0(lambda: self._replace(weights))
+            advice = "give another folder."
+            process_group.on_rank_0(lambda: save("the weights", weights, self._path, advice))
         elif process_group.is_rank_0():
             # Copies, as training goes on in the same memory. A network may have an extra state of any type.
             self.weights = {
                 name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else copy.deepcopy(one)
                 for name, one in weights.items()
             }
-
-    def _replace(self, weights: dict[str, object]) -> None:
-        if identity(self._path) not in (None, self._own):
-            raise UserError(f"{self._path} is no longer this training's: put that back, and go on.")
-        save("the weights", weights, self._path, "give another folder.")
-        self._own = identity(self._path)
 
     def load(self) -> None:
         """Give all ranks the weights that were kept; a network that is split over them keeps its own."""

@@ -174,12 +174,6 @@ def _is_of_an_earlier_start(path: Path) -> bool:
     return bool(job) and job == own_job and start != own_start
 
 
-def identity(path: Path) -> tuple[int, ...] | None:
-    """Return what tells a file or folder from another of that name; None if there is none."""
-    there = path.stat() if path.exists() else None
-    return there and (there.st_dev, there.st_ino, path.is_file() and there.st_size and there.st_mtime_ns)
-
-
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Make `folder` if it does not exist, and check that a file can be written to it.
 
