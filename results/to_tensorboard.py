@@ -41,7 +41,7 @@ def main() -> None:
         # A file may name any place, and two runs have two folders.
         folder = args.out / (re.sub(r"[^\w+-]", lambda char: f"%{ord(char[0]):06x}", run_id) or "%")
         file = Path(rows.file.iloc[0])
-        own = records.beside(file, "metrics").exists() and file.stem == run_id  # not those of several runs
+        has_metrics = records.beside(file, "metrics").exists()
         if folder.is_symlink():
             raise UserError(f"{folder} is a link, and what is behind it is not removed: give another --out.")
         check_writable(folder, "the run", "give another --out.")  # TensorBoard's own error is a traceback
@@ -53,7 +53,7 @@ def main() -> None:
                     for name in NUMBERS:
                         if (value := getattr(row, name)) == value:
                             writer.add_scalar(name, value, row.epoch)
-                for row in records.read_metrics(file) if own else ():
+                for row in records.read_metrics(file) if has_metrics else ():
                     name = f"{row['metric']}/{row['of']}".rstrip("/")
                     writer.add_scalar(name, row["value"], row["epoch"])
     written = f"{table.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"

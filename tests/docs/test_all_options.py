@@ -81,7 +81,6 @@ OTHERS = {
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/published.py": "--out",
     "tools/bench/sampler.py": "--data-dir --out",
-    "tools/pack_runs.py": "",
     "trainkit/rank/data.py": "--data-dir",
     "trainkit/doctor/checkup.py": "--data-dir --results-dir",
     "trainkit/doctor/cli.py": "--gpus --job --json --nodes --time --wait",

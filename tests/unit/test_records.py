@@ -1,23 +1,16 @@
-"""CSVs that no run has written, among good ones: each is named in a sentence, and the others are compared.
-
-And many runs in one CSV, by tools/pack_runs.py: read as the folder was, and taken apart again to the byte.
-"""
+"""CSVs that no run has written, among good ones: each is named in a sentence, and the others are compared."""
 
 import csv
-import json
 import os
 import re
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, Script, one_error, ran
-from forking import Forking
+from conftest import REPOSITORY, Script, ran, succeeded
 
-from trainkit.compare import comparison, packed
+from trainkit.compare import comparison
 from trainkit.compare.report import report
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
@@ -162,18 +155,9 @@ def test_a_name_that_could_not_be_read_back_is_refused_before_training(tmp_path:
 # --- many runs in one file --------------------------------------------------------------------------
 
 
-JUDGED = ("one", "two")
-NO_RUN = ("a\n1\t2" + "[" * 100_000,)
-
-
-@pytest.fixture
-def pack(forking: Forking) -> Script:
-    return partial(forking.run, REPOSITORY / "tools" / "pack_runs.py", env=ENVIRONMENT)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three runs: two with a verdict, and one with a slow rank."""
+    """Three runs, one with a slow rank."""
     (row, *_) = records.read(SAMPLE)
     for run_id, slowest in {"one": 1.0, "two": 1.1, "slow": 2.0}.items():
         recorder = records.RunFiles(tmp_path, row | {"run_id": run_id})
@@ -183,87 +167,29 @@ def folder(tmp_path: Path) -> Path:
             of_all["peak_memory_mb"] = 1
             metric = {"epoch": epoch, "metric": "recall", "of": "cats", "value": 0.5}
             recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
-        if run_id in JUDGED:
-            verdict = json.dumps({"findings": []}, indent=1)
-            records.verdict_file(recorder.path).write_text(verdict)
     return tmp_path / "runs"
 
 
-def test_packed_runs_are_read_as_the_folder(pack: Script, folder: Path) -> None:
-    """Also which ranks and which verdict belong to which run."""
-    done = pack(folder)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    single, no = comparison.load([folder])
-    many, none = comparison.load([folder.with_suffix(".csv")])
-    assert (no, none) == ([], [])
-    assert many.drop(columns="file").equals(single.drop(columns="file"))
-    last = many.groupby("run_id").last()
-    assert last.slow_rank.astype(bool).to_dict() == {"one": False, "two": False, "slow": True}
-
-
-@pytest.mark.parametrize("chosen", [[], ["two"]])
-def test_taken_apart_the_files_are_those_of_before(
-    pack: Script, folder: Path, tmp_path: Path, chosen: list[str]
-) -> None:
-    pack(folder)
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    packed.unpack(folder.with_suffix(".csv"), apart, chosen)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    kept = {name: text for name, text in before.items() if not chosen or name.partition(".")[0] in chosen}
-    kept = {name: content for name, content in kept.items() if name[0] != "."}  # its lock
-    assert {file.name: file.read_bytes() for file in apart.iterdir()} == kept
-    assert len(kept) == (4 if chosen else 11)
-
-
-def test_a_folder_without_runs(pack: Script, tmp_path: Path) -> None:
-    assert re.fullmatch(rf"error: {tmp_path} has no runs.*\n", pack(tmp_path).stderr)
-
-
-def test_ranks_that_cannot_be_read_are_named_and_the_runs_stay(pack: Script, folder: Path) -> None:
-    pack(folder)
-    ranks = folder.with_suffix(".ranks.tsv")
-    ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
-    rows, (sentence,) = comparison.load([folder.with_suffix(".csv")])
-    assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")
-
-
-@pytest.mark.parametrize("name", ["odd.csv", "one.ranks.tsv", "one.monitor.json"])
-@pytest.mark.parametrize("put", [os.mkfifo, *(partial(Path.write_text, data=text) for text in NO_RUN)])
-def test_what_no_run_has_written_is_not_packed(
-    pack: Script, folder: Path, name: str, put: Callable[[Path], object]
-) -> None:
-    (folder / name).unlink(missing_ok=True)
-    put(folder / name)
-    assert str(folder) in one_error(pack(folder))
-    assert [*folder.parent.iterdir()] == [folder]
-
-
-def test_half_a_pack_is_none(folder: Path) -> None:
-    """The limit on the size of a file stands in for a full disk."""
-    verdict = {"findings": ["x" * 50_000]}
-    (folder / "one.monitor.json").write_text(json.dumps(verdict))
-    command = f"ulimit -f 30; '{sys.executable}' '{REPOSITORY}/tools/pack_runs.py' '{folder}'"
-    told = one_error(ran("bash", "-c", command, env=ENVIRONMENT))
-    assert told == f"error: {folder} cannot be packed (File too large): free the space."
-    assert [*folder.parent.iterdir()] == [folder]
-
-
-def test_runs_of_an_earlier_version_and_renamed_ones_are_packed_too(pack: Script, folder: Path) -> None:
-    """What they lack is filled in as the reader does, and their ranks are found by the run's own name."""
-    old = pd.read_csv(folder / "slow.csv", dtype=str, keep_default_na=False)
-    old.drop(columns=["model", "lr_scale", "test_images"]).to_csv(folder / "slow.csv", index=False)
-    ranks = pd.read_csv(folder / "slow.ranks.tsv", sep="\t").drop(columns="data_seconds")
-    ranks.to_csv(folder / "slow.ranks.tsv", sep="\t", index=False)
-    for path in folder.glob("slow.*"):
-        path.rename(path.with_name(path.name.replace("slow", "renamed")))
+def test_a_csv_of_many_runs_is_read_as_their_folder(folder: Path, tmp_path: Path) -> None:
+    """As CONTRIBUTING makes one of the runs behind a table; the ranks stay where they are."""
+    (command,) = re.findall(r"`(awk .*?)`", (REPOSITORY / "CONTRIBUTING.md").read_text())
+    command = command.replace("results/runs", str(folder)).replace("> runs.csv", f"> {tmp_path}/many.csv")
+    succeeded(ran("bash", "-c", command))
     single, _ = comparison.load([folder])
-    assert pack(folder).returncode == 0
-    many, none = comparison.load([folder.with_suffix(".csv")])
-    assert none == [] and many.slow_rank.astype(bool).sum() == 2
+    many, skipped = comparison.load([tmp_path / "many.csv"])
+    assert skipped == [] and many.run_id.nunique() == 3
+    assert single.slow_rank[single.run_id == "slow"].all() and not many.slow_rank.any()
+    left_out = ["file", "slow_rank"]
     by = ["run_id", "epoch"]
-    one, other = (rows.drop(columns="file").sort_values(by).reset_index(drop=True) for rows in (single, many))
-    assert one.equals(other)
+    single, many = (rows.drop(columns=left_out).sort_values(by, ignore_index=True) for rows in (single, many))
+    assert many.equals(single)
+
+
+def test_ranks_that_cannot_be_read_are_named_and_the_run_stays(folder: Path) -> None:
+    ranks = folder / "slow.ranks.tsv"
+    ranks.write_text(ranks.read_text().replace("\tn1\t", "\t"))
+    rows, (sentence,) = comparison.load([folder])
+    assert rows.run_id.nunique() == 3 and sentence.startswith(f"{ranks}: not read, ")
 
 
 def test_rows_next_to_a_record_that_cannot_be_read_are_set_aside(folder: Path) -> None:
@@ -273,20 +199,3 @@ def test_rows_next_to_a_record_that_cannot_be_read_are_set_aside(folder: Path) -
     records.RunFiles(folder.parent, rows[0]).go_on({"run_id": "one"}, rows)
     for kind in ("ranks", "metrics"):
         assert (folder / f"one.{kind}.damaged.tsv").read_text() == f"a note of {kind}"
-
-
-def test_two_files_of_one_run_are_not_packed(pack: Script, folder: Path) -> None:
-    (folder / "copy.csv").write_bytes((folder / "one.csv").read_bytes())
-    assert "has several runs, or one that another file has" in one_error(pack(folder))
-
-
-def test_runs_in_folders_below_are_not_left_out_of_a_pack(pack: Script, folder: Path) -> None:
-    (folder / "more").mkdir()
-    (folder / "one.csv").rename(folder / "more" / "one.csv")
-    assert "has folders with more, such as more, to be packed first" in one_error(pack(folder))
-
-
-def test_no_file_is_replaced_nor_one_behind_a_link_written(pack: Script, folder: Path) -> None:
-    folder.with_suffix(".csv").symlink_to("mine")
-    assert "is there already" in one_error(pack(folder))
-    assert {*folder.parent.iterdir()} == {folder, folder.with_suffix(".csv")}

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "compare": ("runtime", "schema"),
     "advice": ("runtime", "schema", "compare"),
     "monitor": ("runtime", "schema", "jobs"),
-    "workshop": ("runtime", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
+    "workshop": ("runtime", "schema", "compare", "jobs.site", "jobs.slurm", "jobs.stages", "rank.staging"),
 }
 # What the doctor and the login node need before an environment exists.
 BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")

@@ -225,16 +225,16 @@ def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
 
 
 def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
-    """Read the epochs of all runs of a file, with the facts of each whole run from the files next to it."""
-    runs, of_ranks = {}, {}
+    """Read the epochs of all runs of a file, with what the file of ranks next to it says of a run."""
+    runs, of_ranks = {}, []
     with _skipping(skipped):
         runs = records.by_run(records.read(file))
     with _skipping(skipped):
-        of_ranks = records.by_run(records.read_ranks(file)) if runs and records.beside(file).exists() else {}
-    for run_id, epochs in runs.items():
+        of_ranks = records.read_ranks(file) if runs and records.beside(file).exists() else []
+    for epochs in runs.values():
         # Without the warm-up, if there is more.
         measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
-        ranks = [row for row in of_ranks.get(run_id, of_ranks.get("", [])) if row["epoch"] in measured]
+        ranks = [row for row in of_ranks if row["epoch"] in measured]
         of_the_run = {"file": str(file), "slow_rank": records.slow_rank(ranks)}
         yield from (epoch | of_the_run for epoch in sorted(epochs, key=lambda row: row["epoch"]))
 

@@ -2,8 +2,9 @@
 
 One file per run, one row per epoch; next to it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
 training with its own metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are replaced as a
-whole after every epoch, so a kill or a full disk never leaves half a row. One such file may hold many runs
-(compare/packed.py). This module also has the file of a job of the doctor, a row per size of its all-reduce.
+whole after every epoch, so a kill or a full disk never leaves half a row. A CSV
+with the rows of many runs is read as well. This module also has the file of a job of the doctor, a row per
+size of its all-reduce.
 """
 
 import csv
@@ -218,13 +219,10 @@ def read(path: Path) -> list[dict[str, object]]:
 def read_ranks(path: Path) -> list[dict[str, object]]:
     """Read the rows of the ranks next to a run's CSV, each cell as `RANK_COLUMNS` says.
 
-    `run_id` is the row's run if the CSV has several runs, else "".
-
     Raises:
         RecordError: as `read`.
     """
-    columns = {"run_id": OF_A_RUN["run_id"]} | RANK_COLUMNS
-    return _read(beside(path), columns, {"run_id": ""} | ADDED_TO_RANKS, delimiter="\t")
+    return _read(beside(path), RANK_COLUMNS, ADDED_TO_RANKS, delimiter="\t")
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:

@@ -10,8 +10,9 @@ Every exercise is a folder next to its stage's check.py, such as `01_clock`, and
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
 `HINTS` has three, each under a line that begins with `## `. There may also be `SOLUTION`, for each file of
 starter/ that changes a diff whose hunks begin with a line `@@`, `GIVEN`, folders of the repository by their
-place in mine/, and `RECORDED`, its files for learners who cannot run the exercise: logs, and CSVs of many
-runs, each with the names of the runs to take, or none for all. For test_exercises.py it has
+place in mine/, and `RECORDED`, what learners take who cannot run the exercise: a log, a folder with the
+files of runs, or a CSV with the rows of many runs, each with the names of the runs to take, or none for all
+that is there. For test_exercises.py it has
 `STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`, typical wrong answers: (file in
 mine/, text of the solution, its replacement, part of the resulting hint); for runs, the file may be
 `runs/*.csv`.
@@ -36,11 +37,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from trainkit.compare import packed
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import read_text, replacing
 from trainkit.runtime.startup import end_with
+from trainkit.schema import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
@@ -325,12 +326,22 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
         tell(f"Your own runs are kept in {relative(kept)}.")
     runs.mkdir()
     for name, run_ids in recorded.items():
-        if name.endswith(".csv"):
-            packed.unpack(repository / name, runs, run_ids)
+        path = repository / name
+        if path.is_dir():
+            shutil.copytree(path, runs, dirs_exist_ok=True)
+        elif path.suffix == ".csv":
+            _copy_runs(path, runs, run_ids)
         else:
-            shutil.copy(repository / name, runs)
+            shutil.copy(path, runs)
     tell(f"{exercise.name}: recorded runs are in {relative(runs)}.")
     return 0
+
+
+def _copy_runs(path: Path, folder: Path, run_ids: list[str]) -> None:
+    """Write the rows of these runs, or of all, in the CSV at `path` to a CSV for each run in `folder`."""
+    for run_id, rows in records.by_run(records.read(path)).items():
+        if not run_ids or run_id in run_ids:
+            records.put_table(folder / f"{run_id}.csv", records.COLUMNS, rows)
 
 
 def _solution(_: Workbook, exercise: Exercise) -> int:

@@ -61,7 +61,7 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader.csv": []}
+RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader": []}
 WRONG = [
     ("answers.txt", "waited = 60", "waited = 40", "for so long it trained"),
     ("answers.txt", "waited = 60", "waited = 0.6", "in percent"),

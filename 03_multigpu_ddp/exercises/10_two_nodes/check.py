@@ -33,11 +33,7 @@ The line `rank 1 on n2: ...` ends with `interface ... towards rank 0`. Each of t
 lines of epochs 2 and 3 of the logs: divide their mean on two nodes by their mean on one.
 """
 STARTS_WITH = "`prediction`"
-_EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
-RECORDED = {
-    f"{_EXERCISES}/runs.csv": ["ddp-20261122-023625-b4a10eee", "ddp-20261122-023724-b4896d8a"],
-    f"{_EXERCISES}/two.txt": [],
-}
+RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/two_nodes": []}
 WRONG = [
     ("runs/*.csv", ",2,2,2,CPU", ",4,2,4,CPU", "no run on 2 node(s) with two ranks"),
     ("runs/*.tsv", "\tn2\t", "\tn1\t", "one GPU on each of two nodes"),
