@@ -1,14 +1,12 @@
 """A run that is stopped, killed or moved goes on as if nothing had happened."""
 
 import copy
-import itertools
 import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from conftest import (
     start_stage,
     succeeded,
 )
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 
 from trainkit.rank.checkpoint import load_parts
 from trainkit.schema import records
@@ -179,30 +176,6 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, script: Script) -> Non
     assert not touched.exists()
 
 
-@pytest.mark.parametrize(
-    ("where", "forged", "sentence"),
-    [
-        (("schedule", "step_size"), 0, "cannot go on from {} (ZeroDivisionError: "),
-        (("optimizer", "state", 0), {"step": torch.tensor(3.0)}, "cannot go on from {} (KeyError: "),
-        (("optimizer", "param_groups", 0, "lr"), None, "{} does not fit this training (float() "),
-        (("part",), {"steps": 99, "seconds": 1.0, "learning_rate": 1.0, "losses": torch.ones(99)}, "step 99"),
-    ],
-)
-def test_what_a_later_step_cannot_use_is_one_sentence(
-    where: tuple, forged: object, sentence: str, tmp_path: Path, script: Script
-) -> None:
-    short = *options(tmp_path), "--train-size", 128
-    succeeded(script("single", *short, "--epochs", 1))
-    (path,) = (tmp_path / "checkpoints").glob("*.pt")
-    state = inner = torch.load(path, weights_only=True)
-    for name in where[:-1]:
-        inner = inner[name]
-    inner[where[-1]] = forged
-    torch.save(state, path)
-    assert sentence.format(path) in one_error(script("single", *short))
-    assert len(rows_of(tmp_path)) == 1
-
-
 def test_what_an_optimizer_keeps_is_laid_out_as_the_weights() -> None:
     """Fused, it pairs their numbers by the place in memory, and stages differ in channels_last."""
     torch.manual_seed(1)
@@ -220,21 +193,6 @@ def test_what_an_optimizer_keeps_is_laid_out_as_the_weights() -> None:
         optimizer.zero_grad()
         step(model, optimizer)
     torch.testing.assert_close(models[0].weight, models[1].weight)
-
-
-def test_another_schedule_is_named() -> None:
-    """What it adds to the optimizer does not make that another one."""
-    kinds = [partial(StepLR, step_size=3), partial(ExponentialLR, gamma=0.9)]
-    kinds += [partial(CosineAnnealingLR, T_max=9), partial(OneCycleLR, max_lr=1, total_steps=9)]
-    for one, other in itertools.permutations(kinds, 2):
-        before, after = ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1)} for _ in "12")
-        before |= {"schedule": one(before["optimizer"])}
-        state = {name: part.state_dict() for name, part in before.items()}
-        load_parts({"optimizer": after["optimizer"]}, state)
-        with pytest.raises(ValueError, match="it is of another schedule, by "):
-            load_parts(after | {"schedule": other(after["optimizer"])}, state)
-    with pytest.raises(ValueError, match="it has no state of schedule"):
-        load_parts(before, {"optimizer": state["optimizer"]})
 
 
 def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:

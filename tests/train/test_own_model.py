@@ -342,11 +342,14 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
     assert told["stopped"] == told["whole"]
 
 
-def test_a_mode_of_an_optimizer_does_not_stop_what_goes_on(script: Script, tmp_path: Path) -> None:
-    """It is True within an epoch, and False in a new one; amsgrad is for the user to choose."""
+def test_another_optimizer_or_schedule_does_not_go_on_and_a_mode_of_one_does(
+    script: Script, tmp_path: Path
+) -> None:
+    """The mode is True within an epoch, and False when the optimizer is made."""
     text = STORIES.replace("\ndef main():", WITH_A_MODE).replace(
         "torch.optim.AdamW(second", "Averaging(second"
     )
+    text = text.replace("None, here.size", "torch.optim.lr_scheduler.StepLR(first, 100), here.size")
     (own := tmp_path / "own.py").write_text(text)
     losses = {}
     for name, stop in (("whole", ""), ("stopped", "0 2")):
@@ -354,8 +357,14 @@ def test_a_mode_of_an_optimizer_does_not_stop_what_goes_on(script: Script, tmp_p
         done = succeeded(script(*given, ranks=1, env={"STOP": stop}))
         if stop:
             assert "stopped after step 3 of epoch 1" in done.stdout
-            own.write_text(text.replace("__init__(weights, lr)\n", "__init__(weights, lr, amsgrad=True)\n"))
-            assert "does not fit this training (its amsgrad is False)" in one_error(script(*given, ranks=1))
+            for before, after, part in (
+                ("__init__(weights, lr)\n", "__init__(weights, lr, amsgrad=True)\n", "critic_optimizer"),
+                ("(weights, lr)\n", "(weights, lr, weight_decay=0.1)\n", "critic_optimizer"),
+                ("torch.optim.SGD(", "torch.optim.Adam(", "optimizer"),
+                ("StepLR(first, 100)", "ExponentialLR(first, 0.5)", "schedule"),
+            ):
+                own.write_text(text.replace(before, after))
+                assert f"was made with the {part} " in one_error(script(*given, ranks=1))
             own.write_text(text)
             succeeded(script(*given, ranks=1))
         losses[name] = [row["train_loss"] for row in rows_of(tmp_path / name)]

@@ -5,9 +5,7 @@ network, the optimizer, the learning rate schedule, every rank's random numbers,
 CSV, so that the run continues under the same name. A network that is split over the ranks is whole in it.
 """
 
-import inspect
 import io
-import math
 import pickle
 import re
 import signal
@@ -22,7 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from trainkit.rank import identity
 from trainkit.rank.epoch import PartialEpoch, diverged
 from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
@@ -32,7 +32,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import inner_optimizer, pack, save
 from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
-from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, Stopped, UserError, first_line, tell
+from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, locked
 from trainkit.schema.columns import TUTORIAL_MODEL
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
 
 VERSION = 2
-# What optimizers keep for each number of a parameter.
-OF_ITS_SHAPE = {"acc_delta", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
 # The names that a checkpoint itself uses.
 ITS_OWN = {"version", "epoch", "part", "random_numbers", "each_rank", "split", "options", "run"}
 ITS_OWN |= {"precision", "folder"}
@@ -73,12 +71,18 @@ class Checkpoints:
         each_rank: dict[str, object] | None = None,
     ) -> None:
         # Without the wrappers, so every stage can load it.
-        self._model, self._optimizer = unwrapped(model), parts["optimizer"]
+        self._model = unwrapped(model)
         self._parts = {"model": self._model} | parts
         if sharded:
             del self._parts["model"], self._parts["optimizer"]
         # What identifies this training.
         self._identity = options.shaping() | {"dataset": dataset, "model": class_name(model)}
+        for name, part in parts.items():
+            # Before it loads anything: as the script has made it.
+            if isinstance(part, torch.optim.Optimizer):
+                self._identity[name] = identity.of_optimizer(part, split=sharded is not None)
+            elif isinstance(part, LRScheduler):
+                self._identity[name] = type(part).__name__
         self._options, self._log, self._folder = options, log, options.checkpoint_dir
         self._sharded, self._each_rank = sharded, each_rank or {}
         self._first_epoch, self._part = 1, None
@@ -192,9 +196,7 @@ class Checkpoints:
                 raise ValueError(f"it also has the state of {min(left)}")
             load_parts(self._parts, state)
             if self._sharded:
-                before = self._optimizer.state_dict()["param_groups"]
                 self._sharded.load_state_dict(state)
-                _check_groups(self._optimizer, before)
             if bool(self._each_rank) != ("each_rank" in state):
                 raise ValueError(f"it has {'a' if 'each_rank' in state else 'no'} state of each rank")
             if self._each_rank:
@@ -204,7 +206,6 @@ class Checkpoints:
             self._part = state["part"] and PartialEpoch(**state["part"])
             there = Path(state.get("folder", self._folder))  # which earlier versions do not say
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
-        RESUMED.append(path)
         process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 
     def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
@@ -219,12 +220,16 @@ class Checkpoints:
         asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
         differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
         unknown = [name for name in asked if name not in was and asked[name] is not None]
-        earlier = [f"{_option_name(name)} {was[name]}" for name in differ]
+        earlier = [f"{self._option_name(name)} {was[name]}" for name in differ]
         if earlier or unknown:
-            earlier = earlier or [f"another script, without {_option_name(unknown[0])}"]
+            earlier = earlier or [f"another script, without {self._option_name(unknown[0])}"]
             earlier = ", ".join(earlier).replace("None", "not given")
             raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
         set_precision(self._model, was["precision"])
+
+    def _option_name(self, name: str) -> str:
+        is_option = name == "precision" or name in self._options.shaping()
+        return f"--{name.replace('_', '-')}" if is_option else f"the {name}"
 
     def _write(self, path: Path, state: dict) -> None:
         state |= {name: thing.state_dict() for name, thing in self._parts.items()}
@@ -247,10 +252,6 @@ def report_stop(text: str, folder: Path) -> None:
     what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
     with explained(what, f"submit it again, to go on from {folder.absolute()}."):
         job_folder.note_stop(folder)
-
-
-def _option_name(name: str) -> str:
-    return f"the {name}" if name in ("dataset", "model") else f"--{name.replace('_', '-')}"
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -329,55 +330,43 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     """Load into each of `parts` what `state` has under its name.
 
     Raises:
-        ValueError: if an optimizer or a schedule would take what it should not. For other things that do not
-            fit, PyTorch also raises other errors, some in a later step (errors.by_what_was_saved).
+        ValueError: if there is nothing. For what does not fit, PyTorch also raises other errors.
     """
     for name, part in parts.items():
         if name not in state:
             raise ValueError(f"it has no state of {name}")
-        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            differ = {key for key in part.state_dict().keys() ^ state[name].keys() if not key.startswith("_")}
-            if differ := differ - {"verbose"}:  # of an earlier PyTorch
-                raise ValueError(f"it is of another schedule, by {min(differ)}")
-        is_optimizer = isinstance(part, torch.optim.Optimizer)
-        before = part.state_dict()["param_groups"] if is_optimizer else []
-        part.load_state_dict(state[name])
-        if is_optimizer:
-            for own, group in zip(before, part.param_groups, strict=True):
-                if missing := own.keys() & part.defaults.keys() - group.keys():  # a schedule adds some
-                    raise ValueError(f"it is of another optimizer, without {min(missing)}")
-            _check_groups(part, before)
-            if type(part).__module__.startswith("torch.optim"):  # others may keep theirs otherwise
-                _lay_out(part.state)
+        if isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, object]]) -> None:
-    """Raise a ValueError if an optimizer has loaded other switches than `before`, or no learning rate."""
-    optimizer = inner_optimizer(optimizer)
-    # Switches are what its class takes. What else a group has may change in a training, such as the mode
-    # of a schedule-free optimizer, or what a script notes there.
-    kinds = type(optimizer).__mro__
-    taken = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
-    for own, group in zip(before, optimizer.param_groups, strict=True):
-        # The checkpoint may come from another stage.
-        group.update({name: own[name] for name in KERNELS if name in own})
-        for key in taken & own.keys():
-            if isinstance(own[key], bool) and group.get(key, own[key]) is not own[key]:
-                raise ValueError(f"its {key} is {group[key]}")
-        if own.get("lr") is not None and not 0 <= float(group["lr"]) < math.inf:  # Adafactor may have none
-            raise ValueError(f"its learning rate is {group['lr']}")
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
+    """Load the state of an optimizer, which computes with the kernels that this process has chosen for it.
+
+    The checkpoint may come from another stage or device: with DataParallel, for example, older releases of
+    PyTorch refuse fused kernels.
+    """
+    inner = inner_optimizer(optimizer)
+    for saved, own in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
+        saved.update({name: own[name] for name in KERNELS & own.keys()})
+    optimizer.load_state_dict(state)
+    _lay_out(inner.state)
 
 
 @torch.no_grad()
-def _lay_out(state: dict) -> None:
-    """Lay out in memory what an optimizer keeps as its parameters are: a fused one goes by the place."""
+def _lay_out(state: dict[torch.Tensor, dict[str, object]]) -> None:
+    """Lay out in memory what an optimizer keeps for each number of a parameter as the parameter itself is.
+
+    The network is in channels_last in stage 03 and not in the others, and PyTorch loads a tensor with the
+    strides that it was saved with. A fused optimizer pairs the numbers of both by their place in memory: it
+    would train on with the wrong ones, without a word.
+    """
     for parameter, kept in state.items():
-        for key in OF_ITS_SHAPE & kept.keys():
-            if isinstance(value := kept[key], torch.Tensor):
-                if value.shape != parameter.shape:
-                    raise ValueError(f"its {key} has the shape {tuple(value.shape)}")
-                if value.stride() != parameter.stride() or value.device != parameter.device:
-                    kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        for key, value in kept.items():
+            same_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if same_shape and value.stride() != parameter.stride():
+                kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:

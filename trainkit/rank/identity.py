@@ -56,11 +56,14 @@ def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
     return math.nan if lr is None else float(lr)
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+def of_optimizer(optimizer: torch.optim.Optimizer, split: bool = False) -> str:
     """Describe an optimizer without its learning rate, as `SGD momentum=0.9 dampening=0 weight_decay=0`.
 
     What differs between its groups of weights is listed in their order, as `weight_decay=0.1|0`, and the
     learning rates by their ratio to the first, as `lr=x1|x0.1`.
+
+    Args:
+        split: each rank has some of the weights, so that their number is not told.
     """
     groups = optimizer.param_groups
     # OneCycleLR and CyclicLR change these in every step.
@@ -75,7 +78,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     rates = [base_lr(optimizer, number) for number in range(len(groups))]
     if len(set(rates)) > 1:
         said["lr"] = _of_groups([f"x{rate / rates[0] if rates[0] else rate:.4g}" for rate in rates])
-    if len(groups) > 1:
+    if len(groups) > 1 and not split:
         said["tensors"] = _short("|".join(str(len(group["params"])) for group in groups))
     return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
 

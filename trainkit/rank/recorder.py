@@ -18,7 +18,7 @@ from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import check_equal, check_whole, inner_optimizer, save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import RESUMED, STOP_SIGNALS, UserError, first_line, hear_stop
+from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line, hear_stop
 from trainkit.schema.columns import OWN_LOOP
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
@@ -202,7 +202,6 @@ class Recorder:
             if left := state.keys() - parts.keys():
                 raise ValueError(f"it also has the state of {min(left)}, which load is not given")
             load_parts(parts, state)
-            RESUMED.append(Path(path))
 
     def _read(self, path: Path) -> dict:
         """Return what `save` has written, and whether it was written there."""

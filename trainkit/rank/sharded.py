@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from trainkit.rank.recipes import KERNELS
 from trainkit.rank.weights import is_split
 from trainkit.runtime import process_group
 from trainkit.runtime.errors import UserError
@@ -52,8 +53,13 @@ class Sharded:
             ValueError: if it comes from another network or optimizer.
         """
         parts = self._parts()
+        # This process chooses how the optimizer computes.
+        kernels = {
+            name: value for name, value in parts["optimizer"].items() if name.rpartition(".")[2] in KERNELS
+        }
         for name, own in parts.items():
             _take(own, state[name])
+        parts["optimizer"].update(kernels)
         given = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
         set_state_dict(self._model, self._optimizer, **given, options=self._by_name)
 

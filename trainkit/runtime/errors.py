@@ -24,7 +24,6 @@ from trainkit.runtime.place import rank_of
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 REPOSITORY = Path(__file__).resolve().parents[2]
 FRONT_DOORS = {REPOSITORY / name for name in ("results", "slurm", "tools")}
-RESUMED: list[Path] = []  # the saved trainings that this process goes on with
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -87,8 +86,6 @@ def run(main: Callable[[], int | None]) -> None:
                 "that is the reason.",
                 "lost",
             )
-        if sentence := by_what_was_saved(error):
-            fail(sentence)
         note("failed", f"error{_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
     note("finished", words)
@@ -116,7 +113,7 @@ def quiet_without_run() -> None:
     """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = str(error) if issubclass(kind, UserError) else _limited(error) or by_what_was_saved(error)
+        text = str(error) if issubclass(kind, UserError) else _limited(error)
         if text:
             text = f"error{_which_rank()}: {text}"
             note("failed", text)
@@ -180,20 +177,6 @@ def _printable_lines(text: str) -> str:
 def _which_rank() -> str:
     """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
     return f" on rank {rank_of()}" if rank_of() else ""
-
-
-def by_what_was_saved(error: BaseException) -> str | None:
-    """Explain an error of PyTorch's optimizers, schedules and scalers that go on with a saved training.
-
-    They take what a file has for them, and fail with it in a later step.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not RESUMED or not any(re.search("/torch/(optim|amp)/", frame.filename) for frame in frames):
-        return None
-    return (
-        f"the optimizer, its schedule or scaler cannot go on from {RESUMED[-1]} ({type(error).__name__}: "
-        f"{first_line(error)}): go on from another, or start over."
-    )
 
 
 def _limited(error: BaseException) -> str | None:
