@@ -9,6 +9,8 @@ RUN := $(VENV)/bin/python
 ARGS ?=
 NODES ?= 2
 GPUS ?= 2
+# The release of Slurm that the practice cluster has, also for the tests: own, 22.05, 24.11 or newest.
+SLURM := own
 
 # An upgrade may take away the Python that it was made with; so does a module that is not loaded.
 ifneq ($(filter-out help clean cluster-%,$(MAKECMDGOALS)),)
@@ -30,7 +32,7 @@ help:
 	@echo "make cluster-up    start a Slurm cluster on this machine to practise on: slurm/practice_cluster"
 	@echo "make cluster-down  stop it and remove it"
 	@echo "make clean     remove the environments .venv* (results stay)"
-	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2'
+	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2 SLURM=24.11'
 
 learn: $(VENV)/ready
 	@$(RUN) -m trainkit.workshop.learn
@@ -41,6 +43,8 @@ compare: $(VENV)/ready
 # Many jobs on a cluster: slurm/sweep.py --help.
 sweep: $(VENV)/ready
 	@$(RUN) slurm/sweep.py $(ARGS)
+
+test test-all test-lowest test-middle: export PRACTICE_SLURM = $(SLURM)
 
 test: $(VENV)/ready
 	@$(RUN) -m pytest -m "not full" $(ARGS)
@@ -69,7 +73,7 @@ lessons: $(VENV)/ready
 
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:
-	@$(PYTHON) slurm/practice_cluster/cluster.py up --nodes $(NODES) --gpus $(GPUS) $(ARGS)
+	@$(PYTHON) slurm/practice_cluster/cluster.py up --slurm $(SLURM) --nodes $(NODES) --gpus $(GPUS) $(ARGS)
 
 cluster-down:
 	@$(PYTHON) slurm/practice_cluster/cluster.py down $(ARGS)

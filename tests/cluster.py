@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY
 
+# The release of Slurm, by its name: `up --slurm`.
+SLURM = os.environ.get("PRACTICE_SLURM", "own")
 PROGRAM = REPOSITORY / "slurm" / "practice_cluster" / "cluster.py"
 UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED"}
 UNFINISHED |= {"SIGNALING"}  # for a moment, when a job is preempted
@@ -81,7 +83,7 @@ def _fields(line: str) -> dict[str, str]:
 
 @contextmanager
 def running_cluster(
-    *options: object, nodes: int = 2, gpus: int = 2, accounting: bool = False
+    *options: object, slurm: str = SLURM, nodes: int = 2, gpus: int = 2, accounting: bool = False
 ) -> Iterator[RunningCluster]:
     """A cluster of this test run's own.
 
@@ -89,7 +91,8 @@ def running_cluster(
     """
     _clear_abandoned()
     name = f"test-{os.getpid()}-{next(numbers)}"
-    options += ("--nodes", nodes, "--gpus", gpus, *([] if accounting else ["--no-accounting"]))
+    options += ("--slurm", slurm, "--nodes", nodes, "--gpus", gpus)
+    options += () if accounting else ("--no-accounting",)
     started = run_program("up", "--name", name, *options, timeout=600)
     try:
         if started.returncode != 0 and os.environ.get("REQUIRE_CLUSTER") == "1":

@@ -50,6 +50,12 @@ def parse() -> argparse.Namespace:
         return added
 
     options = add(up)
+    options.add_argument(
+        "--slurm",
+        choices=software.NAMES,
+        default=software.OWN,
+        help="the release: this machine's own (default), that of Debian 12 or 13, or the newest one there is",
+    )
     options.add_argument("--nodes", type=number(1, 16), default=2)
     options.add_argument("--gpus", type=number(0, 16), default=2, help="virtual GPUs per node (default: 2)")
     options.add_argument("--cpus", type=number(1, 256), default=4, help="CPUs per node (default: 4)")
@@ -200,7 +206,7 @@ def description(cluster: Cluster) -> list[str]:
     where += f", with a network of {cluster.mbit} Mbit/s" if cluster.mbit else ""
     option = "" if cluster.name == "practice" else f" --name {cluster.name}"
     return [
-        f"{cluster.name} is up: {', '.join(cluster.node_names)}; {where}.",
+        f"{cluster.name} is up, with Slurm {cluster.version}: {', '.join(cluster.node_names)}; {where}.",
         f"GPUs: {cluster.gpus} per node. They are virtual: what trains in them runs on the CPU.",
         f"Accounting (sacct): {'on' if cluster.accounting else 'off'}.",
         f"Next: {Path(sys.argv[0])} shell{option}",
@@ -270,31 +276,35 @@ def clear(name: str) -> None:
 
 def prepare(arguments: argparse.Namespace) -> Cluster:
     """Get the software and write the cluster's files."""
-    software.ensure(accounting=not arguments.no_accounting)
+    slurm = software.Slurm(arguments.slurm)
+    slurm.ensure(accounting=not arguments.no_accounting)
     cluster = Cluster(
         name=arguments.name,
+        slurm=arguments.slurm,
+        version=slurm.version(),
         nodes=arguments.nodes,
         gpus=arguments.gpus,
         cpus=arguments.cpus,
         # What the job scripts ask for, 8 GB for each GPU: training on virtual ones takes 1 GB.
         memory=max(machine_memory() // arguments.nodes, 8192 * max(arguments.gpus, 2)),
-        hosts=arguments.mode != "one-host" and hosts_are_allowed(arguments),
+        hosts=arguments.mode != "one-host" and hosts_are_allowed(slurm, arguments),
         mbit=arguments.bandwidth,
-        accounting=not arguments.no_accounting and software.has_accounting(),
+        accounting=not arguments.no_accounting and slurm.has_accounting(),
         first_port=free_ports(arguments.name, config.FIRST_SLURMD_PORT + arguments.nodes),
     )
     config.write(cluster)
     return cluster
 
 
-def hosts_are_allowed(arguments: argparse.Namespace) -> bool:
+def hosts_are_allowed(slurm: software.Slurm, arguments: argparse.Namespace) -> bool:
     """Return whether this user may make hosts; raise a ClusterError if they are requested and not allowed."""
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add type bridge && ip link add type veth"
     if arguments.bandwidth:
         attempt += " && tc qdisc add dev veth0 root tbf rate 1mbit burst 70kb latency 50ms"
     command = ["unshare", *processes.NAMESPACES, "sh", "-c", attempt]
+    environment = os.environ | {"PATH": slurm.search_path()}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=software.environment())
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         refusal = done.stderr.strip() if done.returncode else ""
     except FileNotFoundError:
         refusal = "there is no unshare"

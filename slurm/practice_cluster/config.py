@@ -2,15 +2,13 @@
 
 import os
 import pwd
-import re
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
-import software
-from state import Cluster, ClusterError, slurm_conf
+from software import COMMANDS, DAEMONS, OWN, Slurm
+from state import Cluster, slurm_conf
 
 HERE = Path(__file__).resolve().parent
 # Offsets from the cluster's first port.
@@ -21,7 +19,7 @@ def write(cluster: Cluster) -> None:
     """Write everything that the daemons of `cluster` need into its folder, which is empty."""
     for name in ("bin", "exec", "dev", "log", "spool", "slurmctld", "database", "tmp"):
         (cluster.folder / name).mkdir()
-    (cluster.folder / "packages").symlink_to(software.UNPACKED)
+    (cluster.folder / "packages").symlink_to(Slurm(cluster.slurm).unpacked)
     _write_commands(cluster)
     (cluster.folder / "task_prolog.sh").symlink_to(HERE / "task_prolog.sh")
     (cluster.folder / "munge.key").write_bytes(os.urandom(128))
@@ -43,13 +41,17 @@ def write_slurm_conf(cluster: Cluster) -> None:
 
 def _write_commands(cluster: Cluster) -> None:
     """Fill bin/ with the programs."""
-    for name in software.DAEMONS + software.COMMANDS:
-        program = software.find(name)
+    slurm = Slurm(cluster.slurm)
+    for name in DAEMONS + COMMANDS:
+        program = slurm.find(name)
         if not program:
             continue
         command = [str(program)]
-        if program.is_relative_to(software.UNPACKED):
-            command = _unpacked_command(cluster, name, program)
+        if program.is_relative_to(slurm.unpacked):
+            # The link gives the process its name: without it `ps` would show slurmd-wlm.
+            link = cluster.folder / "exec" / name
+            link.symlink_to(program)
+            command = [str(link)]
         if name == "slurmstepd":
             command = [sys.executable, "-I", "-S", str(HERE / "adopt.py"), *command]
         script = cluster.folder / "bin" / name
@@ -57,30 +59,12 @@ def _write_commands(cluster: Cluster) -> None:
         script.chmod(0o755)
 
 
-def _unpacked_command(cluster: Cluster, name: str, program: Path) -> list[str]:
-    """Return the command of an unpacked program, which needs the unpacked libraries.
-
-    Daemons can use the variable for that, as they do not pass it to jobs. From sbatch and srun it would reach
-    the jobs, so there the libraries are on the dynamic loader's command line. The link in exec/ gives the
-    process its name: without it `ps` would show slurmd-wlm, and the loader instead of srun.
-    """
-    link = cluster.folder / "exec" / name
-    if software.brings_its_c_library():
-        link.symlink_to(_short(cluster, program))
-        return [str(link)]
-    library_path = ":".join(_short(cluster, library) for library in software.libraries())
-    if name in software.DAEMONS:
-        link.symlink_to(_short(cluster, program))
-        return ["env", f"LD_LIBRARY_PATH={library_path}", str(link)]
-    link.symlink_to(software.loader(program))
-    return [str(link), "--argv0", name, "--library-path", library_path, _short(cluster, program)]
-
-
 def _short(cluster: Cluster, path: Path) -> str:
     """Return the path; for an unpacked file through the cluster's link, without spaces and colons."""
-    if not path.is_relative_to(software.UNPACKED):
+    unpacked = Slurm(cluster.slurm).unpacked
+    if not path.is_relative_to(unpacked):
         return str(path)
-    return str(cluster.folder / "packages" / path.relative_to(software.UNPACKED))
+    return str(cluster.folder / "packages" / path.relative_to(unpacked))
 
 
 def _hosts(cluster: Cluster) -> str:
@@ -172,9 +156,12 @@ def _user() -> str:
 
 def _plugin_dir(cluster: Cluster) -> str:
     """Return the line that says where Slurm's plugins are, if some are not in its default place."""
-    unpacked = {plugin.parent for plugin in software.UNPACKED.glob("usr/lib/*/slurm*/*_*.so")}
+    slurm = Slurm(cluster.slurm)
+    unpacked = {plugin.parent for plugin in slurm.unpacked.glob("usr/lib/*/slurm*/*_*.so")}
     installed = {plugin.parent for plugin in Path("/usr/lib").glob("*/slurm*/*_*.so")}
-    places = [_short(cluster, place) for place in sorted(unpacked) + sorted(installed)]
+    # Those that the machine has installed are of another release, unless the release is its own.
+    used = sorted(unpacked) + (sorted(installed) if slurm.name == OWN else [])
+    places = [_short(cluster, place) for place in used]
     return f"PluginDir={':'.join(places)}" if unpacked else ""
 
 
@@ -207,15 +194,8 @@ def _task_prolog(cluster: Cluster) -> str:
 
 
 def _version(cluster: Cluster) -> tuple[int, ...]:
-    """Return Slurm's version, such as (22, 5, 8): year and month of its release, and its update."""
-    command = [cluster.folder / "bin" / "slurmctld", "-V"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if not (found := re.search(r"(\d+)\.(\d+)\.(\d+)", done.stdout)):
-        raise ClusterError(
-            f"slurmctld does not start here ({done.stderr.strip() or done.returncode}): remove "
-            f"{software.UNPACKED}, and try again."
-        )
-    return tuple(map(int, found.groups()))
+    """Return Slurm's version in numbers, such as (22, 5, 8)."""
+    return tuple(map(int, cluster.version.split(".")))
 
 
 def _slurmdbd_conf(cluster: Cluster) -> str:
@@ -238,7 +218,7 @@ StoragePass=slurm
 
 def _write_database(cluster: Cluster) -> None:
     """Write a small, non-durable database, reachable only by its socket, in a folder private to its owner."""
-    tables = _database_tables()
+    tables = _database_tables(cluster)
     (cluster.folder / "mariadb.cnf").write_text(f"""\
 [mariadbd]
 user={_user()}
@@ -261,7 +241,7 @@ aria_log_file_size=8M
     (cluster.folder / "tables.sql").write_text(sql)
 
 
-def _database_tables() -> Path:
+def _database_tables(cluster: Cluster) -> Path:
     """Return MariaDB's own list of the tables that every database starts with."""
-    shares = (software.UNPACKED / "usr" / "share", Path("/usr/share"))
+    shares = (Slurm(cluster.slurm).unpacked / "usr" / "share", Path("/usr/share"))
     return next(tables for share in shares for tables in share.glob("m*/m*_system_tables.sql"))

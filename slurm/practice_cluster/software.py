@@ -1,7 +1,10 @@
-"""Slurm, munge and MariaDB: the system's own if they are installed, else unpacked into a folder here."""
+"""Slurm, munge and MariaDB: the system's own if they are installed, else packages unpacked into a folder.
+
+The unpacked programs use the C library and the other libraries that were unpacked with them, so that the
+packages of another release of Debian run on this machine as well.
+"""
 
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -12,11 +15,8 @@ from pathlib import Path
 from state import ClusterError
 
 HERE = Path(__file__).resolve().parent
-# A folder with another release of Slurm, unpacked, takes the place of both.
-GIVEN = os.environ.get("PRACTICE_SLURM", "")
-UNPACKED = Path(GIVEN).resolve() if GIVEN else HERE / "packages"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-FOLDERS = ["usr/sbin", "usr/bin", "sbin", "bin"]
+FOLDERS = ["usr/sbin", "usr/bin"]
 ACCOUNTING_DAEMONS = ["slurmdbd", "mariadbd"]
 DAEMONS = ["munged", "slurmctld", "slurmd", "slurmstepd", *ACCOUNTING_DAEMONS]
 COMMANDS = [
@@ -25,112 +25,173 @@ COMMANDS = [
 ]
 OPTIONAL = [*ACCOUNTING_DAEMONS, "tc"]
 CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
+# Of the packages that these need only those that they use: parts of themselves, and libraries.
+USED_PACKAGES = r"(lib|slurm|mariadb-server|munge|iproute2|patchelf)"
+OWN = "own"
+# The release of Debian whose packages hold the named release of Slurm.
+DEBIAN = {"22.05": "bookworm", "24.11": "trixie", "newest": "sid"}
+NAMES = [OWN, *DEBIAN]
+DEBIAN_URL = "http://deb.debian.org/debian"  # apt checks the signatures of what comes from there
+DEBIAN_KEYS = Path("usr/share/keyrings/debian-archive-keyring.gpg")
 
 
-def ensure(accounting: bool) -> None:
-    """Unpack what the system lacks, unless that was done before, or a folder is given.
+class Slurm:
+    """A release of Slurm by its name: one of `NAMES`.
 
-    Raise a ClusterError if it is not available; what only the accounting needs may be missing.
+    `own` is what the machine has installed, or else what its distribution has packaged.
     """
-    if GIVEN:
-        if missing():
-            raise ClusterError(f"PRACTICE_SLURM is {GIVEN}, which lacks {', '.join(missing())}: correct it.")
-        return
-    try:
-        file = os.open(HERE / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # waits for no pipe
-    except OSError as error:
-        raise ClusterError(f"cannot write to {HERE} ({error.strerror}): make it writable.") from error
-    with os.fdopen(file, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (missing() or accounting and not has_accounting()) and not UNPACKED.exists():
-            try:
-                _unpack()
-            except ClusterError:
-                if missing():
-                    raise
-    if missing():
-        raise ClusterError(f"{UNPACKED} lacks {', '.join(missing())}: delete that folder, and try again.")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.unpacked = HERE / "packages" / name
+
+    def ensure(self, accounting: bool) -> None:
+        """Unpack what the system lacks, unless that was done before.
+
+        Raise a ClusterError if it is not available; what only the accounting needs may be missing.
+        """
+        try:
+            (HERE / "packages").mkdir(exist_ok=True)
+            file = os.open(HERE / "packages.lock", os.O_RDWR | os.O_CREAT, 0o644)  # waits for no pipe
+        except OSError as error:
+            raise ClusterError(f"cannot write to {HERE} ({error.strerror}): make it writable.") from error
+        with os.fdopen(file, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (self.missing() or accounting and not self.has_accounting()) and not self.unpacked.exists():
+                try:
+                    self._unpack()
+                except ClusterError:
+                    if self.missing():
+                        raise
+            if self.missing():
+                raise ClusterError(
+                    f"{self.unpacked} lacks {', '.join(self.missing())}: delete that folder, and try again."
+                )
+            if self.unpacked.exists():
+                self._link_to_own_libraries()
+
+    def find(self, program: str) -> Path | None:
+        """Return the program's file: for `own` the system's if it is installed, else the unpacked one."""
+        if self.name == OWN and (installed := shutil.which(program, path=SYSTEM_PATH)):
+            return Path(installed)
+        # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
+        names = (program, f"{program}-wlm")
+        places = [self.unpacked / folder / name for folder in FOLDERS for name in names]
+        return next((place for place in places if place.exists()), None)
+
+    def missing(self) -> list[str]:
+        """List the programs that a cluster needs and that are missing."""
+        needed = [name for name in DAEMONS + COMMANDS if name not in OPTIONAL]
+        return [name for name in needed if not self.find(name)]
+
+    def has_accounting(self) -> bool:
+        return all(self.find(name) for name in ACCOUNTING_DAEMONS)
+
+    def search_path(self) -> str:
+        """Return the PATH of a program started before the cluster has its own commands."""
+        return ":".join([*(str(self.unpacked / folder) for folder in FOLDERS), SYSTEM_PATH])
+
+    def version(self) -> str:
+        """Return Slurm's version, such as 24.11.5: year and month of its release, and its update."""
+        slurmctld = self.find("slurmctld")
+        done = subprocess.run([slurmctld, "-V"], capture_output=True, text=True)
+        if not (found := re.search(r"\d+\.\d+\.\d+", done.stdout)):
+            raise ClusterError(
+                f"{slurmctld} does not start ({done.stderr.strip() or done.returncode}): remove "
+                f"{self.unpacked}, and try again."
+            )
+        return found[0]
+
+    def _unpack(self) -> None:
+        """Fill the folder with the release's packages, or leave no folder at all."""
+        if not shutil.which("apt-get") or not shutil.which("dpkg"):
+            wanting = "Slurm" if self.name != OWN else ", ".join(self.missing())
+            raise ClusterError(
+                f"this machine has no {wanting}, and no apt-get to fetch them with: "
+                "install Slurm and munge, or use Debian or Ubuntu."
+            )
+        print("Downloading Slurm (once) ...", flush=True)
+        for leftover in HERE.glob("unpacking-*"):
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix="unpacking-", dir=HERE) as temporary:
+            here = Path(temporary)
+            root = here / "root"
+            for package in self._download(here):
+                _run(["dpkg", "-x", str(package), str(root)])
+            # Older packages have files in /bin and /lib. On a system those are links to the ones in /usr.
+            for folder in ("bin", "sbin", "lib"):
+                if (root / folder).exists():
+                    shutil.copytree(root / folder, root / "usr" / folder, symlinks=True, dirs_exist_ok=True)
+                    shutil.rmtree(root / folder)
+            for unused in ("doc", "man", "locale"):
+                shutil.rmtree(root / "usr" / "share" / unused, ignore_errors=True)
+            root.rename(self.unpacked)
+
+    def _download(self, here: Path) -> list[Path]:
+        """Download the release's packages, with the libraries that they need, into `here`."""
+        # Lists and caches of our own, so that neither root nor up-to-date lists of the system are needed.
+        (here / "lists" / "partial").mkdir(parents=True)
+        (here / "cache" / "archives" / "partial").mkdir(parents=True)
+        # As if nothing were installed: the C library comes along.
+        (here / "status").touch()
+        options = [f"Dir::State::Lists={here / 'lists'}", f"Dir::Cache={here / 'cache'}"]
+        options += [f"Dir::State::status={here / 'status'}", "Acquire::Languages=none"]
+        options += ["Debug::NoLocking=1", "APT::Sandbox::User=root"]
+        if self.name != OWN:
+            options += self._debian_sources(here, options)
+        flags = _as_flags(options)
+        _run(["apt-get", *flags, "update"])
+        databases = _run(["apt-cache", *flags, "pkgnames", "mariadb-server-core"]).split()
+        wanted = [*CLUSTER_PACKAGES, "patchelf", *(["slurmdbd", max(databases)] if databases else [])]
+        plan = _run(["apt-get", *flags, "--simulate", "--no-install-recommends", "install", *wanted])
+        needed = re.findall(r"^Inst (\S+) \(", plan, re.MULTILINE)
+        used = [name for name in needed if re.match(USED_PACKAGES, name)]
+        _run(["apt-get", *flags, "download", *used], cwd=here)
+        return sorted(here.glob("*.deb"))
+
+    def _debian_sources(self, here: Path, options: list[str]) -> list[str]:
+        """Return apt's options for packages of the Debian that holds this release, and of nothing else."""
+        keys = Path("/") / DEBIAN_KEYS
+        if not keys.exists():  # on Ubuntu, which has them in a package
+            _run(["apt-get", *_as_flags(options), "update"])
+            _run(["apt-get", *_as_flags(options), "download", "debian-archive-keyring"], cwd=here)
+            (package,) = here.glob("debian-archive-keyring_*.deb")
+            _run(["dpkg", "-x", str(package), str(here / "keyring")])
+            package.unlink()
+            keys = here / "keyring" / DEBIAN_KEYS
+        source = f"Types: deb\nURIs: {DEBIAN_URL}\nSuites: {DEBIAN[self.name]}\nComponents: main\n"
+        (here / "debian.sources").write_text(f"{source}Signed-By: {keys}\n")
+        unused = ("SourceParts", "Preferences", "PreferencesParts")
+        return [
+            f"Dir::Etc::SourceList={here / 'debian.sources'}",
+            *(f"Dir::Etc::{setting}=/dev/null" for setting in unused),
+        ]
+
+    def _link_to_own_libraries(self) -> None:
+        """Write into each unpacked program where its loader and its libraries are, unless that is there.
+
+        The loader's path is an absolute one, so this is done again when the checkout has been moved. Without
+        it: LD_LIBRARY_PATH would reach the jobs, and a loader on the command line is lost where slurmctld
+        starts itself again.
+        """
+        (loader,) = self.unpacked.glob("usr/lib/*/ld-linux*.so.*")
+        libraries = loader.parent
+        patchelf = [loader, "--library-path", libraries, self.unpacked / "usr" / "bin" / "patchelf"]
+        programs = {name: self.find(name) for name in DAEMONS + COMMANDS}
+        for program in programs.values():
+            ours = program and program.is_relative_to(self.unpacked)
+            if not ours or b"\0" + os.fsencode(loader) + b"\0" in program.read_bytes():
+                continue
+            changed = program.with_name(f"{program.name}.new")
+            search = f"$ORIGIN/../lib/{libraries.name}"
+            places = ["--force-rpath", "--set-rpath", f"{search}:{search}/slurm-wlm"]
+            interpreter = ["--set-interpreter", loader]
+            _run([*map(str, [*patchelf, *interpreter, *places, "--output", changed, program])])
+            changed.replace(program)
 
 
-def find(program: str) -> Path | None:
-    """Return the program's file: the system's own, else the unpacked one; of a given folder first."""
-    installed = shutil.which(program, path=SYSTEM_PATH)
-    # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
-    names = (program, f"{program}-wlm")
-    places = [UNPACKED / folder / name for folder in FOLDERS for name in names]
-    unpacked = next((place for place in places if place.exists()), None)
-    system = Path(installed) if installed else None
-    return (unpacked or system) if GIVEN else (system or unpacked)
-
-
-def brings_its_c_library() -> bool:
-    """Return whether the unpacked programs name libraries of their own, and need no variable for them."""
-    return bool(list(UNPACKED.glob("usr/lib/*/ld-linux*.so.*")))
-
-
-def missing() -> list[str]:
-    """List the programs that a cluster needs and that are missing."""
-    needed = [name for name in DAEMONS + COMMANDS if name not in OPTIONAL]
-    return [name for name in needed if not find(name)]
-
-
-def has_accounting() -> bool:
-    return all(find(name) for name in ACCOUNTING_DAEMONS)
-
-
-def libraries() -> list[Path]:
-    """List the folders with the unpacked shared libraries."""
-    files = itertools.chain(UNPACKED.glob("lib/**/lib*.so*"), UNPACKED.glob("usr/lib/**/lib*.so*"))
-    return sorted({file.parent for file in files})
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a program started before the cluster has its own commands."""
-    path = [*(str(UNPACKED / folder) for folder in FOLDERS), SYSTEM_PATH]
-    environment = os.environ | {"PATH": ":".join(path)}
-    if not brings_its_c_library():
-        environment["LD_LIBRARY_PATH"] = ":".join(map(str, libraries()))
-    return environment
-
-
-def loader(program: Path) -> str:
-    """Return the dynamic loader named in the program's header, such as /lib64/ld-linux-x86-64.so.2."""
-    return re.search(rb"(/lib\w*/ld-[^\0]+)\0", program.read_bytes())[1].decode()
-
-
-def _unpack() -> None:
-    """Fill the folder with the packages that the system lacks, or leave no folder at all."""
-    if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        raise ClusterError(
-            f"this machine has no {', '.join(missing())}, and no apt-get to fetch them with: "
-            "install Slurm and munge, or use Debian or Ubuntu."
-        )
-    print("Downloading Slurm (once) ...", flush=True)
-    for leftover in HERE.glob("unpacking-*"):
-        shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix="unpacking-", dir=HERE) as temporary:
-        here = Path(temporary)
-        for package in _download(here):
-            _run(["dpkg", "-x", str(package), str(here / "root")])
-        (here / "root").rename(UNPACKED)
-
-
-def _download(here: Path) -> list[Path]:
-    """Download the packages that the system lacks, with the dependencies that apt finds."""
-    # Lists and caches of our own, so that neither root nor up-to-date lists of the system are needed.
-    (here / "lists" / "partial").mkdir(parents=True)
-    (here / "cache" / "archives" / "partial").mkdir(parents=True)
-    options = [f"Dir::State::Lists={here / 'lists'}", f"Dir::Cache={here / 'cache'}"]
-    options += ["Debug::NoLocking=1", "APT::Sandbox::User=root"]
-    flags = [word for option in options for word in ("-o", option)]
-    _run(["apt-get", *flags, "update"])
-    databases = _run(["apt-cache", *flags, "pkgnames", "mariadb-server-core"]).split()
-    wanted = CLUSTER_PACKAGES + (["slurmdbd", max(databases)] if databases else [])
-    plan = _run(["apt-get", *flags, "--simulate", "--no-install-recommends", "install", *wanted])
-    # "Inst NAME (VERSION ..." is a new package, "Inst NAME [OLD] (VERSION ..." a newer one of what is there.
-    names = re.findall(r"^Inst (\S+) \(", plan, re.MULTILINE)
-    _run(["apt-get", *flags, "download", *names], cwd=here)
-    return sorted(here.glob("*.deb"))
+def _as_flags(options: list[str]) -> list[str]:
+    return [word for option in options for word in ("-o", option)]
 
 
 def _run(command: list[str], **how: object) -> str:
@@ -146,7 +207,7 @@ def _run(command: list[str], **how: object) -> str:
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
         raise ClusterError(
-            f"could not get Slurm: {command[0]} says {said[-1]!r}. Check the network and apt's sources, "
-            "or install Slurm and munge."
+            f"could not get Slurm: {Path(command[0]).name} says {said[-1]!r}. Check the network and apt's "
+            "sources, or install Slurm and munge."
         )
     return done.stdout

@@ -16,12 +16,15 @@ class ClusterError(Exception):
 class Cluster:
     """A practice cluster, with the options of `up`.
 
+    `slurm`: the release by its name, one of `software.NAMES`; `version`: what that is, such as 24.11.5.
     `hosts`: every node is a separate host; otherwise all nodes share this machine's name and network.
     `cpus`, `memory` (MB) and `gpus` are per node. `mbit` is how fast a node sends (Mbit/s); 0: as
     fast as the machine can. The ports from `first_port` on are its own.
     """
 
     name: str
+    slurm: str
+    version: str
     nodes: int
     gpus: int
     cpus: int

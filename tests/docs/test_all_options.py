@@ -68,7 +68,8 @@ OTHERS = {
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "",
     "slurm/monitor.py": "--sample --verdict",
-    "slurm/practice_cluster/cluster.py": "--bandwidth --cpus --gpus --mode --name --no-accounting --nodes",
+    "slurm/practice_cluster/cluster.py": """
+        --bandwidth --cpus --gpus --mode --name --no-accounting --nodes --slurm""",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
         --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats --scaling

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkout import copy_project
-from cluster import PROGRAM, RunningCluster, run_program, running_cluster
+from cluster import PROGRAM, SLURM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
 from trainkit.doctor.checkup import in_words
@@ -40,7 +40,7 @@ def network_links() -> set[str]:
 
 def starting(name: str) -> subprocess.Popen:
     """An `up` that has got as far as starting daemons."""
-    arguments = [sys.executable, PROGRAM, "up", "--name", name]
+    arguments = [sys.executable, PROGRAM, "up", "--slurm", SLURM, "--name", name]
     started = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}/log/munged.log")
     deadline = time.monotonic() + 60
@@ -50,6 +50,22 @@ def starting(name: str) -> subprocess.Popen:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return started
+
+
+def copy_program(folder: Path, *, packages: bool) -> Path:
+    """Return cluster.py of a copy of the practice cluster, with the release under test if it is unpacked."""
+    unpacked = PROGRAM.parent / "packages" / SLURM
+    ignored = shutil.ignore_patterns("packages", "packages.lock", "unpacking-*", "__pycache__")
+    shutil.copytree(PROGRAM.parent, folder, ignore=ignored, dirs_exist_ok=True)
+    if packages and unpacked.exists():
+        shutil.copytree(unpacked, folder / "packages" / SLURM, symlinks=True)
+    return folder / PROGRAM.name
+
+
+def test_it_says_which_slurm_is_up(cluster: RunningCluster) -> None:
+    version = cluster.run(["srun", "--version"]).stdout.split()[-1]
+    assert f"Slurm {version}" in run_program("status", "--name", cluster.name).stdout
+    assert SLURM in ("own", "newest") or version.startswith(SLURM)
 
 
 def test_a_job_keeps_its_environment_and_its_exit_code(cluster: RunningCluster) -> None:
@@ -155,8 +171,8 @@ def test_it_is_up_once_and_not_left_from_within(cluster: RunningCluster) -> None
 
 
 def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> None:
-    """A second one next to the first, in the other mode; then nothing is left of it."""
-    with running_cluster("--mode", "one-host", nodes=1, gpus=0) as other:
+    """A second one next to the first, in the other mode, of the machine's own Slurm; then it is all gone."""
+    with running_cluster("--mode", "one-host", slurm="own", nodes=1, gpus=0) as other:
         done = other.run(["srun", "sh", "-c", "echo $SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES-none}"])
         assert done.stdout.startswith("n1 -1"), done.stderr  # no GPU, neither the machine's nor its own
         cut = run_program("network", "--name", other.name, "n1", "down")
@@ -241,8 +257,8 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
         pytest.skip("not root: the other tests ran as an ordinary user")
     checkout = Path(tempfile.mkdtemp(prefix="practice cluster " + "long " * 20, dir="/tmp"))
     name = f"test-{os.getpid()}"
-    as_daemon = {"user": DAEMON, "group": DAEMON, "extra_groups": [], "cwd": "/", "env": {}}
-    as_daemon["env"] = {"PATH": os.defpath, "PRACTICE_SLURM": os.environ.get("PRACTICE_SLURM", "")}
+    as_daemon = {"user": DAEMON, "group": DAEMON, "extra_groups": [], "cwd": "/"}
+    as_daemon["env"] = {"PATH": os.defpath}
 
     def run(*arguments: str) -> str:
         command = [python_for_everybody(as_daemon), checkout / PROGRAM.name, *arguments]
@@ -250,10 +266,10 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
         return done.stdout
 
     try:
-        shutil.copytree(PROGRAM.parent, checkout, symlinks=True, dirs_exist_ok=True)
+        copy_program(checkout, packages=True)
         for path in [checkout, *checkout.rglob("*")]:
             os.chown(path, DAEMON, DAEMON, follow_symlinks=False)
-        run("up", "--name", name)
+        run("up", "--slurm", SLURM, "--name", name)
         told = run("shell", "--name", name, "--", "srun", "--nodes=2", "--gpus-per-node=1", "env")
         # Of the machine's GPUs, too, they shall see none.
         prepared = "task_prolog" in run("shell", "--name", name, "--", "scontrol", "show", "config")
@@ -280,6 +296,7 @@ def python_for_everybody(as_daemon: dict[str, object]) -> str:
     ("arguments", "sentence"),
     [
         (["up", "--nodes", "0"], "'0' is not a whole number from 1 to 16"),
+        (["up", "--slurm", "25"], "'own', '22.05', '24.11', 'newest'"),
         (["up", "--name", "../x"], "is not 1 to 31 small letters"),
         (["up", "--bandwidth", "fast"], "'fast' is not a rate from 1mbit to 1000mbit"),
         (["up", "--bandwidth", "10gbit"], "'10gbit' is not a rate from 1mbit to 1000mbit"),
@@ -302,8 +319,8 @@ def test_a_folder_that_others_may_have_made_is_not_used(fault: str, tmp_path: Pa
     """Nor are the programs in it, whose turn it would be with every command."""
     name = f"test-{os.getpid()}-trap"
     folder, mark = Path(f"/tmp/practice-cluster-{os.getuid()}-{name}"), tmp_path / "mark"
-    facts = {"nodes": 1, "gpus": 0, "cpus": 1, "memory": 1, "first_port": 7000}
-    facts |= {"name": name, "hosts": os.getuid() == 0, "mbit": 0, "accounting": False}
+    facts = {"nodes": 1, "gpus": 0, "cpus": 1, "memory": 1, "first_port": 7000, "slurm": "own"}
+    facts |= {"name": name, "version": "22.05.8", "hosts": os.getuid() == 0, "mbit": 0, "accounting": False}
     place = tmp_path / "elsewhere" if fault == "no folder of its own" else folder
     (place / "bin").mkdir(mode=0o777 if fault == "open to other users" else 0o700, parents=True)
     place.chmod((place / "bin").stat().st_mode)
@@ -368,11 +385,10 @@ def test_a_damaged_folder_of_a_cluster_and_a_full_disk() -> None:
 def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
     if shutil.which("slurmctld", path=f"{os.defpath}:/usr/sbin"):
         pytest.skip("Slurm is installed here")
-    checkout = tmp_path / "practice_cluster"
-    shutil.copytree(PROGRAM.parent, checkout, ignore=shutil.ignore_patterns("packages", "unpacking-*"))
+    program = copy_program(tmp_path / "practice_cluster", packages=False)
     name = f"test-{os.getpid()}-bare"
-    command = [sys.executable, checkout / PROGRAM.name, "up", "--name", name]
-    done = ran(*command, env=ENVIRONMENT | {"PATH": str(tmp_path), "PRACTICE_SLURM": ""})
+    command = [sys.executable, program, "up", "--slurm", SLURM, "--name", name]
+    done = ran(*command, env=ENVIRONMENT | {"PATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")
     assert "no apt-get to fetch them with" in done.stderr
     assert not traces(name)
@@ -381,20 +397,16 @@ def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_without_accounting_it_is_up_all_the_same(tmp_path: Path) -> None:
     """A broken database costs `sacct`, and no job."""
-    own = PROGRAM.parent / "packages"
-    packages = Path(os.environ.get("PRACTICE_SLURM") or own)
-    if not packages.exists():
+    program = copy_program(tmp_path / "practice_cluster", packages=True)
+    programs = program.parent / "packages" / SLURM / "usr"
+    if not programs.exists():
         pytest.skip("Slurm is installed here")
-    shutil.copytree(packages, tmp_path / "slurm", symlinks=True)
-    slurmdbd = tmp_path / "slurm" / "usr" / "sbin" / "slurmdbd"
-    slurmdbd.unlink()
-    slurmdbd.write_text("#!/bin/sh\necho 'slurmdbd: fatal: no such luck' >&2\nexit 1\n")
-    slurmdbd.chmod(0o755)
+    # This one does not know the option -D, and tells of --help.
+    shutil.copy(programs / "bin" / "sinfo", programs / "sbin" / "slurmdbd")
     name = f"test-{os.getpid()}-accounting"
-    environment = ENVIRONMENT | {"PRACTICE_SLURM": str(tmp_path / "slurm")}
     try:
-        done = succeeded(run_program("up", "--name", name, env=environment))
-        assert "Accounting (sacct): off.\n" in done.stdout and "no such luck" in done.stdout
+        done = succeeded(ran(sys.executable, program, "up", "--slurm", SLURM, "--name", name))
+        assert "Accounting (sacct): off.\n" in done.stdout and "--help" in done.stdout
         assert run_program("shell", "--name", name, "--", "srun", "true").returncode == 0
         running = traces(name)
     finally:
@@ -407,16 +419,14 @@ def test_without_accounting_it_is_up_all_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("required", "code"), [("", 1), ("0", 0), ("1", 1)])
 def test_a_run_of_tests_without_a_cluster_is_red(required: str, code: int, tmp_path: Path) -> None:
     """Though every test is skipped, and none fails: on a machine that should have one, with apt-get."""
-    for name in ("usr/sbin/slurmctld", "apt-get"):
-        broken = tmp_path / name
-        broken.parent.mkdir(parents=True, exist_ok=True)
-        broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
-        broken.chmod(0o755)
+    apt_get = tmp_path / "apt-get"
+    apt_get.write_text("#!/bin/sh\nexit 1\n")
+    apt_get.chmod(0o755)
     test = f"{__file__}::test_a_job_keeps_its_environment_and_its_exit_code"
-    broken_slurm = {"PRACTICE_SLURM": str(tmp_path), "REQUIRE_CLUSTER": required}
-    broken_slurm["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
+    no_slurm = {"PRACTICE_SLURM": "unheard of", "REQUIRE_CLUSTER": required}
+    no_slurm["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n1", test)
-    done = ran(*command, env=ENVIRONMENT | broken_slurm, cwd=REPOSITORY)
+    done = ran(*command, env=ENVIRONMENT | no_slurm, cwd=REPOSITORY)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("1 skipped" in done.stdout) == (required != "1"), done.stdout
     assert ("REQUIRE_CLUSTER=0" in done.stdout) == (required == ""), done.stdout
