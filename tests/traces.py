@@ -32,7 +32,10 @@ NAME = f"imaginary GPU, {LIMIT_W} W"
 FACTS = {"stage": "ddp", "launcher": "srun", "dataset": "mnist", "model": "Net", "loader": "resident"}
 FACTS |= {"seed": 1, "recipe": "classic", "lr": 1.0, "gamma": 0.7, "lr_scale": "none", "lr_warmup_images": 0}
 FACTS |= {"width": 32, "parameters": 1_199_882, "flops_per_image": "nan", "workers_per_loader": 0}
-FACTS |= {"threads_per_worker": 4, "global_batch": 2_000}
+FACTS |= {"threads_per_worker": 4, "global_batch": 2_000, "keep_best": 0, "best_epoch": 0}
+FACTS |= dict.fromkeys(
+    ("resumed_from", "settings", "optimizer", "network", "schedule", "arguments", "script"), ""
+)
 FACTS |= {"accumulate": 1, "precision": "bf16", "debug": False, "images": 60_000}
 FACTS |= {"test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1, "test_accuracy": 97.0, "ended": ""}
 FACTS |= {"learning_rate": 1.0, "job_id": "", "torch_version": "none", "cuda_version": "", "git_commit": ""}
@@ -195,7 +198,7 @@ def _rows(
 def _record(folder: Path, written: Written, nodes: list[str]) -> None:
     """What its training would have left behind."""
     devices = len(nodes) * written.of_a_node
-    facts = records.ADDED | FACTS | written.facts | {"device_name": NAME, "node_list": ",".join(nodes)}
+    facts = FACTS | written.facts | {"device_name": NAME, "node_list": ",".join(nodes)}
     facts["run_id"] = f"{facts['stage']}-written"
     facts |= {"world_size": devices, "devices": devices, "nodes": len(nodes), "started_at": _moment(BEGAN)}
     facts["batch_per_device"] = facts["global_batch"] // devices

@@ -266,21 +266,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert record.read_bytes() == written
 
 
-def test_a_checkpoint_of_an_earlier_program_still_loads(tmp_path: Path, finish, never_stopped) -> None:
-    """One from before the model was named in it, and before records had these columns."""
-    reference, name = never_stopped(), f"epoch-{EPOCHS}-step-0.pt"
-    state = torch.load(reference / "checkpoints" / name, weights_only=True)
-    del state["options"]["model"]
-    for row in state["run"]["rows"]:
-        del row["model"], row["test_images"]
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(state, tmp_path / "checkpoints" / name)
-    assert "resumed from" in finish(tmp_path)
-    check_one_run(tmp_path)
-    assert {row["model"] for row in rows_of(tmp_path)} == {"Net"}
-    assert_same_end(tmp_path, reference, weight=1e-6)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

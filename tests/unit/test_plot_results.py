@@ -1,5 +1,6 @@
 """The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
+import math
 import os
 import re
 import resource
@@ -21,7 +22,7 @@ from trainkit.compare import peaks
 from trainkit.compare.report import report, report_each
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.records import ADDED, COLUMNS, RunFiles
+from trainkit.schema.records import COLUMNS, RunFiles
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +32,12 @@ FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
     """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
-    row = dict.fromkeys(COLUMNS, "") | ADDED | {"stage": "single", "run_id": run_id, "dataset": "mnist"}
+    row = dict.fromkeys(COLUMNS, "") | {"stage": "single", "run_id": run_id, "dataset": "mnist"}
     row |= {"model": "Net", "loader": "resident", "workers_per_loader": 0, "recipe": "classic", "lr": 1.0}
     row |= {"world_size": 1, "nodes": 1, "devices": 1, "device_name": GPU, "threads_per_worker": 1}
     row |= {"global_batch": 256, "batch_per_device": 256, "accumulate": 1, "gamma": 0.7, "precision": "fp32"}
+    row |= {"lr_scale": "none", "lr_warmup_images": 0, "width": 32, "keep_best": 0, "parameters": 0}
+    row |= {"debug": False, "best_epoch": 0, "flops_per_image": math.nan}
     row |= {"seed": 1, "test_images": 10_000, "torch_version": "2.15.0", "learning_rate": 1.0}
     row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1} | facts
     recorder = RunFiles(folder, row)

@@ -46,7 +46,7 @@ def made(folder: Path, name: str, last: dict[str, str] | None = None, **cells: s
     """A copy of a good run with other cells in all its rows, or with those of `last` in its last one."""
     with SAMPLE.open() as file:
         good = [row for row in csv.DictReader(file) if row["run_id"] == GOOD]
-    rows = [{"model": "Net"} | row | {"run_id": name} | cells for row in good]
+    rows = [row | {"run_id": name} | cells for row in good]
     rows[-1] |= last or {}
     folder.mkdir(exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -164,7 +164,7 @@ def folder(tmp_path: Path) -> Path:
         for epoch in (1, 2):
             ranks = [{"rank": rank, "own_seconds": seconds} for rank, seconds in enumerate([1.0, slowest])]
             of_all = {"epoch": epoch, "host": "n1", "device": "cpu", "device_name": "CPU"}
-            of_all["peak_memory_mb"] = 1
+            of_all |= {"peak_memory_mb": 1, "data_seconds": 0.1}
             metric = {"epoch": epoch, "metric": "recall", "of": "cats", "value": 0.5}
             recorder.add([of_all | rank for rank in ranks], [metric], epoch=epoch, warmup=epoch == 1)
     return tmp_path / "runs"

@@ -34,7 +34,6 @@ from trainkit.runtime import errors, job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, locked
-from trainkit.schema.columns import TUTORIAL_MODEL
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -186,9 +185,7 @@ class Checkpoints:
                 raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
             if type(state["epoch"]) is not int or state["epoch"] != len(state["run"]["rows"]) + 1:
                 raise ValueError(f"its epoch is {state['epoch']}, after {len(state['run']['rows'])} rows")
-            # Checkpoints of earlier versions lack the model's name (it was Net) and options added since.
-            was = {"model": TUTORIAL_MODEL} | Options().shaping() | state["options"]
-            was |= {"precision": state["precision"]}
+            was = state["options"] | {"precision": state["precision"]}
             self._check_identity(path, was)
             if ("split" in state) != (self._sharded is not None):
                 raise ValueError(f"its network is {'split' if 'split' in state else 'not split'} over ranks")
@@ -204,7 +201,7 @@ class Checkpoints:
             _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
             self._first_epoch = state["epoch"]
             self._part = state["part"] and PartialEpoch(**state["part"])
-            there = Path(state.get("folder", self._folder))  # which earlier versions do not say
+            there = Path(state["folder"])
             process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
         process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 

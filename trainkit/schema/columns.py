@@ -58,9 +58,8 @@ class Column:
         words: its name in a sentence.
         label: how a value reads in a label.
         option: the option of the stages that sets it.
-        default: that option's default, also for values missing in a file.
+        default: that option's default.
         unsaid: the value that a label leaves out, if it is not the default.
-        before: the value for files of earlier versions, which lack it; None: all have it.
         follows: the columns that determine it: if the first differs, this one need not be named.
     """
 
@@ -71,7 +70,6 @@ class Column:
     option: str = ""
     default: object = None
     unsaid: object = None
-    before: object = None
     follows: tuple[str, ...] = ()
 
     def in_words(self, value: object) -> str:
@@ -117,50 +115,49 @@ UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs ar
 # fmt: off
 COLUMNS: dict[str, Column] = {
     "run_id": Column(text(), Role.FACT),
-    "resumed_from": Column(text(), Role.FACT, before=""),
+    "resumed_from": Column(text(), Role.FACT),
     "stage": Column(text(), Role.LAYOUT),
     "launcher": Column(text(), Role.FACT),
     "epoch": Column(number(int, 1, 10**6), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
     "dataset": Column(text(), Role.TASK, "dataset", option="--dataset", default="mnist"),
-    "model": Column(text(), Role.TASK, "model", before=TUTORIAL_MODEL),
+    "model": Column(text(), Role.TASK, "model"),
     "loader": Column(text(), Role.LOADING, "loader", "{} loader", "--loader", "resident", unsaid="workers"),
     "recipe": Column(text(), Role.TRAINING, "recipe", "{}", "--recipe", "classic", unsaid=""),
     "lr": Column(
         number(float, 0, FLOAT32, nan=True), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN,
-        before=math.nan, follows=("recipe", "lr_scale", "global_batch"),
+        follows=("recipe", "lr_scale", "global_batch"),
     ),
     "gamma": Column(
         number(float, 0, 1, nan=True), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN,
-        before=math.nan, follows=("recipe",),
+        follows=("recipe",),
     ),
     "lr_scale": Column(
-        text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none", before="none"
+        text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none"
     ),
     "lr_warmup_images": Column(
         number(int, 0), Role.TRAINING, "--lr-warmup-images", "lr warm-up {}", "--lr-warmup-images", 0,
-        before=0,
     ),
     "width": Column(
-        number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH, before=DEFAULT_WIDTH
+        number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH
     ),
     "keep_best": Column(
-        number(int, 0), Role.TRAINING, "--keep-best", "best by {} images", "--keep-best", 0, before=0
+        number(int, 0), Role.TRAINING, "--keep-best", "best by {} images", "--keep-best", 0
     ),
     "parameters": Column(  # 0: not known
-        number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, before=0, follows=("width",)
+        number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, follows=("width",)
     ),
-    "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default="", before=""),
+    "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default=""),
     # What identifies a training (rank/identity.py), in words of `name=value`; "": not known, or as the recipe
     # says.
-    "optimizer": Column(text(longest=2_000), Role.TRAINING, "optimizer", "{}", default="", before=""),
+    "optimizer": Column(text(longest=2_000), Role.TRAINING, "optimizer", "{}", default=""),
     "network": Column(
-        text(longest=2_000), Role.TRAINING, "network", "{}", default="", before="", follows=("parameters",)
+        text(longest=2_000), Role.TRAINING, "network", "{}", default="", follows=("parameters",)
     ),
-    "schedule": Column(text(longest=2_000), Role.DOUBT, "schedule", "{}", default="", before=""),
-    "arguments": Column(text(longest=2_000), Role.DOUBT, "arguments", "{}", default="", before=""),
-    "script": Column(text(), Role.FACT, before=""),
-    "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT, before=math.nan),
+    "schedule": Column(text(longest=2_000), Role.DOUBT, "schedule", "{}", default=""),
+    "arguments": Column(text(longest=2_000), Role.DOUBT, "arguments", "{}", default=""),
+    "script": Column(text(), Role.FACT),
+    "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT),
     "world_size": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "nodes": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "devices": Column(number(int, 1, WORKERS), Role.LAYOUT),
@@ -173,22 +170,22 @@ COLUMNS: dict[str, Column] = {
     "batch_per_device": Column(number(int, 1), Role.FACT),
     "accumulate": Column(number(int, 1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
     "precision": Column(text(), Role.COMPUTING, "precision", "{}", "--precision"),
-    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", False, before=0),
+    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", False),
     "steps": Column(number(int, 1), Role.MEASUREMENT),
     "images": Column(number(int, 1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
     "train_seconds": Column(number(float, ABOVE_0, LONGEST), Role.MEASUREMENT),
     "images_per_s": Column(number(float, ABOVE_0, FASTEST), Role.MEASUREMENT),
-    "test_images": Column(number(int, 0), Role.FACT, before=10_000),
+    "test_images": Column(number(int, 0), Role.FACT),
     "eval_seconds": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
     "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
     "test_loss": Column(number(float, -FLOAT32, FLOAT32, nan=True), Role.MEASUREMENT),
     "test_accuracy": Column(number(float, 0, 100, nan=True), Role.MEASUREMENT),  # a regression has none
-    "best_epoch": Column(number(int, 0), Role.MEASUREMENT, before=0),  # so far, with --keep-best
+    "best_epoch": Column(number(int, 0), Role.MEASUREMENT),  # so far, with --keep-best
     "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
     "peak_memory_mb": Column(number(float, 0, LARGEST), Role.MEASUREMENT),
     "elapsed_s": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
-    "recorded_at": Column(text(), Role.FACT, before=""),
-    "ended": Column(text(), Role.FACT, before=""),
+    "recorded_at": Column(text(), Role.FACT),
+    "ended": Column(text(), Role.FACT),
     "seed": Column(number(int, 0), Role.REPEAT, option="--seed"),
     "job_id": Column(text(), Role.FACT),
     "node_list": Column(text(longest=20_000), Role.FACT),

@@ -57,9 +57,6 @@ SLOW = 1.25  # a rank is called slow from this many times the median of the othe
 # What a training of one's own, or its environment, may choose freely.
 NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch", "job_id", "node_list")
 NAMES += ("precision", "devices", "batch_per_device")
-# Columns that files of earlier programs lack, and what held for those; nan and 0 parameters: it is not known.
-ADDED = {name: column.before for name, column in COLUMNS.items() if column.before is not None}
-ADDED_TO_RANKS = {"data_seconds": math.nan}
 
 
 class RecordError(UserError):
@@ -119,7 +116,7 @@ class RunFiles:
         # In place of those of an earlier try, which could not be written.
         self.rows[row["epoch"] - 1 :] = [self._facts | row]
         self._keep_before(row["epoch"])
-        self.of_ranks += [ADDED_TO_RANKS | row for row in of_ranks]
+        self.of_ranks += of_ranks
         self.metrics += metrics
         self._write()
 
@@ -164,8 +161,7 @@ class RunFiles:
             raise ValueError("its rows are not those of epoch 1, 2 and so on")
         self.path = self.path.with_name(f"{facts['run_id']}.csv")
         self._facts |= facts
-        # Only what its checkpoint shares with this process: an earlier version may have had fewer columns.
-        self.rows = [ADDED | self._facts | row for row in rows]
+        self.rows = [self._facts | row for row in rows]
         for row in self.rows:
             _check(row, f"its row of epoch {row['epoch']}", OF_A_RUN)
         self.of_ranks = self._earlier(read_ranks, "ranks")
@@ -213,7 +209,7 @@ def read(path: Path) -> list[dict[str, object]]:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
             no run writes.
     """
-    return _read(path, OF_A_RUN, ADDED)
+    return _read(path, OF_A_RUN)
 
 
 def read_ranks(path: Path) -> list[dict[str, object]]:
@@ -222,7 +218,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     Raises:
         RecordError: as `read`.
     """
-    return _read(beside(path), RANK_COLUMNS, ADDED_TO_RANKS, delimiter="\t")
+    return _read(beside(path), RANK_COLUMNS, delimiter="\t")
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:

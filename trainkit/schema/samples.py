@@ -54,8 +54,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "shared_files_mb": (NODE,),  # in /dev/shm, since the job began, where no cgroup tells whose they are
     "checkpoint_mb": (NODE,),  # the largest one in the job's own folder
 }
-# The recordings in results/sample, which are older, lack these.
-LATER = ("others", "other_cores", "met", "shared_files_mb", "checkpoint_mb")
 NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
@@ -117,7 +115,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
                     continue  # a full disk, or the end of the node: the other nodes' files are still good
                 lines = csv.reader(one for one in iter(lambda: file.readline(10**6), "") if "\0" not in one)
                 header = next(csv.reader([first]), [])
-                if missing := [name for name in COLUMNS if name not in (*header, *LATER)]:
+                if missing := [name for name in COLUMNS if name not in header]:
                     raise ValueError(f"it has no column {', '.join(missing)}")
                 unknown = dict.fromkeys(COLUMNS, "")
                 time = header.index("time")
