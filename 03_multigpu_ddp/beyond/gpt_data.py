@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from trainkit import batches, errors, options
-from trainkit.runtime import files, startup
+from trainkit.runtime import files
 from trainkit.rank.options import Options
 from trainkit.runtime.command_line import at_least
 from trainkit.runtime.device import is_gpu
@@ -129,7 +129,6 @@ def write(data_dir: Path, shards: int) -> list[Path]:
     for path in paths:
         if not path.is_file() or path.stat().st_size != 2 * sizes[path]:
             raise errors.UserError(NOT_OURS.format(path))
-    startup.mark("data")
     return paths
 
 

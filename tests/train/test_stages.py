@@ -1,6 +1,5 @@
 """The three stages, run as their users run them: what they record, and that N ranks equal one."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def test_a_stage_learns_and_records_every_epoch(
     stage: str, processes: int | None, script: Script, tmp_path: Path
 ) -> None:
     given = (stage, "--epochs", 2, *SMALL, "--results-dir", tmp_path)
-    done = succeeded(run_stage(*given, processes=processes) if processes else script(*given))
+    succeeded(run_stage(*given, processes=processes) if processes else script(*given))
     rows = rows_of(tmp_path)
     world = processes or 1
     assert [row["epoch"] for row in rows] == [1, 2]
@@ -42,14 +41,6 @@ def test_a_stage_learns_and_records_every_epoch(
         assert row["precision"] == "fp32"
         assert row["flops_per_image"] == 5_953_152
     assert [row["learning_rate"] for row in rows] == [1.0, 0.7]
-    if not processes:
-        return
-    ((all_of_it, parts),) = re.findall(r"^started in (\S+) s: (.*)$", done.stdout, re.MULTILINE)
-    seconds = {what: float(part) for what, _, part in (one.rpartition(" ") for one in parts.split(", "))}
-    words = ["imports", "process group", "data", "network", "precision", "optimizer", "record", "first step"]
-    assert list(seconds) == words
-    assert sum(seconds.values()) == pytest.approx(float(all_of_it), abs=0.5)  # they are rounded
-    assert float(all_of_it) < rows[0]["elapsed_s"] + 0.1
 
 
 def test_the_classic_loader_sees_the_same_images(script: Script, tmp_path: Path) -> None:
@@ -164,8 +155,8 @@ def test_only_rank_0_prints_and_one_line_per_epoch(script: Script, tmp_path: Pat
     # But for PyTorch 2.9's own, and for what a busy machine adds: that a rank was slow.
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line and " takes " not in line]
     assert [line.split(":")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-    # What runs and how, how long that took to start, two epochs, the memory of each, where the results are.
-    assert len(lines) == 7
+    # What runs and how, two epochs, the memory of each, where the results are.
+    assert len(lines) == 6
 
 
 def test_data_parallel_without_gpus_says_so_and_records_one_device(script: Script, tmp_path: Path) -> None:

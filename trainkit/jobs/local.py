@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime import job_folder, place, plain, startup
+from trainkit.runtime import job_folder, place, plain
+from trainkit.runtime.process import end_with
 from trainkit.schema import samples
 
 # submitit announces every step; the log should have only the stage's lines.
@@ -59,7 +60,7 @@ class Rank:
         os.environ["LOCAL_WORLD_SIZE"] = str(place.size_here(job.num_tasks, job.num_nodes))
         os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
         if self.visible_gpus is not None:
-            startup.end_with(int(job.job_id), signal.SIGTERM)
+            end_with(int(job.job_id), signal.SIGTERM)
             os.environ |= dict.fromkeys(VISIBLE, self.visible_gpus)
         if self.plain:
             plain.run(self.script, self.arguments, noted=self.visible_gpus is not None)

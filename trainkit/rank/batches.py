@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from trainkit.rank.data import Split
 from trainkit.rank.options import Options, check_sizes
-from trainkit.runtime import process_group, startup
+from trainkit.runtime import process_group
 from trainkit.runtime.device import is_gpu
 from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
 
@@ -377,5 +377,4 @@ def _make_batches(
         own = generator(options.seed, process_group.rank())
         loader = {"num_workers": options.num_workers, "generator": own} | loader
         made = WorkerBatches(split, order, device, shift, options.seed, **loader)
-    startup.mark("data")
     return made

@@ -16,7 +16,7 @@ from trainkit.rank.data import Split
 from trainkit.rank.model import unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.recipes import optimizer_and_schedule
-from trainkit.runtime import clock, process_group, startup
+from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import device_name, has_tf32, is_gpu, keeping_random_numbers
 from trainkit.runtime.errors import UserError
 
@@ -39,7 +39,6 @@ def choose_precision(model: nn.Module, options: Options, train_set: Data) -> Non
     Raises:
         UserError: if the model or its device cannot compute in it.
     """
-    startup.mark("network")
     wanted = options.precision
     if wanted == "auto":
         names = process_group.broadcast(_worth_a_trial(model))
@@ -47,7 +46,6 @@ def choose_precision(model: nn.Module, options: Options, train_set: Data) -> Non
         if len(names) > 1 and isinstance(train_set, Split):  # other data sets have no batch at hand to try
             wanted = _worth_its_loss(names, model, options, train_set)
     set_precision(model, wanted)
-    startup.mark("precision")
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
@@ -119,7 +117,6 @@ def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_
     with keeping_random_numbers(device):
         trial = copy.deepcopy(network).train()
         optimizer, _ = optimizer_and_schedule(options, trial, steps_per_epoch=1)
-        startup.mark("optimizer")
 
         def seconds(name: str) -> float:
             set_precision(trial, name)

@@ -24,9 +24,9 @@ from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import Best, check_equal, check_whole
-from trainkit.runtime import clock, process_group, startup
+from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
-from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.errors import UserError
 from trainkit.runtime.place import Place
 from trainkit.schema.columns import OWN_OPTIMIZER
 
@@ -81,7 +81,6 @@ class Run:
     trained: Trained | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        startup.mark("optimizer")
         kept = ({} if self.sharded else {"model": self.model, "optimizer": self.optimizer}) | self.also
         check_whole(kept | self.each_rank, IF_SPLIT)
         check_equal(kept, IF_SPLIT)
@@ -110,7 +109,6 @@ class Run:
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
-        startup.mark("record")
 
     def _facts(self) -> dict[str, object]:
         """Return the columns of the record that only the training knows."""
@@ -230,10 +228,6 @@ class Run:
             stop, save, broken = self._agreement.ask(
                 *self._checkpoints.requests(), not losses.isfinite().all()
             )
-            # The ranks first agree after the first step, and wait for its end.
-            if self._log and (summary := startup.summary("first step")):
-                bar.clear()
-                tell(summary)
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
             if (stop or save) and step < len(batches):

@@ -17,11 +17,12 @@ from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.weights import save
-from trainkit.runtime import place, startup
+from trainkit.runtime import place
 from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import check_writable
 from trainkit.runtime.place import Place
+from trainkit.runtime.process import process_start
 from trainkit.schema import samples
 from trainkit.schema.columns import BASE_BATCH
 from trainkit.schema.records import OF_A_RUN, RunFiles, slow_rank
@@ -47,7 +48,7 @@ class RunLog:
         unit: tuple[str, int] = ("images", 1),
     ) -> None:
         self._options, (self._unit, self._per_sample) = options, unit
-        self._started = time.monotonic() if RunLog._begun else startup.process_start()
+        self._started = time.monotonic() if RunLog._begun else process_start()
         RunLog._begun = True
         self._before_s = 0.0  # seconds of earlier processes of this run
         self._past_first_epoch = False

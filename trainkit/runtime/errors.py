@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TextIO
 
-from trainkit.runtime import startup
 from trainkit.runtime.job_folder import note
 from trainkit.runtime.place import rank_of
 
@@ -50,7 +49,6 @@ def run(main: Callable[[], int | None]) -> None:
     A `UserError` prints its sentence on stderr and exits with 1, `Stopped` exits with 0, Ctrl-C with
     130. In a job each rank also leaves a note on how it ended (runtime/job_folder.py).
     """
-    startup.mark("imports")
     note("started")
     for top in Path(sys.argv[0]).resolve().parents:
         ours = top / "trainkit" / "runtime" / "errors.py"

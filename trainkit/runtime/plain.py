@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trainkit.runtime import as_main, errors, job_folder, place, startup
+from trainkit.runtime import as_main, errors, job_folder, place
+from trainkit.runtime.process import end_with
 
 
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
@@ -33,7 +34,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     command = [sys.executable, as_main.__file__, str(script.absolute()), *arguments]
     if not noted:
         os.execv(sys.executable, command)
-    child = subprocess.Popen(command, preexec_fn=partial(startup.end_with, os.getpid()))
+    child = subprocess.Popen(command, preexec_fn=partial(end_with, os.getpid()))
     for number in errors.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
-from trainkit.runtime import debugging, names, place, startup
+from trainkit.runtime import debugging, names, place
 from trainkit.runtime.device import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
 from trainkit.runtime.place import Place
@@ -41,7 +41,6 @@ def alone(use_cuda: bool, debug_dir: Path | None = None) -> Place:
             "03_multigpu_ddp/mnist_ddp.py."
         )
     here = _with_device(here, use_cuda, debug_dir, every=60)
-    startup.mark("device")
     return _settled(here, debug_dir)
 
 
@@ -81,7 +80,6 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
         raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
     finally:
         watch.cancel()
-    startup.mark("process group")
     return _settled(here, debug_dir)
 
 

@@ -40,7 +40,7 @@ from typing import TextIO
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import read_text, replacing
-from trainkit.runtime.startup import end_with
+from trainkit.runtime.process import end_with
 from trainkit.schema import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
