@@ -10,7 +10,7 @@ from trainkit.jobs.site import read_site
 from trainkit.monitor.sampled_job import CORES, SampledJob
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError, printable, tell
+from trainkit.runtime.errors import UserError, tell
 from trainkit.schema import samples
 
 
@@ -37,7 +37,7 @@ def _used(job: Path) -> tuple[str, ...]:
             enough = "-" if n.enough is None else f"{n.enough}{n.unit}"
             cells[n.option] = f"{n.asked:g}{n.unit}", f"{n.used:.1f}{n.unit}", enough
     of_each = [cells.get(option, ("-", "-", "-")) for option in ("--mem", CORES)]
-    return (printable(job.name), *of_each[0], *of_each[1]) if cells else ()
+    return (job.name, *of_each[0], *of_each[1]) if cells else ()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.compare import peaks, trust, variants
-from trainkit.runtime.errors import UserError, printable
+from trainkit.runtime.errors import UserError
 from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
@@ -54,7 +54,7 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     rows = _one_value_each(rows)
     mixed = _mixed(rows)
-    sentences = [printable(sentence) for sentence in (*skipped, *mixed.values())]
+    sentences = [*skipped, *mixed.values()]
     rows = _once(rows[~rows.run_id.isin(mixed)])
     return variants.split_by_rates(rows.copy(), CONFIGURATION), sentences
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from trainkit.compare import comparison, figures, page, trust
 from trainkit.compare.summary import verdict
-from trainkit.runtime.errors import UserError, printable, tell
+from trainkit.runtime.errors import UserError, tell
 from trainkit.schema.columns import SINGLE
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
@@ -101,7 +101,8 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     """
     tables, every, left_out = [], [], []
     for folder in folders:
-        (rows, skipped), name = comparison.load([folder]), printable(str(folder))
+        rows, skipped = comparison.load([folder])
+        name = str(folder)
         left_out += skipped
         if rows.empty:
             left_out.append(f"{name} has no runs.")

@@ -23,7 +23,7 @@ from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 from trainkit.jobs.why import Evidence
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, printable, tell
+from trainkit.runtime.errors import UserError, tell
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 NEVER_MET = "never met"  # what a verdict says of ranks that trained each by itself
@@ -70,8 +70,7 @@ class Handle:
         Raises:
             UserError: if Slurm has not answered for `PATIENCE_SECONDS`.
         """
-        state = self._look()
-        return State(state.name, printable(state.detail))
+        return self._look()
 
     def how_to_follow(self) -> str:
         """Return the commands that show the job and stop it, one per line."""

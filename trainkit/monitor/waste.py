@@ -21,7 +21,6 @@ import pandas as pd
 from trainkit.jobs.following import NEVER_MET
 from trainkit.jobs.slurm import numbers
 from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob
-from trainkit.runtime.errors import printable
 from trainkit.runtime.files import replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
@@ -128,7 +127,7 @@ class Verdict:
         watched = f"{name} was watched for {self.seconds:,.0f} s: {self.devices}"
         if math.isfinite(self.energy_kwh):
             watched += f", {self.energy_kwh:.3g} kWh"
-        return [printable(line) for line in (*lines, watched)]
+        return [*lines, watched]
 
     def facts(self) -> dict[str, object]:
         """Return the verdict for JSON, with null for NaN."""

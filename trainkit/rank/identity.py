@@ -19,7 +19,6 @@ from torch import nn
 from trainkit.rank.model import unwrapped
 from trainkit.rank.recipes import KERNELS
 from trainkit.runtime import process_group
-from trainkit.runtime.errors import printable
 
 LONGEST_VALUE, LONGEST_TEXT = 60, 2_000  # characters: what is longer is told by its digest
 MOST_KINDS = 20  # of modules, that are named in words
@@ -121,7 +120,7 @@ def of_script() -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file:
         with suppress(OSError):
-            return f"{printable(Path(file).name)[:100]} {_digest(Path(file).read_bytes())}"
+            return f"{Path(file).name[:100]} {_digest(Path(file).read_bytes())}"
     return ""
 
 
@@ -244,7 +243,6 @@ def _number(value: object) -> str:
 
 def _fitting(text: str) -> str:
     """Return a text that the record can hold."""
-    text = printable(text)
     return text if len(text) <= LONGEST_TEXT else _digest(text.encode())
 
 
