@@ -3,7 +3,6 @@
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -82,16 +81,6 @@ def test_without_mnist_and_with_a_failing_stage(checkout: Checkout) -> None:
 def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
     done = forking.run(REPOSITORY / "results" / "compare.py", *arguments.split(), env=ENVIRONMENT)
     assert sentence in one_error(done)
-
-
-def test_a_folder_that_was_removed_meanwhile(tmp_path: Path, checkout: Checkout) -> None:
-    """Nor is the site file blamed for what bash says there."""
-    checkout.site("export SBATCH_PARTITION=debug\n")
-    (tmp_path / "gone").mkdir()
-    sweep = checkout.folder / "slurm" / "sweep.py"
-    command = f"/bin/rmdir ../gone; '{sys.executable}' '{sweep}' --local --dry-run --out mine"
-    done = checkout.run("bash", "-c", command, cwd=tmp_path / "gone")
-    assert "the folder that this was started in has been removed: cd to another." in one_error(done)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------

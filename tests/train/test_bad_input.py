@@ -54,30 +54,6 @@ def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, scrip
     assert not list(tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["slurm/monitor.py --verdict", "03_multigpu_ddp/submit.py --dry-run --script"],
-)
-def test_a_name_that_is_too_long(command: str, forking: Forking) -> None:
-    program, *options = command.split()
-    told = one_error(forking.run(REPOSITORY / program, *options, "x" * 5000, env=ENVIRONMENT))
-    assert told.startswith("error: ") and "cannot be read or written (File name too long)" in told
-
-
-def test_a_front_door_reads_a_place_of_the_site_that_cannot_be(forking: Forking) -> None:
-    environment = ENVIRONMENT | {"SITE_SCRATCH_DIR": "/" + "x" * 300}
-    told = one_error(forking.run(REPOSITORY / "slurm" / "jobs.py", env=environment))
-    assert "cannot be read or written (File name too long)" in told
-
-
-@pytest.mark.parametrize("program", ["slurm/sweep.py", "results/compare.py"])
-def test_a_folder_that_is_a_link_to_itself(program: str, forking: Forking, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    options = ("--local", "--no-cuda", "--dataset", "synthetic", "--out", tmp_path / "loop" / "sub")
-    told = one_error(forking.run(REPOSITORY / program, *options, env=ENVIRONMENT))
-    assert f"the sweep cannot be written to {tmp_path / 'loop' / 'sub'} (" in told
-
-
 def test_lists_that_make_too_many_runs(forking: Forking) -> None:
     lists = ("--repeats", 1000, "--batch-size", ",".join(map(str, range(1, 999))))
     told = one_error(forking.run(REPOSITORY / "slurm" / "sweep.py", "--dry-run", *lists, env=ENVIRONMENT))

@@ -195,8 +195,7 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(script: Script, tmp_pa
 OUTPUTS = {
     "| true": "read, write = os.pipe(); os.dup2(write, 1); os.close(read)",
     "> /dev/full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
-    "its own": "sys.stdout = type('Tee', (), {'write': lambda *_: open('/nowhere'), 'flush': os.getpid})()",
-    ">&- 2>&-": "os.close(1); os.close(2); sys.stdout = sys.stderr = None",
+    "its own": "sys.stdout = type('Tee', (), {'write': len, 'flush': int})()",
 }
 
 
@@ -233,7 +232,6 @@ PEER_LEFT = NCCL.format("remote", "ncclRemoteError: A call failed possibly due t
 NCCL_ON_A_GPU = NCCL.format("cuda", "ncclUnhandledCudaError: Call to CUDA function failed.")
 FRAMES = "\nException raised from create at NCCLUtils.hpp:317 (most recent call first):\nframe #0"
 SHM = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
-BEYOND_ULIMIT = "unable to resize file </torch_7_1_0> to the right size: File too large (27)"
 FULL = "the memory of this process's GPU is full: lower --batch-size"
 
 
@@ -257,11 +255,6 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
             "RuntimeError",
             SHM,
             f"loader processes hand over batches through /dev/shm and open files ({SHM[:-4]}",
-        ),
-        (
-            "RuntimeError",
-            BEYOND_ULIMIT,
-            "loader processes hand over batches through /dev/shm and open files (File",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from conftest import ENVIRONMENT, STAGES, ran, rows_of, succeeded
 from forking import free_port
 
-from trainkit.runtime.errors import STOP_SIGNALS
+from trainkit.runtime.signals import STOP_SIGNALS
 
 PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"

@@ -70,17 +70,6 @@ def test_stops_and_ranks_change_nothing(name: str, images: Path, script: Script,
     np.testing.assert_array_equal(stopped, two)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_one_sentence(workers: int, images: Path, script: Script, tmp_path: Path) -> None:
-    (image, *_) = (images / "train" / "dark").iterdir()
-    good = image.read_bytes()
-    image.write_bytes(good[:41] + bytes(40) + good[81:])
-    command = (BEYOND / "resnet.py", *SMALL, "--size", 32, "--loader", "workers", "--num-workers", workers)
-    told = one_error(script(*command, "--images", images, "--results-dir", tmp_path))
-    image.write_bytes(good)
-    assert "one of the images is damaged (" in told and told.endswith("): replace it, or leave it out.")
-
-
 def test_a_folder_without_images_is_one_sentence(images: Path, script: Script) -> None:
     (images / "val" / "light").rename(images / "val" / "white")
     for folder, sentence in ((images / "none", "is not to be used"), (images, "need folders of the same")):

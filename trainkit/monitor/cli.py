@@ -26,7 +26,7 @@ from trainkit.jobs.why import Evidence, tell_reasons
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least, given, given_path
 from trainkit.runtime.errors import UserError, first_line, tell
-from trainkit.runtime.files import check_writable
+from trainkit.runtime.files import check_writable, explained
 from trainkit.schema import samples
 
 END_SECONDS = 0.25  # between checks whether a local job has ended
@@ -54,7 +54,8 @@ def main(own_job: str | None) -> int:
     else:
         from trainkit.monitor import waste
 
-        judged = waste.judge(_find_samples(own.verdict))
+        with explained(f"the samples of job {own.verdict} cannot be read", "ask its owner for the right to."):
+            judged = waste.judge(_find_samples(own.verdict))
         lines = judged.lines(f"job {own.verdict}" if own.verdict.isdigit() else own.verdict)
         tell("\n".join(lines))
     return 0

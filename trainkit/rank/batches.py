@@ -25,7 +25,8 @@ from trainkit.rank.data import Split
 from trainkit.rank.options import Options, check_sizes
 from trainkit.runtime import process_group
 from trainkit.runtime.device import is_gpu
-from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line
+from trainkit.runtime.errors import UserError, first_line
+from trainkit.runtime.signals import STOP_SIGNALS
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = Split | Dataset  # any with a length and samples by number

@@ -30,10 +30,11 @@ from trainkit.rank.precision import precision_of, set_precision
 from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import inner_optimizer, pack, save
-from trainkit.runtime import errors, job_folder, process_group
+from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
-from trainkit.runtime.errors import STOP_SIGNALS, Stopped, UserError, first_line, tell
+from trainkit.runtime.errors import Stopped, UserError, first_line, lost_peers, tell
 from trainkit.runtime.files import check_regular, check_writable, explained, locked
+from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -96,7 +97,7 @@ class Checkpoints:
             path, state = process_group.broadcast((path, state))
             if path:
                 self._load(path, state | split)
-            errors.hear_stop(self._ask_to_stop)
+            hear_stop(self._ask_to_stop)
         # A job blocks them until the training can handle them (slurm/job_env.sh).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -318,7 +319,7 @@ def fitting(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or errors.lost_peers(error):
+        if isinstance(error, UserError) or lost_peers(error):
             raise
         raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
 

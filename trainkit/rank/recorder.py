@@ -18,7 +18,8 @@ from trainkit.rank.runlog import RunLog
 from trainkit.rank.weights import check_equal, check_whole, inner_optimizer, save
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
-from trainkit.runtime.errors import STOP_SIGNALS, UserError, first_line, hear_stop
+from trainkit.runtime.errors import UserError, first_line
+from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 from trainkit.schema.columns import OWN_LOOP
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."

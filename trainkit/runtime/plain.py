@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from trainkit.runtime import as_main, errors, job_folder, place
 from trainkit.runtime.process import end_with
+from trainkit.runtime.signals import STOP_SIGNALS
 
 
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
@@ -30,12 +31,12 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
     job_folder.note("started")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, errors.STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     command = [sys.executable, as_main.__file__, str(script.absolute()), *arguments]
     if not noted:
         os.execv(sys.executable, command)
     child = subprocess.Popen(command, preexec_fn=partial(end_with, os.getpid()))
-    for number in errors.STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
     how = job_folder.died_of(-code) if code < 0 else f"ended with exit code {code}"

@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 from trainkit.runtime import names, place
-from trainkit.runtime.errors import STOP_SIGNALS, fail, first_line
+from trainkit.runtime.errors import fail, first_line
+from trainkit.runtime.signals import STOP_SIGNALS
 
 PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
 

@@ -39,7 +39,7 @@ from typing import TextIO
 
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import read_text, replacing
+from trainkit.runtime.files import explained, read_text, replacing
 from trainkit.runtime.process import end_with
 from trainkit.schema import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
@@ -145,12 +145,14 @@ class Exercise:
         mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
         if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
             return
-        mine.mkdir(exist_ok=True)  # or it is there, perhaps elsewhere, behind a link
-        with TemporaryDirectory(prefix=".new.", dir=mine) as new:  # until it is whole
-            self._lay_out(Path(new))
-            for path in Path(new).iterdir():
-                if not os.path.lexists(mine / path.name):
-                    path.rename(mine / path.name)
+        advice = "free the space, or work in a checkout of your own."  # a class may share one
+        with explained(f"{relative(mine)} cannot be written to", advice):
+            mine.mkdir(exist_ok=True)  # or it is there, perhaps elsewhere, behind a link
+            with TemporaryDirectory(prefix=".new.", dir=mine) as new:  # until it is whole
+                self._lay_out(Path(new))
+                for path in Path(new).iterdir():
+                    if not os.path.lexists(mine / path.name):
+                        path.rename(mine / path.name)
 
     def _lay_out(self, new: Path) -> None:
         if (self.folder / "starter").exists():
