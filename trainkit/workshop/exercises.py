@@ -27,19 +27,16 @@ import os
 import re
 import runpy
 import shutil
-import signal
 import sys
 import textwrap
-import time
 from contextlib import suppress
 from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TextIO
 
 from trainkit.runtime.command_line import Parser
 from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import explained, read_text, replacing
+from trainkit.runtime.files import explained, replacing
 from trainkit.runtime.process import end_with
 from trainkit.schema import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
@@ -47,11 +44,12 @@ from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 PROGRESS = "progress.json"
 HEADER = re.compile(r"^# (.+)\n\n\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ", re.MULTILINE)
 EXTRA = 99  # its step on the core path: after all others
-PATIENCE = 120  # seconds for a check, on an otherwise idle machine
+CHECK_SECONDS = 120  # for a check, on an otherwise idle machine
 TOO_LONG = (
-    f"The check takes longer than {PATIENCE} seconds, and a busy machine was given more: does a loop in your "
-    "program ever end? If it does, check again when the machine is quiet."
+    f"The check takes longer than {CHECK_SECONDS} seconds, and a busy machine was given more: does a loop in "
+    "your program ever end? If it does, check again when the machine is quiet."
 )
+ENDED = "Your program ended the check: by an `exit`, or for lack of memory?"
 
 
 class Exercise:
@@ -61,8 +59,9 @@ class Exercise:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
         self.mine = Workspace(folder / "mine")
-        self.title, step, minutes = HEADER.search((folder / "README.md").read_text(errors="replace")).groups()
-        self.minutes, self.step = int(minutes), int(step or EXTRA)
+        self.title, step, minutes = HEADER.search((folder / "README.md").read_text()).groups()
+        self.minutes = int(minutes)
+        self.step = int(step or EXTRA)
         self.kind = "core" if step else "extra"
 
     @cached_property
@@ -88,105 +87,87 @@ class Exercise:
     def check(self) -> str:
         """Check the learner's work in a separate process, and return what the exercise shows.
 
-        The check ends whatever the learner's program does: an endless thread or loop, `os._exit`, or running
-        out of memory.
+        That process ends with its answer, or when the time is over, whatever the program still does.
 
         Raises:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
-        patience = PATIENCE * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-        until = time.monotonic() + patience
-        kind, words = Wrong, ["Your program ended the check: by an `exit`, or for lack of memory?"]
-        for number in (signal.SIGTERM, signal.SIGHUP):  # the program and its ranks end with this one
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-        with os.fdopen(os.memfd_create("answer"), "w+") as answer:
-            how = {"target": self._answer, "args": (answer,)}
-            process = multiprocessing.get_context("fork").Process(**how)
-            process.start()
-            try:
-                while process.is_alive():
-                    if time.monotonic() > until:
-                        raise Wrong(TOO_LONG)
-                    time.sleep(0.02)
-            finally:
-                for kill in (os.killpg, os.kill):  # with the ranks it started
-                    with suppress(ProcessLookupError):
-                        kill(process.pid, signal.SIGKILL)
-                process.join()
-            answer.seek(0)
-            with suppress(Exception):  # it has ended, or has written something else
-                name, text, *more = json.load(answer)
-                kind = {"seen": str, "Wrong": Wrong, "OSError": OSError}.get(name, UserError)
-                words = [text, *more]
-        if kind is not str:
-            raise kind(*words)
-        return str(words[0])
+        seconds = CHECK_SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+        context = multiprocessing.get_context("fork")  # which has imported already what the check imports
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=self._answer, args=(sender,))
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(seconds):
+                raise Wrong(TOO_LONG)
+            answer = receiver.recv()
+        except EOFError:
+            raise Wrong(ENDED) from None
+        finally:
+            process.kill()
+            process.join()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def _answer(self, answer: TextIO) -> None:
-        """Write what the check returns, or raises, to `answer`, and end this process."""
-        os.setsid()
+    def _answer(self, sender: Connection) -> None:
+        """Send what the check returns, or the exception that tells what is not right yet."""
         end_with(multiprocessing.parent_process().pid)
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
         try:
-            said = ["seen", self.program["check"](self.mine)]
-        except BaseException as error:
-            said = error if type(error).__module__.startswith("trainkit.") else explain(error, self.mine)
-            words = [str(said)[:20_000]]
-            if system := isinstance(said, OSError):
-                words = [said.errno, said.strerror, said.filename]
-            said = ["OSError" if system else type(said).__name__, *words]
-        for write in (lambda: sys.stdout.flush(), lambda: json.dump(said, answer), answer.flush):
-            with suppress(Exception):  # the program may have closed it, or have none
-                write()
-        os._exit(0)  # whatever else the program has started
+            answer = self.program["check"](self.mine)
+        except UserError as error:
+            answer = error
+        except BaseException as error:  # also the exit of the learner's program
+            answer = explain(error, self.mine)
+        sys.stdout.flush()  # what the learner's program has printed, before the answer ends this process
+        sender.send(answer)
 
     def begin(self) -> None:
-        """Copy the starter, and the open answers, unless they are there."""
-        mine, starter = self.mine.folder, list(self.folder.glob("starter/*"))
-        if any(os.path.lexists(mine / name) for name in (ANSWERS, *(path.name for path in starter))):
+        """Copy the starter, and the open answers, unless one of these files is there."""
+        mine = self.mine.folder
+        starter = self.folder / "starter"
+        names = [ANSWERS, *(path.name for path in starter.glob("*"))]
+        if any((mine / name).exists() for name in names):
             return
-        advice = "free the space, or work in a checkout of your own."  # a class may share one
-        with explained(f"{relative(mine)} cannot be written to", advice):
-            mine.mkdir(exist_ok=True)  # or it is there, perhaps elsewhere, behind a link
-            with TemporaryDirectory(prefix=".new.", dir=mine) as new:  # until it is whole
-                self._lay_out(Path(new))
-                for path in Path(new).iterdir():
-                    if not os.path.lexists(mine / path.name):
-                        path.rename(mine / path.name)
-
-    def _lay_out(self, new: Path) -> None:
-        if (self.folder / "starter").exists():
-            shutil.copytree(self.folder / "starter", new, dirs_exist_ok=True)
-        for name, given in self.plain.get("GIVEN", {}).items():
-            shutil.copytree(self.folder.parents[2] / given, new / name)
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
-        (new / ANSWERS).write_text(blank)
+        # A class may share one checkout.
+        advice = "free the space, or work in a checkout of your own; `reset` then lays the files out again."
+        with explained(f"{relative(mine)} cannot be written to", advice):
+            mine.mkdir(exist_ok=True)
+            if starter.exists():
+                shutil.copytree(starter, mine, dirs_exist_ok=True)
+            for name, given in self.plain.get("GIVEN", {}).items():
+                shutil.copytree(self.folder.parents[2] / given, mine / name)
+            (mine / ANSWERS).write_text(blank)
 
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""
         lines = []
         for name, text in self.solution.items():
-            there = os.path.lexists(self.mine.folder / name)
-            mine, done = self.mine.text(name) if there else "", text.splitlines()
+            mine = self.mine.text(name) if (self.mine.folder / name).exists() else ""
             lines += difflib.unified_diff(
-                mine.splitlines(), done, f"mine/{name}", f"solution/{name}", lineterm=""
+                mine.splitlines(), text.splitlines(), f"mine/{name}", f"solution/{name}", lineterm=""
             )
         return "\n".join(lines)
 
     @property
     def solution(self) -> dict[str, str]:
         """Return the text of the finished files that the learner changes, by name."""
-        starter, diffs = self.folder / "starter", self.plain.get("SOLUTION", {})
-        programs = {name: _patched((starter / name).read_text(), diff) for name, diff in diffs.items()}
-        return {ANSWERS: self.plain["ANSWERS"]} | programs
+        finished = {ANSWERS: self.plain["ANSWERS"]}
+        for name, diff in self.plain.get("SOLUTION", {}).items():
+            finished[name] = _patched((self.folder / "starter" / name).read_text(), diff)
+        return finished
 
 
 def _patched(text: str, diff: str) -> str:
     """Return the text with each hunk of the diff in its place, which is the only one where it fits."""
     for hunk in diff.split("@@\n")[1:]:
         lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
         before, after = text.split(old)
         text = before + new + after
     return text
@@ -201,18 +182,11 @@ class Workbook:
         self.read()
 
     def read(self) -> None:
-        """Read the names of the finished exercises, and the number of hints given, by name.
-
-        Raises:
-            UserError: if the file is damaged.
-        """
+        """Read the names of the finished exercises, and the number of hints given, by name."""
         path = self.folder / PROGRESS
-        try:
-            progress = json.loads(read_text(path)) if path.exists() else {"done": [], "hints": {}}
-            self.done = list(progress["done"])
-            self.hints = {name: max(int(number), 0) for name, number in dict(progress["hints"]).items()}
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            raise UserError(f"{path} cannot be read: remove it, and check again what was done.") from None
+        progress = json.loads(path.read_text()) if path.exists() else {"done": [], "hints": {}}
+        self.done: list[str] = progress["done"]
+        self.hints: dict[str, int] = progress["hints"]
 
     def find(self, name: str) -> Exercise:
         """Return the exercise with this name, number or folder."""
@@ -247,7 +221,8 @@ class Workbook:
 
     def bar(self) -> str:
         """Return a line with the progress, and the next exercise."""
-        count, done = len(self.exercises), len(self.exercises) - len(self.open)
+        count = len(self.exercises)
+        done = count - len(self.open)
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
         pages = [*(stage / "README.md" for stage in stages), self.folder.parents[1] / "YOUR_TRAINING.md"]
@@ -263,7 +238,7 @@ def main(folder: Path, description: str) -> int:
     """Do what the command line of the exercises in `folder` asks for; return the exit code.
 
     Raises:
-        UserError: if there is no such exercise, or a file cannot be read.
+        UserError: if there is no such exercise.
         OSError: if one cannot be written.
     """
     parser = Parser(description=description)
@@ -300,7 +275,8 @@ def _check(workbook: Workbook, exercise: Exercise) -> int:
 
 def _hint(workbook: Workbook, exercise: Exercise) -> int:
     most = len(exercise.hints)
-    number = workbook.hints[exercise.name] = min(workbook.hints.get(exercise.name, 0) + 1, most)
+    number = min(workbook.hints.get(exercise.name, 0) + 1, most)
+    workbook.hints[exercise.name] = number
     tell(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
     workbook.save()
     if number == most:
@@ -322,7 +298,8 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
     recorded = exercise.program.get("RECORDED")
     if not recorded:
         raise UserError(f"there are no recorded runs for {exercise.name}: it needs none but its own program.")
-    repository, runs = exercise.folder.parents[2], exercise.mine.folder / "runs"
+    repository = exercise.folder.parents[2]
+    runs = exercise.mine.folder / "runs"
     if runs.exists():
         kept = runs.rename(_unused(exercise.mine.folder / "own-runs"))
         tell(f"Your own runs are kept in {relative(kept)}.")
@@ -366,13 +343,13 @@ def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
 
 def _unused(path: Path) -> Path:
     """Return `path` with the first number that no other file has."""
-    places = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
-    return next(place for place in places if not os.path.lexists(place))
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 def wrapped(text: str) -> str:
-    """Indent a text for the learner, and wrap long lines; what an error says may have no end."""
-    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text[:20_000].splitlines())
+    """Indent a text for the learner, and wrap long lines."""
+    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text.splitlines())
     return textwrap.indent("\n".join(lines), "  ")
 
 

@@ -33,35 +33,42 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
     """
     context = multiprocessing.get_context("fork")  # so that the function need not be importable
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        store = Path(folder) / "store" if group else None
+        pipes: list[Connection] = []
+        processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe(duplex=False)
-            how = (function, rank, size, Path(folder) / "store" if group else None, theirs)
-            process = context.Process(target=_rank, args=how, daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(function, rank, size, store, sender), daemon=True)
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            sender.close()
+            pipes.append(receiver)
             processes.append(process)
-        results: dict[Connection, object] = {}
         try:
-            while len(results) < size:
-                failures = []
-                for pipe in wait([pipe for pipe in pipes if pipe not in results]):
-                    try:
-                        well, results[pipe] = pipe.recv()
-                    except EOFError:
-                        raise Wrong(f"rank {pipes.index(pipe)} died silently.") from None
-                    failures += [] if well else [str(results[pipe])]
-                if failures:  # report the rank that failed rather than one that waited for it
-                    raise Wrong(min(failures, key=lambda said: said.startswith(IN_VAIN)))
-            return [results[pipe] for pipe in pipes]
+            return _results(pipes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: Connection) -> None:
+def _results(pipes: list[Connection]) -> list[object]:
+    """Return what each rank sends, in the order of the ranks."""
+    results: dict[Connection, object] = {}
+    while len(results) < len(pipes):
+        failures = []
+        for pipe in wait([pipe for pipe in pipes if pipe not in results]):
+            try:
+                succeeded, results[pipe] = pipe.recv()
+            except EOFError:
+                raise Wrong(f"rank {pipes.index(pipe)} died silently.") from None
+            if not succeeded:
+                failures.append(str(results[pipe]))
+        if failures:  # report the rank that failed rather than one that waited for it
+            raise Wrong(min(failures, key=lambda failure: failure.startswith(IN_VAIN)))
+    return [results[pipe] for pipe in pipes]
+
+
+def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: Connection) -> None:
     end_with(multiprocessing.parent_process().pid)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -78,18 +85,21 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, answer: 
                 world_size=size,
                 timeout=timedelta(seconds=TIMEOUT),
             )
-        answer.send((True, function(rank, size)))
+        sender.send((True, function(rank, size)))
     except Wrong as wrong:
-        answer.send((False, str(wrong)))
+        sender.send((False, str(wrong)))
     except Exception as error:
-        answer.send((False, _in_words(rank, error)))
+        sender.send((False, _in_words(rank, error)))
     time.sleep(1e6)  # until killed: others may still be about to meet this one
 
 
 def _in_words(rank: int, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
-    where = f"in line {(own or frames)[-1].lineno}" + (f" of {Path(own[-1].filename).name}" if own else "")
+    of_learner = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
+    if of_learner:
+        where = f"in line {of_learner[-1].lineno} of {Path(of_learner[-1].filename).name}"
+    else:
+        where = f"in line {frames[-1].lineno}"
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
         return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
     return f"rank {rank} ends with {type(error).__name__} {where}: {error}"

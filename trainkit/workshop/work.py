@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 from trainkit.jobs import slurm
 from trainkit.jobs.site import read_site
 from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import read_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +41,8 @@ class Workspace:
             Wrong: if it does not exist, or is not a text file.
         """
         try:
-            return read_text(self.folder / name)
-        except ValueError as error:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except (FileNotFoundError, UnicodeDecodeError) as error:
             raise Wrong(f"mine/{name} cannot be read ({error}): `reset` restores it.") from None
 
     def answers(self) -> "Answers":
@@ -188,19 +187,16 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
 
     An `OSError` of ours, such as a full disk, stays one.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
+    lines = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
-        places.append((error.filename, error.lineno))
-    own = [(Path(name).name, line) for name, line in places if Path(name).parent == mine.folder]
-    try:
-        what = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
-    except BaseException:
-        what = type(error).__name__
-    if own:
-        return Wrong(f"mine/{own[-1][0]} ends in line {own[-1][1]} with {what}.")
-    if isinstance(error, OSError) and error.errno:  # one of the learner's class could not be sent
-        return OSError(error.errno, error.strerror, error.filename)
+        lines.append((Path(error.filename), error.lineno))
+    of_learner = [(path.name, line) for path, line in lines if path.parent == mine.folder]
+    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
+    if of_learner:
+        name, line = of_learner[-1]
+        return Wrong(f"mine/{name} ends in line {line} with {what}.")
+    if isinstance(error, OSError):
+        return error
     return Wrong(
         f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
         "what is returned with the starter, which `reset` lays out again."
