@@ -77,7 +77,8 @@ class Slurm:
         # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
         names = (program, f"{program}-wlm")
         places = [self.unpacked / folder / name for folder in FOLDERS for name in names]
-        return next((place for place in places if place.exists()), None)
+        # A link may lead out of the folder, to a program of the machine.
+        return next((place for place in places if place.is_file() and not place.is_symlink()), None)
 
     def missing(self) -> list[str]:
         """List the programs that a cluster needs and that are missing."""
