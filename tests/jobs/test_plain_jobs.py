@@ -108,7 +108,7 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
 
 
 def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
-    """It comes back by itself with Slurm 24.11 and newer, and is told so for each."""
+    """It comes back by itself from Slurm 24.05 on, and is told so for each."""
     script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
     fate = "print('begun', flush=True); time.sleep(600)"
     job = on_cluster.submit("single", "--plain", script, fate, sbatch=nodes)
