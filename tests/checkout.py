@@ -31,7 +31,7 @@ from trainkit.schema import records
 
 SPEEDS = {4096: 300_000, 8192: 310_000}
 ONES = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss", "test_loss")
-ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters", "flops_per_image")
+ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
 
 def main():
     opts = options.parse("", sys.argv[1:])

@@ -172,7 +172,7 @@ def main() -> None:
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
     best_file = opts.checkpoint_dir and opts.checkpoint_dir / "best.pt"
     best = Best(model, sharded, best_file)
-    more = {"also": {"best": best}, "sharded": sharded, "flops": flops}
+    more = {"also": {"best": best}, "sharded": sharded}
     more |= {"unit": "tokens", "per_sample": opts.context}
     run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
     train_loss = torch.compile(loss_of) if opts.compile else loss_of

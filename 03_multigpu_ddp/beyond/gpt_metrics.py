@@ -2,7 +2,6 @@
 
 import math
 
-from trainkit.compare.peaks import peak
 from trainkit.rank.epoch import Metric, Trained
 from trainkit.rank.options import Options
 from trainkit.runtime.device import device_name
@@ -11,6 +10,7 @@ from trainkit.runtime.place import Place
 from torch import nn
 
 import gpt_data
+from gpu_peaks import peak
 
 
 def flops_per_token(model: nn.Module) -> int:

@@ -76,7 +76,6 @@ def test_a_record_names_the_gpu(loader: str, tmp_path: Path) -> None:
     assert row["devices"] == 1
     assert row["cuda_version"] == (torch.version.cuda or f"ROCm {torch.version.hip}")
     assert row["peak_memory_mb"] > 0
-    assert row["flops_per_image"] == 71_565_312
     assert row["test_accuracy"] > 90
 
 

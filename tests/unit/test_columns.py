@@ -38,7 +38,7 @@ print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run)
 """
 
 
-@pytest.mark.parametrize("column", ["momentum", "flops_per_image", "train_loss"])
+@pytest.mark.parametrize("column", ["momentum", "torch_version", "train_loss"])
 def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
     """Not where the record would drop it, nor where runs may differ that are pooled as repeats."""
     with pytest.raises(ValueError, match=rf"column '{column}' is not a setting of a run: .*/columns\.py"):

@@ -1,6 +1,5 @@
 """The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
-import math
 import os
 import re
 import resource
@@ -18,7 +17,6 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from trainkit.compare import peaks
 from trainkit.compare.report import report, report_each
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
@@ -37,7 +35,7 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
     row |= {"world_size": 1, "nodes": 1, "devices": 1, "device_name": GPU, "threads_per_worker": 1}
     row |= {"global_batch": 256, "batch_per_device": 256, "accumulate": 1, "gamma": 0.7, "precision": "fp32"}
     row |= {"lr_scale": "none", "lr_warmup_images": 0, "width": 32, "keep_best": 0, "parameters": 0}
-    row |= {"debug": False, "best_epoch": 0, "flops_per_image": math.nan}
+    row |= {"debug": False, "best_epoch": 0}
     row |= {"seed": 1, "test_images": 10_000, "torch_version": "2.15.0", "learning_rate": 1.0}
     row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1} | facts
     recorder = RunFiles(folder, row)
@@ -584,38 +582,6 @@ def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
     assert seen.text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
     assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
-
-
-def test_the_share_of_what_the_datasheet_promises(tmp_path: Path, compared: Compared) -> None:
-    """655,502 images/s of 71.57 MFLOP each are 46.9 TFLOP/s, on two devices half of that on each."""
-    facts = {"device_name": "NVIDIA H100 80GB HBM3", "precision": "bf16", "flops_per_image": 71_565_312}
-    write_run(tmp_path, "one", [10, 655_502], **facts)
-    write_run(tmp_path, "two", [10, 655_502], **ddp(2, **facts))
-    write_run(tmp_path, "before", [10, 655_502], **dp(2, **facts | {"flops_per_image": "nan"}))
-    write_run(tmp_path / "cpu", "cpu", [10, 655_502], **facts | {"device_name": CPU})
-    assert "TFLOP/s" not in compared(tmp_path / "cpu").text
-    seen = compared()
-    of_gpus = seen.table[seen.table.device_name != CPU]
-    unknown = float("nan")
-    assert of_gpus.tflops.tolist() == pytest.approx([46.91, unknown, 46.91], rel=1e-3, nan_ok=True)
-    assert of_gpus.mfu.tolist() == pytest.approx([0.0474, unknown, 0.0237], rel=1e-2, nan_ok=True)
-    shown = (tmp_path / "out" / "comparison.md").read_text()
-    assert "| TFLOP/s | MFU % |" in shown and "MFU %: the" in seen.text
-
-
-@pytest.mark.parametrize(
-    ("device_name", "precision", "promised"),
-    [
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.5),
-        ("NVIDIA A100-SXM4-40GB", "bf16", 312),
-        ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("Tesla V100-SXM2-32GB", "bf16", None),  # which has none
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),  # a part of one
-        ("NVIDIA A10G", "bf16", None),
-    ],
-)
-def test_what_a_datasheet_promises(device_name: str, precision: str, promised: float | None) -> None:
-    assert peaks.peak(device_name, precision) == pytest.approx(promised or float("nan"), nan_ok=True)
 
 
 def test_unreadable_folder_is_named(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.compare import peaks, trust, variants
+from trainkit.compare import trust, variants
 from trainkit.runtime.errors import UserError
 from trainkit.schema import columns, records, samples
 from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
@@ -80,12 +80,11 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without such
     epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
     epoch's (the accuracy, with --keep-best, of the best one); `peak_memory_mb` is the largest, of a warm-up
-    only if there is nothing else. `tflops` is the rate of all devices together (TFLOP/s, NaN on CPUs), and
-    `mfu` its share of the datasheets' peak (1 is all of it, NaN if that is unknown). `train_images` is equal
-    if each batch size drops another rest of the same data. `variant` names the settings that differ within
-    the section. With a `target` (% accuracy), `target_s` and `target_train_s` are the seconds, all and of
-    training, until it was first reached: medians over the `target_runs` that did. `scripts` are the digests
-    of the scripts' texts, and `rates` the learning rates of the epochs.
+    only if there is nothing else. `train_images` is equal if each batch size drops another rest of the same
+    data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
+    `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
+    over the `target_runs` that did. `scripts` are the digests of the scripts' texts, and `rates` the learning
+    rates of the epochs.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
     groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
@@ -103,7 +102,6 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         test_accuracy=ends_with.groupby("configuration").test_accuracy.median(),
         elapsed_s=last.elapsed_s.median(),
         peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
-        flops_per_image=groups.flops_per_image.median(),
         scripts=groups.script.agg(_digests),
         rates=pd.Series({number: variants.rates_as_text(group) for number, group in groups}),
         runs=epochs.size(),
@@ -117,10 +115,6 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         table = table.join(_reached(rows, target))
         table["target_runs"] = table.target_runs.fillna(0).astype(int)
     table["batch_per_device"] = table.global_batch // table.devices
-    on_gpus = ~table.device_name.map(is_cpu)
-    table["tflops"] = (table.images_per_s * table.flops_per_image / 1e12).where(on_gpus)
-    promised = [peaks.peak(row.device_name, row.precision) * row.devices for row in table.itertuples()]
-    table["mfu"] = table.tflops / promised
     for name, made in {"train_images": _train_images, "variant": _variants}.items():
         table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
     settings = [name for name in MUST_BE_EQUAL if name != "images"]

@@ -29,13 +29,11 @@ SHOWN = {
     "eval s": ("eval_seconds", ".2f"),
     "wall s": ("elapsed_s", ".1f"),
     "mem. MB": ("peak_memory_mb", ".0f"),
-    "TFLOP/s": ("tflops", ".1f"),
-    "MFU %": ("mfu_percent", ".1f"),
     "runs": ("runs", "d"),
     "epochs": ("epochs", ""),
 }
 # The columns that a narrow terminal omits, in this order.
-LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "TFLOP/s", "MFU %", "wall s")
+LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s")
 LEAST_NEEDED += ("min..max", "eff. %")
 TERMINAL = 120  # characters of a line
 LEGEND = (
@@ -43,12 +41,9 @@ LEGEND = (
     "speedup, eff. %: against one device of the same kind. "
     "wall s: from the start of the process (rank 0) to its last evaluation."
 )
-# For columns that not every table has.
-LEGENDS = {
-    "weak eff. %": "against one device with the same batch per device; eff. %: with the same global batch.",
-    "TFLOP/s": "the operations that the network needs, of all devices together.",
-    "MFU %": "these as a share of what the GPUs' datasheets promise in this precision (dense).",
-}
+WEAK_LEGEND = (
+    "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
+)
 TARGET_LEGEND = (
     "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
     "median of the repeats that had it."
@@ -137,7 +132,6 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         efficiency_percent=100 * table.efficiency,
         # On one device it equals that of the previous column.
         weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
-        mfu_percent=100 * table.mfu,
         note=[numbers.get(note, "") for note in notes],
     )
     columns = dict(SHOWN)
@@ -153,10 +147,11 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
         },
         index=table.index,
     )
-    silent = ["nodes", "variant", "weak eff. %", "note", "doubt", "TFLOP/s", "MFU %"]
+    silent = ["nodes", "variant", "weak eff. %", "note", "doubt"]
     silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
     legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
-    legends += [f"{name}: {legend}" for name, legend in LEGENDS.items() if name not in silent]
+    if "weak eff. %" not in silent:
+        legends.append(WEAK_LEGEND)
     if target is not None:
         legends.append(TARGET_LEGEND.format(target))
     return shown.drop(columns=silent), legends

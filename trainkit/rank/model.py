@@ -1,23 +1,14 @@
-"""The classic MNIST network: 1,199,882 parameters, 71.6 MFLOP per training image, or others of its kind.
+"""The classic MNIST network of 1,199,882 parameters, or others of its kind; and what any network has.
 
-Also what the kit asks of any network: its weights, and its number of operations, from which a speed becomes
-a share of the hardware's peak.
+That is the number of its trained weights, and the network itself inside the wrappers of PyTorch.
 """
-
-import copy
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.rank.data import Split
-from trainkit.runtime.device import keeping_random_numbers
 from trainkit.schema.columns import DEFAULT_WIDTH
-
-INPUTS = 2  # to count operations: BatchNorm refuses a single input
 
 
 class Net(nn.Module):
@@ -94,28 +85,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose class takes seconds to import
         return unwrapped(model._orig_mod)
     return model
-
-
-def operations_per_image(model: nn.Module, train_set: Split) -> float:
-    """Count the operations of a forward and a backward pass for one image; NaN if they cannot be counted.
-
-    PyTorch's formulas for matrix products and convolutions count a multiplication with its addition as two
-    operations; the rest is small and not counted. Every rank runs a copy of the network, as a network may
-    communicate with the other ranks. Nothing of the copy remains, and the random numbers do not change.
-    """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, which those who only load weights save
-
-    network = unwrapped(model)
-    device = next(network.parameters()).device
-    tries, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # one step is not worth it
-    # Attention as matrix products: some devices' fused kernels have no formula.
-    counter, attention = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)
-    try:
-        with keeping_random_numbers(device), counter, attention:
-            inputs = train_set.prepare(train_set.inputs[:INPUTS].to(device))
-            copy.deepcopy(network).train()(inputs).square().mean().backward()
-    except Exception:  # a network with unusual inputs or outputs still trains
-        return math.nan
-    finally:
-        torch.backends.cudnn.benchmark = tries
-    return counter.get_total_flops() // len(inputs) or math.nan

@@ -76,7 +76,7 @@ class Recorder:
         own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": folder.absolute()}
         lr, settings = identity.base_lr(self._optimizer), settings or {}
         opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
-        facts = {"stage": name, "devices": here.size, "accumulate": 1, "flops_per_image": math.nan}
+        facts = {"stage": name, "devices": here.size, "accumulate": 1}
         facts |= {"parameters": trained_weights(model), "settings": options.in_words(settings)}
         facts |= {
             "optimizer": identity.of_optimizer(self._optimizer),

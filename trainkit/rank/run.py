@@ -19,7 +19,7 @@ from trainkit.rank.checkpoint import TAKEN, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
-from trainkit.rank.model import operations_per_image, trained_weights, unwrapped
+from trainkit.rank.model import trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.runlog import RunLog
@@ -76,7 +76,6 @@ class Run:
     per_sample: int = 1  # units in a sample, such as tokens in a window
     # A network that is split over the ranks, for the checkpoints and the weights at the end.
     sharded: "Sharded | None" = None
-    flops: float | None = None  # of a forward and a backward pass for one sample; None: counted
     # The epoch whose steps are done, until the next one begins.
     trained: Trained | None = field(default=None, init=False)
 
@@ -115,15 +114,11 @@ class Run:
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule} | self.also
         networks = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
         weights = sum(map(trained_weights, networks.values()))
-        flops = self.flops
-        if flops is None:
-            flops = math.nan if self.sharded else operations_per_image(self.model, self.train_set)
         sizes = {"devices": self.devices, "nodes": self.here.nodes, "batch": self.options.batch_size}
         facts = {
             "stage": self.name,
             "devices": self.devices,
             "accumulate": self.accumulate,
-            "flops_per_image": flops,
             "settings": self.options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else weights,
             "network": identity.of_network(networks, split=self.sharded is not None),

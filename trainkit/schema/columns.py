@@ -157,7 +157,6 @@ COLUMNS: dict[str, Column] = {
     "schedule": Column(text(longest=2_000), Role.DOUBT, "schedule", "{}", default=""),
     "arguments": Column(text(longest=2_000), Role.DOUBT, "arguments", "{}", default=""),
     "script": Column(text(), Role.FACT),
-    "flops_per_image": Column(number(float, 0, MOST, nan=True), Role.FACT),
     "world_size": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "nodes": Column(number(int, 1, WORKERS), Role.LAYOUT),
     "devices": Column(number(int, 1, WORKERS), Role.LAYOUT),
