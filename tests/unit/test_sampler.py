@@ -508,10 +508,7 @@ def test_a_disk_that_was_full_gets_the_samples_after_that(tmp_path: Path) -> Non
         wait_until(lambda: path.exists() and path.stat().st_size == 100, sampler)
         time.sleep(0.3)
         resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        wait_until(lambda: notes(tmp_path) and len(seen(tmp_path)) > 2, sampler)
-    (note,) = notes(tmp_path)
-    path = tmp_path / "monitor" / f"{NODE}.csv"
-    assert note == f"samples are missing: {path} could not be written (File too large)"
+        wait_until(lambda: len(seen(tmp_path)) > 2, sampler)
 
 
 @pytest.mark.parametrize(("code", "is_an_error"), [(errno.ENOSPC, True), (errno.EINVAL, False)])

@@ -52,7 +52,6 @@ def sample(
         except OSError as error:
             notes.tell(f"samples are missing: {folder}/{node}.csv could not be written ({reason(error)})")
             writer = None
-        notes.write()
         if stop(period - (time.monotonic() - began) % period):
             return
 
@@ -61,22 +60,15 @@ class _Notes:
     """Sentences, each written once, also over restarts of the job."""
 
     def __init__(self, path: Path, node: str) -> None:
-        self._path, self._node = path, node
-        self._noted, self._unwritten = set(job_folder.read(path).splitlines()), ""
+        self._path = path
+        self._node = node
+        self._noted = set(job_folder.read(path).splitlines())
 
     def tell(self, sentence: str) -> None:
         line = f"{self._node}: {sentence}"
         if line not in self._noted:
             self._noted.add(line)
-            self._unwritten += f"{line}\n"
-
-    def write(self) -> None:
-        """Write the new sentences, and those of earlier tries, as the disk may have space again."""
-        text = self._unwritten.encode()
-        if text:
-            with suppress(OSError), self._path.open("ab", buffering=0) as file:
-                before = file.tell()
-                if file.write(text) == len(text):
-                    self._unwritten = ""
-                else:  # there was space for only a part
-                    file.truncate(before)
+            with suppress(OSError):  # the disk may be full
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a") as file:
+                    file.write(f"{line}\n")

@@ -95,14 +95,14 @@ class SampledJob:
         table = table.astype({"number": int})
         seconds = table.groupby(ONE).time.diff()
         usual = seconds.groupby([table[name] for name in ONE]).transform("median")
-        self.table = table.assign(seconds=seconds[seconds.between(1e-9, (3 * usual).clip(lower=GAP))])
+        self.table = table.assign(seconds=seconds.where(seconds <= (3 * usual).clip(lower=GAP)))
         self.rows = _by_place(self.table)
         self.trainings, self.notes = [], job_folder.read(folder / samples.NOTES).splitlines()
         since = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD
         for path in samples.runs(folder):
             try:
                 self.trainings.append(TrainingRecord(path, since))
-            except (UserError, OSError, ValueError) as error:  # too long a name; a date out of bounds
+            except (UserError, OSError) as error:
                 self.notes.append(str(error))
         self.shares = _shares(self.trainings)
         self.windows = _merge_windows(window for training in self.trainings for window in training.windows)

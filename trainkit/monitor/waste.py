@@ -41,7 +41,6 @@ STARVED, LOADERS_FULL = 0.5, 0.8  # cores of a CPU rank that waits for batches, 
 # between them, or NCCL's that wait for another rank, below 0.25, at up to 100 % utilisation. An H100 that our
 # network fills takes 0.6; at 0.35 it had no kernel for a third of the time, which a captured step saved.
 IDLE, LOW, HALF = 0.05, 0.3, 0.5
-MEASURED = ["cores", "power_w", "utilisation"]  # without any of these nothing can be judged
 NO_KERNELS, KERNELS = 5, 80  # % utilisation: with low power it shows the reason
 GAPS = 0.2  # of the time without a kernel, at less than half of the power: it could be faster
 RESTS = 0.7  # of the time without work, for a rank on a CPU that has nothing to wait for
@@ -156,11 +155,8 @@ def judge(folder: Path) -> Verdict:
         sentences = [OPTIONS.sub("", one.sentence).replace("--debug", "py-spy dump") for one in findings]
         findings = [replace(one, sentence=text) for one, text in zip(findings, sentences, strict=True)]
     unknown = ""
-    places = [*job.rows[GPU].values(), *job.rows[RANK].values()]
-    if not places:
+    if not job.rows[GPU] and not job.rows[RANK]:
         unknown = "nothing to judge: no process that has loaded PyTorch was seen"
-    elif not any(of.loc[:, MEASURED].notna().any(axis=None) for of in places):
-        unknown = "nothing to judge: the samples have neither cores nor power nor utilisation"
     elif job.moments < LEAST_MOMENTS:
         samples = f"{_count(job.moments, 'sample')} of its training past the warm-up"
         unknown = f"too short to tell: {samples}, and {LEAST_MOMENTS} are needed"
