@@ -32,7 +32,7 @@ NAME = f"imaginary GPU, {LIMIT_W} W"
 FACTS = {"stage": "ddp", "launcher": "srun", "dataset": "mnist", "model": "Net", "loader": "resident"}
 FACTS |= {"seed": 1, "recipe": "classic", "lr": 1.0, "gamma": 0.7, "lr_scale": "none", "lr_warmup_images": 0}
 FACTS |= {"width": 32, "parameters": 1_199_882, "workers_per_loader": 0}
-FACTS |= {"threads_per_worker": 4, "global_batch": 2_000, "keep_best": 0, "best_epoch": 0}
+FACTS |= {"threads_per_worker": 4, "global_batch": 2_000, "best_epoch": 0}
 FACTS |= dict.fromkeys(
     ("resumed_from", "settings", "optimizer", "network", "schedule", "arguments", "script"), ""
 )

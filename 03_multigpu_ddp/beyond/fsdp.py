@@ -29,12 +29,10 @@ def main() -> None:
     train_set, test_set = data.load(opts.dataset, opts.data_dir)
     train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
     test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
-    evaluated = [one for one in (test_batches, train_batches.validation) if one is not None]
-    steps = process_group.gather([len(one) for one in evaluated])  # each forward pass is a meeting
+    steps = process_group.gather(len(test_batches))  # each forward pass is a meeting
     if steps.count(steps[0]) < here.size:
         raise errors.UserError(
-            "the ranks have unequal numbers of test steps: raise --test-batch-size, --test-size or "
-            "--keep-best."
+            "the ranks have unequal numbers of test steps: raise --test-batch-size or --test-size."
         )
 
     # channels_last is faster, but fully_shard refuses it.

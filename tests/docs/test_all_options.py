@@ -15,7 +15,7 @@ from trainkit.rank import sharded
 
 OF_THE_STAGES = """
 --batch-size --batch-size-per-gpu --checkpoint-dir --checkpoint-minutes --data-dir --dataset --debug
---dry-run --epochs --gamma --keep-best --loader --lr --lr-scale --lr-warmup-images
+--dry-run --epochs --gamma --loader --lr --lr-scale --lr-warmup-images
 --no-cuda --num-workers --patience --precision --recipe --results-dir --resume --save-model --seed --stop-at
 --test-batch-size --test-size --timeout --train-size --width
 """
@@ -29,6 +29,7 @@ TRAININGS = {
     "03_multigpu_ddp/mnist_ddp.py": "",
     f"{BEYOND}/accumulate.py": "--accumulate",
     f"{BEYOND}/batchnorm.py": "--norm",
+    f"{BEYOND}/best_epoch.py": "--validation",
     f"{BEYOND}/by_hand.py": "--flat --forget",
     f"{BEYOND}/by_hand_overlap.py": "--wait",
     f"{BEYOND}/captured.py": "--compile --how",

@@ -41,7 +41,6 @@ ALONE = [
     (["--local-rank=0"], "unrecognized arguments: --local-rank=0"),  # of torch.distributed.launch
     (["--batch-size", "70000"], "more than the 60000 training images"),
     (["--test-size", "10001"], "more than the 10000 test images"),
-    (["--keep-best", "60000"], "--keep-best 60000 leaves none of the 60000 training images: lower it"),
     (["--num-workers", "2"], "needs --loader workers"),
     (["--data-dir", "/nowhere"], "/nowhere"),
     (["--results-dir", "/proc/nowhere"], "results cannot be written to /proc/nowhere"),
@@ -88,7 +87,6 @@ OF_OTHERS = [
     ("tabular --test-size 6000", "--test-size 6000 is more than the 5000 test images"),
     ("gpt --width 16 --heads 3", "--width 16 is not a multiple of --heads 3"),
     ("gpt --data-dir . --shards 1 --test-size 2", "2 windows for validation are not within 3"),
-    ("gpt --data-dir . --shards 1 --keep-best 2", "--keep-best needs batches that batches.training has made"),
     ("gpt --vocabulary 10", "argument --vocabulary: 10 is too small"),
     ("pipeline --micro-batches 7 --batch-size 60", "--batch-size 60 does not divide among 7 micro-batches"),
 ]

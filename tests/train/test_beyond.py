@@ -31,7 +31,7 @@ from trainkit.schema import records
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.
 VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")
-VARIANTS += ("by_hand_overlap.py", "local_sgd.py", "unused.py")
+VARIANTS += ("best_epoch.py", "by_hand_overlap.py", "local_sgd.py", "unused.py")
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--no-cuda", "--epochs", 2)
 SMALL += ("--width", 4)
 WIDE = ("--width", 32)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    BEYOND,
     REPOSITORY,
     STAGES,
     WITHOUT_DROPOUT,
@@ -22,6 +23,7 @@ from trainkit.compare import comparison
 from trainkit.rank import batches, data
 from trainkit.rank.options import parse
 from trainkit.rank.recipes import optimizer_and_schedule
+from trainkit.runtime.errors import UserError
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first
@@ -124,23 +126,25 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
 SPOILED = """\
         if epoch == 3:
             model.module.fc2.weight.data.neg_()
-        run.end_of_epoch("""
+        tested = evaluate("""
 
 
 def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_stop(
     script: Script, tmp_path: Path
 ) -> None:
     copy = tmp_path / "spoiled.py"
-    copy.write_text(STAGES["ddp"].read_text().replace("        run.end_of_epoch(", SPOILED))
-    training = (*SMALL, "--recipe", "sgd", "--keep-best", 300, "--save-model", "--patience", 1)
+    script_of_it = (BEYOND / "best_epoch.py").read_text()
+    copy.write_text(script_of_it.replace("        tested = evaluate(", SPOILED))
+    training = (*SMALL, "--recipe", "sgd", "--validation", 300, "--save-model", "--patience", 1)
     kept, other = tmp_path / "kept", tmp_path / "other"
     succeeded(script(*WITHOUT_DROPOUT, copy, *training, *places(kept), "--epochs", 2, ranks=2))
+    taken = "validation=300"
     for folder, ranks in ((kept, 2), (other, 1)):
         place = places(folder)
         done = succeeded(script(*WITHOUT_DROPOUT, copy, *training, *place, "--epochs", 4, ranks=ranks))
         assert "the weights are those of epoch 2, which has the lowest validation loss\n" in done.stdout
-        best = [(row["best_epoch"], row["keep_best"], row["ended"]) for row in rows_of(folder)]
-        assert best == [(1, 300, ""), (2, 300, ""), (2, 300, "no better for 1 epoch")]
+        best = [(row["best_epoch"], row["settings"], row["ended"]) for row in rows_of(folder)]
+        assert best == [(1, taken, ""), (2, taken, ""), (2, taken, "no better for 1 epoch")]
     assert furthest(weights_of(kept), weights_of(other)) < 1e-4
     # The weights of epoch 2, and its accuracy, as of a training that ended there.
     whole = tmp_path / "whole"
@@ -164,13 +168,14 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
 
 def test_images_to_validate_on_are_not_trained_on() -> None:
     numbers = torch.arange(100)
-    opts = parse("", ["--keep-best", "30", "--batch-size", "14", "--test-size", "5"])
     split = data.Split("numbers", numbers, numbers)
-    shares = [batches.training(split, opts, torch.device("cpu"), rank, 2) for rank in range(2)]
-    trained = [number for share in shares for inputs, _ in share for number in inputs.tolist()]
-    validated = [number for share in shares for inputs, _ in share.validation for number in inputs.tolist()]
-    assert sorted(trained + validated) == list(range(100))
-    assert len(validated) == 30 and max(validated) > 60  # from all over
+    left, taken = batches.without(split, 30)
+    assert sorted([*left.inputs.tolist(), *taken.inputs.tolist()]) == list(range(100))
+    assert len(taken) == 30 and taken.inputs.max() > 60  # from all over
+    again, _ = batches.without(split, 30)
+    assert torch.equal(again.inputs, left.inputs)
+    with pytest.raises(UserError, match="leave none of the 100 to train on"):
+        batches.without(split, 100)
 
 
 # --- the width, and the batch of a device -----------------------------------------------------------

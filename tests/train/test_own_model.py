@@ -204,7 +204,7 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
 
 
 RESIDENT = "--loader resident keeps tensors on the device, but these samples are read one by one"
-NO_TEST = "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this"
+NO_TEST = "--stop-at and --patience go by a test, and this training has none"
 BELOW_0 = "the schedule's learning rate for epoch 2 is -0.1: correct it."
 LEFT = "epoch 1 was left early, or not trained: end the loop over run.steps"
 NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
@@ -232,7 +232,6 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
         (("run.epochs()", "(2, 1)"), OF_STORIES, "epoch 2 in place of 1: take the epochs of run.epochs()"),
         (("None, here.size,", "None, 0,"), OF_STORIES, "the devices cannot be recorded ('0' is not a number"),
-        (('"critic":', '"best":'), (*OF_STORIES, "--keep-best", 8), "--keep-best needs batches"),
     ],
     ids=[
         "precision",
@@ -246,7 +245,6 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         "learning rate",
         "epochs",
         "no device",
-        "best",
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -307,7 +305,7 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "others", ranks=1))
     assert "tensors, numbers and texts can be saved, not all here (cannot pickle 'generator' object)" in told
     own.write_text(text)
-    succeeded(script(*given, "--save-model", "--keep-best", 50, ranks=1))
+    succeeded(script(*given, "--save-model", ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
 

@@ -34,7 +34,7 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
     row |= {"model": "Net", "loader": "resident", "workers_per_loader": 0, "recipe": "classic", "lr": 1.0}
     row |= {"world_size": 1, "nodes": 1, "devices": 1, "device_name": GPU, "threads_per_worker": 1}
     row |= {"global_batch": 256, "batch_per_device": 256, "accumulate": 1, "gamma": 0.7, "precision": "fp32"}
-    row |= {"lr_scale": "none", "lr_warmup_images": 0, "width": 32, "keep_best": 0, "parameters": 0}
+    row |= {"lr_scale": "none", "lr_warmup_images": 0, "width": 32, "parameters": 0}
     row |= {"debug": False, "best_epoch": 0}
     row |= {"seed": 1, "test_images": 10_000, "torch_version": "2.15.0", "learning_rate": 1.0}
     row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1} | facts

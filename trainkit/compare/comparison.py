@@ -79,7 +79,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     `images_per_s` is the median over all epochs that are not warm-up, `slowest` and `fastest` are the
     extremes of the same epochs (images/s), `epoch_seconds` and `eval_seconds` their medians: NaN without such
     epochs. `test_accuracy` (%, NaN if a run has none) and `elapsed_s` are medians over runs of the last
-    epoch's (the accuracy, with --keep-best, of the best one); `peak_memory_mb` is the largest, of a warm-up
+    epoch's (the accuracy, by a validation, of the best one); `peak_memory_mb` is the largest, of a warm-up
     only if there is nothing else. `train_images` is equal if each batch size drops another rest of the same
     data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
     `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians

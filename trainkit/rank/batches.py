@@ -40,24 +40,33 @@ def training(
     """Return the training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
     A Dataset is read by torch's DataLoader, which gets the arguments in `loader`, such as a `collate_fn`.
-    With --keep-best, their `validation` is this rank's share of the images that are left out.
 
     Raises:
         UserError: if the global batch does not divide among the ranks or exceeds the data set, a Dataset
-            comes without --loader workers, or --keep-best leaves no image.
+            comes without --loader workers.
     """
-    validation = None
-    if options.keep_best:
-        split, left_out = _without_some(split, options.keep_best)
-        given = replace(options, test_size=None), device, rank, world_size
-        validation = testing(left_out, *given, **loader)
     check_sizes(options, len(split), world_size)
     size = options.batch_size if options.dry_run else options.train_size or len(split)
     split = _first(split, size)
     order = DistributedBatchSampler(len(split), options.batch_size, options.seed, rank, world_size, size)
-    made = _make_batches(split, order, options, device, **loader)
-    made.validation = validation
-    return made
+    return _make_batches(split, order, options, device, **loader)
+
+
+def without(split: Data, n: int) -> tuple[Data, Data]:
+    """Return a training set without `n` of its samples, and these: the same ones in every run.
+
+    They are from all over the set, to validate on.
+
+    Raises:
+        UserError: if none is left to train on.
+    """
+    if n >= len(split):
+        raise UserError(f"{n} samples to validate on leave none of the {len(split)} to train on: take fewer.")
+    order = torch.randperm(len(split), generator=generator(0, 0))
+    parts = [part.sort().values for part in (order[n:], order[:n])]
+    if isinstance(split, Split):
+        return tuple(replace(split, inputs=split.inputs[own], targets=split.targets[own]) for own in parts)
+    return tuple(Subset(split, own.tolist()) for own in parts)
 
 
 def testing(
@@ -202,8 +211,6 @@ class Batches:
     and the step at which it begins: 0, unless an earlier process has done the first steps.
     """
 
-    validation: "Batches | None" = None
-
     def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
         self.split, self.order, self.device, self.shift = split, order, device, shift
 
@@ -330,17 +337,6 @@ def _obey_the_parent(worker: int) -> None:
 
 def _first(split: Data, n: int) -> Data:
     return split.first(n) if isinstance(split, Split) else Subset(split, range(min(n, len(split))))
-
-
-def _without_some(split: Data, n: int) -> tuple[Data, Data]:
-    """Return all but `n` samples, and these: the same ones, from all over the set, in every run."""
-    if n >= len(split):
-        raise UserError(f"--keep-best {n} leaves none of the {len(split)} training images: lower it.")
-    order = torch.randperm(len(split), generator=generator(0, 0))
-    parts = [part.sort().values for part in (order[n:], order[:n])]
-    if isinstance(split, Split):
-        return tuple(replace(split, inputs=split.inputs[own], targets=split.targets[own]) for own in parts)
-    return tuple(Subset(split, own.tolist()) for own in parts)
 
 
 def _on(device: torch.device, batch: object) -> object:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ class Tested(NamedTuple):
     seconds: float
     loss: float
     accuracy: float  # NaN where the targets are not class numbers
-    again: Callable[..., "Tested"] | None = None  # the same of other batches
 
 
 NOT_TESTED = Tested(0, 0.0, math.nan, math.nan)
@@ -90,7 +88,7 @@ def why_ended(rows: list[dict[str, object]], options: Options) -> str:
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:
-    """Evaluate the model on every test sample once: sum over this rank's share, then over the ranks.
+    """Evaluate the model on every sample of `batches` once: sum over this rank's share, then over the ranks.
 
     Args:
         loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.
@@ -117,8 +115,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     total, correct, samples = process_group.sum_in_place(sums).tolist()
     if not math.isfinite(total):
         raise diverged(f"the test loss is {total}")
-    again = partial(evaluate, model, loss=loss)
-    return Tested(int(samples), seconds, total / samples, 100 * correct / samples, again)
+    return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

@@ -114,13 +114,7 @@ class Options:
     )
     patience: int | None = _option(
         "training", None, at_least(1), "N",
-        "end when the test loss, with --keep-best that on its images, has found no new low for N epochs",
-    )
-    keep_best: int = _option(
-        "training", 0, at_least(0, MOST_IMAGES), "N",
-        "take N of the training images for validation, and end with the weights of the epoch that has the "
-        "lowest loss on them",
-        shapes_training=True, column="keep_best",
+        "end when the test loss, or that of a script's validation, has found no new low for N epochs",
     )
     seed: int = _option(
         "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",

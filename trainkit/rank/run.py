@@ -23,7 +23,7 @@ from trainkit.rank.model import trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import Best, check_equal, check_whole
+from trainkit.rank.weights import check_equal, check_whole
 from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.runtime.errors import UserError
@@ -98,8 +98,7 @@ class Run:
             raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
         if taken := self.also.keys() & TAKEN:
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
-        self._best = Best(self.model, self.sharded) if self.options.keep_best else None
-        state = {"optimizer": self.optimizer, "schedule": self.schedule, "best": self._best} | self.also
+        state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
         given = self._log, self.sharded, self.each_rank
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
@@ -170,17 +169,12 @@ class Run:
         """Yield the batches of `epoch` that no earlier process has trained on, on the clock.
 
         Raises:
-            UserError: if a loss was not a number, a second or so later; the text names the step. Also if
-                there are no images for --keep-best.
+            UserError: if a loss was not a number, a second or so later; the text names the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
         if epoch != self._epoch:
             raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
         self.trained = None
-        self._validation = getattr(batches, "validation", None)
-        if self._best and (self._validation is None or "best" in self.also):
-            needs = "batches that batches.training has made, and no `best` in `also`"
-            raise UserError(f"--keep-best needs {needs}: leave it out.")
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
@@ -271,14 +265,18 @@ class Run:
         noise = torch.randn(self.options.batch_size, *shape, generator=self._noise)
         return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
 
-    def end_of_epoch(self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = ()) -> None:
+    def end_of_epoch(
+        self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = (), best_epoch: int = 0
+    ) -> None:
         """Write the row of `epoch`, then a checkpoint.
 
-        Rank 0's `metrics` go to `<run_id>.metrics.tsv` next to the CSV, with those of `add`.
+        Rank 0's `metrics` go to `<run_id>.metrics.tsv` next to the CSV, with those of `add`. `best_epoch` is
+        that of a script with a validation of its own, so far: --patience counts from it, and tables show its
+        test accuracy.
 
         Raises:
             UserError: if one of them cannot be written; what was written earlier is kept. Also if the loop
-                over `steps` was left early, or there is no test for --stop-at, --patience or --keep-best.
+                over `steps` was left early, or there is no test for --stop-at or --patience.
             Stopped: if a signal asked to stop.
         """
         if self.trained is None or epoch != self._epoch:
@@ -286,34 +284,31 @@ class Run:
         if self._drift:
             self._drift.check()
             self._drift = None
-        by_test = self.options.stop_at or self.options.patience
-        if (tested is NOT_TESTED and by_test) or (self._best and not tested.again):
+        if tested is NOT_TESTED and (self.options.stop_at or self.options.patience):
             raise UserError(
-                "--stop-at and --patience go by a test, --keep-best by one that evaluate has made, and this "
-                "training has none: leave them out."
+                "--stop-at and --patience go by a test, and this training has none: leave them out."
             )
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
-        recorded, best_epoch = [*self._of_steps, *metrics], 0
-        if self._best:
-            validated = tested.again(self._validation)
-            self._best.keep(epoch, validated.loss)
-            best_epoch = self._best.epoch
-            recorded.append(Metric("loss", "validation", validated.loss))
-        row = epoch, self.trained, tested, of_ranks, recorded, best_epoch
-        process_group.on_rank_0(lambda: self._log.epoch(*row))
+        process_group.on_rank_0(
+            lambda: self._log.epoch(
+                epoch,
+                trained=self.trained,
+                tested=tested,
+                of_ranks=of_ranks,
+                metrics=[*self._of_steps, *metrics],
+                best_epoch=best_epoch,
+            )
+        )
         self.trained, self._epoch = None, epoch + 1
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
-        if self._best:
-            self._best.load()
-            weights = self._best.weights
-        elif self.sharded and self.options.save_model:
+        if self.sharded and self.options.save_model:
             weights = self.sharded.weights()
         else:
             weights = unwrapped(self.model).state_dict()

@@ -207,8 +207,6 @@ class RunLog:
             tell(f"all {self._options.epochs} epochs were done before: nothing left to do (more: --epochs)")
         if self.ended:
             tell(f"ended before its last epoch: {self.ended}")
-        if self._recorder.rows and (best := self._recorder.rows[-1]["best_epoch"]):
-            tell(f"the weights are those of epoch {best}, which has the lowest validation loss")
         of_ranks = self._recorder.of_ranks
         peaks = [round(row["peak_memory_mb"]) for row in of_ranks if row["epoch"] == of_ranks[-1]["epoch"]]
         if len(peaks) > 1:

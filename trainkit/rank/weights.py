@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.rank.model import unwrapped
 from trainkit.runtime import process_group
-from trainkit.runtime.errors import UserError, first_line, reason
+from trainkit.runtime.errors import UserError, first_line, reason, tell
 from trainkit.runtime.files import replacing
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class Best:
             }
 
     def load(self) -> None:
-        """Give all ranks the weights that were kept; a network that is split over them keeps its own."""
-        if not self._sharded:
-            self._model.load_state_dict(process_group.broadcast(self.weights))
+        """Give all ranks the weights that rank 0 has kept in its memory; the network must not be split."""
+        self._model.load_state_dict(process_group.broadcast(self.weights))
+        if process_group.is_rank_0():
+            tell(f"the weights are those of epoch {self.epoch}, which has the lowest validation loss")
 
     def state_dict(self) -> dict[str, object]:
         return {"epoch": self.epoch, "loss": self.loss, "weights": self.weights}

@@ -141,9 +141,6 @@ COLUMNS: dict[str, Column] = {
     "width": Column(
         number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH
     ),
-    "keep_best": Column(
-        number(int, 0), Role.TRAINING, "--keep-best", "best by {} images", "--keep-best", 0
-    ),
     "parameters": Column(  # 0: not known
         number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, follows=("width",)
     ),
@@ -179,7 +176,7 @@ COLUMNS: dict[str, Column] = {
     "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
     "test_loss": Column(number(float, -FLOAT32, FLOAT32, nan=True), Role.MEASUREMENT),
     "test_accuracy": Column(number(float, 0, 100, nan=True), Role.MEASUREMENT),  # a regression has none
-    "best_epoch": Column(number(int, 0), Role.MEASUREMENT),  # so far, with --keep-best
+    "best_epoch": Column(number(int, 0), Role.MEASUREMENT),  # so far, by a validation; or 0
     "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
     "peak_memory_mb": Column(number(float, 0, LARGEST), Role.MEASUREMENT),
     "elapsed_s": Column(number(float, 0, LONGEST), Role.MEASUREMENT),

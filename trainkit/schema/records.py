@@ -240,7 +240,7 @@ def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object
 
 def ends_with(rows: list[dict[str, object]]) -> dict[str, object]:
     """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
-    best = rows[-1]["best_epoch"]  # with --keep-best
+    best = rows[-1]["best_epoch"]  # of a script with a validation
     return next((row for row in rows if row["epoch"] == best), rows[-1])
 
 
