@@ -6,7 +6,6 @@
 No network is needed. Each call writes all runs anew.
 """
 
-import re
 import threading
 from pathlib import Path
 
@@ -38,12 +37,9 @@ def main() -> None:
     threading.excepthook = lambda _: None  # on a full disk TensorBoard's thread fails, and then its caller
     table, skipped = comparison.load_some(args.paths)
     for run_id, rows in table.groupby("run_id"):
-        # A file may name any place, and two runs have two folders.
-        folder = args.out / (re.sub(r"[^\w+-]", lambda char: f"%{ord(char[0]):06x}", run_id) or "%")
+        folder = args.out / run_id
         file = Path(rows.file.iloc[0])
         has_metrics = records.beside(file, "metrics").exists()
-        if folder.is_symlink():
-            raise UserError(f"{folder} is a link, and what is behind it is not removed: give another --out.")
         check_writable(folder, "the run", "give another --out.")  # TensorBoard's own error is a traceback
         with explained(f"{folder} cannot be written", "give another --out."):
             for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both

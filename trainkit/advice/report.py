@@ -65,13 +65,13 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 
 def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
     table, marks = words.table(words.options())
-    made = [page.escaped(words.answered()), page.markdown(table)]
+    made = [words.answered(), page.markdown(table)]
     made.append(page.listed([LEGEND, *marks, *words.unknown(), *notes]))
-    made += [page.escaped(f"## {TRUST}"), page.escaped(" ".join(words.trust()))]
+    made += [f"## {TRUST}", " ".join(words.trust())]
     if runs := words.next_runs():
-        made.append(page.escaped(f"## {NEXT_RUNS}"))
+        made.append(f"## {NEXT_RUNS}")
     for use, command in runs:
-        made += [page.escaped(f"{use}:"), f"```\n{command}\n```"]
+        made += [f"{use}:", f"```\n{command}\n```"]
     return made
 
 

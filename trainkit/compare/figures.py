@@ -139,5 +139,4 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
 
 def _line_look(text: str, looks: Looks) -> style.Look:
     """Return label and style of a line: equal texts look the same in all panels of a figure."""
-    label = text.lstrip("_")  # a legend leaves out what begins with an underscore
-    return looks.setdefault(text, {"label": label} | style.line_look(len(looks)))
+    return looks.setdefault(text, {"label": text} | style.line_look(len(looks)))

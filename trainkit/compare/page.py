@@ -1,12 +1,8 @@
 """Tables and sentences as text: for a terminal, for a page of Markdown, for a spreadsheet.
 
-page.write(out / "comparison.md", "Comparison", [page.escaped(verdict), page.markdown(shown)])
-
-All texts on a page are escaped: no name can bring markup into it.
+page.write(out / "comparison.md", "Comparison", [verdict, page.markdown(shown)])
 """
 
-import html
-import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +11,6 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.runtime.files import explained, replacing
-from trainkit.schema.records import no_formula
 
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one
@@ -27,8 +22,9 @@ def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] 
     Raises:
         OSError: if `path` cannot be written.
     """
+    pictures = [f"![{name}]({name})" for name in figures]
     with replacing(path) as file:
-        file.write("\n\n".join([f"# {title}", *blocks, *(f"![{name}]({name})" for name in figures)]) + "\n")
+        file.write("\n\n".join([f"# {title}", *blocks, *pictures]) + "\n")
 
 
 @contextmanager
@@ -45,7 +41,7 @@ def writing_to(out: Path) -> Iterator[None]:
 
 def listed(sentences: Iterable[str]) -> str:
     """Return a list of sentences."""
-    return "\n".join(f"- {escaped(sentence)}" for sentence in sentences)
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def wrapped(note: str) -> str:
@@ -72,12 +68,7 @@ def plain(shown: pd.DataFrame) -> str:
 def markdown(shown: pd.DataFrame) -> str:
     """Lay out a table of texts for Markdown."""
     lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    return "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
-
-
-def escaped(text: str) -> str:
-    """Escape the text for Markdown: no name may open a tag, a link, code or a cell."""
-    return re.sub(r"[\\`|*$]|^~|(?<=\])[(:]", r"\\\g<0>", html.escape(text, quote=False))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
@@ -87,4 +78,4 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
         OSError: if `path` cannot be written.
     """
     with replacing(path) as file:
-        table.apply(lambda column: column.map(no_formula)).to_csv(file, index=False)
+        table.to_csv(file, index=False)

@@ -68,11 +68,11 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
         narrow = shown.drop(columns=needless[:count])
         if max(map(len, page.plain(narrow).splitlines())) <= TERMINAL:
             break
-    blocks = [page.escaped(conclusion)]
+    blocks = [conclusion]
     for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings = comparison.common(section)
-        blocks += [*map(page.escaped, (f"## {title}", settings)), page.markdown(shown.loc[section.index])]
+        blocks += [f"## {title}", settings, page.markdown(shown.loc[section.index])]
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]

@@ -3,7 +3,6 @@
 Colour is never the only difference: figures are also printed in grey.
 """
 
-import warnings
 from pathlib import Path
 
 import matplotlib
@@ -16,8 +15,6 @@ from matplotlib.figure import Figure
 from trainkit.runtime.files import replacing
 from trainkit.schema.columns import DDP, DP, SINGLE
 
-plt.rcParams["text.parse_math"] = False  # a dollar sign in a name is one
-
 Look = dict[str, object]  # keywords of matplotlib's artists
 # The palette of Okabe and Ito, made for all kinds of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
@@ -27,8 +24,6 @@ STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "
 OWN_BAR = ("#C5E8DA", "..")
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
-OURS = {"Source": "trainkit/compare"}  # in every figure
-MOST_PIXELS = 2**15  # from bottom to top: matplotlib's limit is twice that
 
 
 def line_look(number: int) -> Look:
@@ -50,10 +45,9 @@ def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list
     """
     for name, figure in figures.items():
         if figure:
-            with warnings.catch_warnings(), replacing(out / name, "wb") as file:
-                warnings.simplefilter("ignore")  # the font may lack a letter of a name
-                figure.savefig(file, dpi=min(dpi, MOST_PIXELS / figure.get_figheight()), metadata=OURS)
+            with replacing(out / name, "wb") as file:
+                figure.savefig(file, dpi=dpi)
             plt.close(figure)
-        elif (out / name).is_file() and OURS["Source"].encode() in (out / name).read_bytes()[:500]:
-            (out / name).unlink()
+        else:
+            (out / name).unlink(missing_ok=True)
     return [name for name, figure in figures.items() if figure]

@@ -318,11 +318,6 @@ def _check(cells: dict[str, object], where: str, columns: Columns) -> None:
     _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
 
 
-def no_formula(cell: object) -> object:
-    """Quote a text that begins like a formula, which a spreadsheet would compute."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
-
-
 def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
     """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
