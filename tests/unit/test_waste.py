@@ -425,16 +425,24 @@ def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
     assert "6 GPUs" not in waste.judge(folder).lines("job 12")[-1]
 
 
-@pytest.mark.parametrize("left", ["", "time,what,num", ",".join(samples.COLUMNS)])
-def test_a_node_whose_file_was_cut_takes_nothing_from_the_others(
-    made: Callable[..., Path], left: str
+def test_a_damaged_file_of_a_node_takes_nothing_from_the_others(
+    made: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
-    (folder / "n2.csv").write_text(left)
+    (folder / "n2.csv").write_text("time,what,num")
     assert first_line(folder).startswith("no rank uses GPU 1 on n1: ")
-    (folder / "n1.csv").write_text(left)
+    assert f"warning: {folder / 'n2.csv'} is left out" in capsys.readouterr().err
+    (folder / "n1.csv").write_text("time,what,num")
     with pytest.raises(UserError):
         waste.judge(folder)
+
+
+def test_a_line_that_is_half_written_is_left_out(made: Callable[..., Path]) -> None:
+    folder = made([FULL] * 2)
+    before = samples.read(folder)
+    with (folder / "n1.csv").open("a") as file:
+        file.write(f"{traces.BEGAN + 99},node,,,10")
+    assert len(samples.read(folder)) == len(before)
 
 
 def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Path]) -> None:

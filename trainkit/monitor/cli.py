@@ -54,7 +54,7 @@ def main(own_job: str | None) -> int:
     else:
         from trainkit.monitor import waste
 
-        with explained(f"the samples of job {own.verdict} cannot be read", "ask its owner for the right to."):
+        with explained(f"job {own.verdict} cannot be read", "ask its owner for the right to."):
             judged = waste.judge(_find_samples(own.verdict))
         lines = judged.lines(f"job {own.verdict}" if own.verdict.isdigit() else own.verdict)
         tell("\n".join(lines))

@@ -7,18 +7,16 @@ node (0: not asked for).
 """
 
 import csv
-import errno
 import io
 import math
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, reason
-from trainkit.runtime.files import check_regular, read_text
-from trainkit.schema.columns import MOST
+from trainkit.runtime.errors import UserError, reason, tell
 
 FOLDER, RUNS, NOTES, ASKED, ENDED = "monitor", "runs", "notes", "asked", "ended"
 PERIOD = 1.0  # s
@@ -54,7 +52,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "shared_files_mb": (NODE,),  # in /dev/shm, since the job began, where no cgroup tells whose they are
     "checkpoint_mb": (NODE,),  # the largest one in the job's own folder
 }
-NO_FSYNC = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # of a pipe, or a file system without it
 HEADER = ",".join(COLUMNS) + "\n"
 WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
 
@@ -68,15 +65,10 @@ class Writer:
 
     def __init__(self, folder: Path, node: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{node}.csv").open("a+b", buffering=0)
-        header = HEADER.encode()
-        self._file.seek(0)
-        there = self._file.read(len(header))
-        if len(there) < len(header) and header.startswith(there):  # new, or cut short by a full disk
-            self._file.truncate(0)
-            self._put(header)
-        else:  # after a kill the last line may lack its end; an empty line is no row
-            self._put(b"\n")
+        self._file = (folder / f"{node}.csv").open("a", encoding="utf-8", newline="")
+        is_new = self._file.tell() == 0
+        # After a kill the last line may lack its end; an empty line is no row.
+        self._put(HEADER if is_new else "\n")
 
     def add(self, rows: Iterable[dict[str, object]]) -> None:
         """Write rows with some of `COLUMNS`, synced so that they survive a kill of the job or the node."""
@@ -84,23 +76,19 @@ class Writer:
         csv.DictWriter(text, COLUMNS, lineterminator="\n").writerows(
             {name: _to_text(value) for name, value in row.items()} for row in rows
         )
-        self._put(text.getvalue().encode())
+        self._put(text.getvalue())
 
-    def _put(self, text: bytes) -> None:
-        while text:  # a nearly full disk takes a part, and refuses the rest
-            text = text[self._file.write(text) :]
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            if error.errno not in NO_FSYNC:
-                raise
+    def _put(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     """Read the samples of all nodes, ordered by time, with a column `node`; an empty cell is NaN or "".
 
-    With `every`, only the samples of one second in so many are read. What a kill or a full disk has cut short
-    is left out: a line, or a file that ends within its header.
+    With `every`, only the samples of one second in so many are read. A file that is damaged is left out, with
+    a warning, as those of the other nodes are still good.
 
     Raises:
         UserError: if there are none, or a file cannot be read.
@@ -108,32 +96,31 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     rows = []
     for path in sorted(folder.glob("*.csv")):
         try:
-            check_regular(path)
-            with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-                first = file.readline(10**6)  # a damaged file may be one endless line
-                if first != HEADER and HEADER.startswith(first):
-                    continue  # a full disk, or the end of the node: the other nodes' files are still good
-                lines = csv.reader(one for one in iter(lambda: file.readline(10**6), "") if "\0" not in one)
-                header = next(csv.reader([first]), [])
-                if missing := [name for name in COLUMNS if name not in header]:
-                    raise ValueError(f"it has no column {', '.join(missing)}")
-                unknown = dict.fromkeys(COLUMNS, "")
-                time = header.index("time")
-                for cells in lines:
-                    with suppress(ValueError, IndexError):
-                        if every > 1 and float(cells[time]) % every >= 1:
-                            continue
-                        row = unknown | dict(zip(header, cells, strict=True)) | {"node": path.stem}
-                        row |= {name: _number(row[name]) for name in COLUMNS if name not in WORDS}
-                        if row["time"] >= 0:  # NaN cannot be ordered
-                            rows.append(row)
-        except (OSError, ValueError, csv.Error) as error:
-            raise UserError(
-                f"{path}: no samples of slurm/monitor.py ({reason(error)}): give the folder of a job."
-            ) from None
+            rows += _read_node(path, every)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({reason(error)}): give another job's folder.") from None
+        except (ValueError, csv.Error) as error:
+            tell(f"warning: {path} is left out ({error})", sys.stderr)
     if not rows:
         raise UserError(f"there are no samples in {folder}: give a sampled job (SITE_MONITOR is not off).")
     return sorted(rows, key=lambda row: row["time"])
+
+
+def _read_node(path: Path, every: int) -> Iterator[dict[str, object]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        missing = [name for name in COLUMNS if name not in (lines.fieldnames or ())]
+        if missing:
+            raise ValueError(f"it has no column {', '.join(missing)}")
+        for row in lines:
+            # The sampler writes this line just now, or was killed when it did.
+            half_written = None in row or None in row.values()
+            if half_written or (every > 1 and float(row["time"]) % every >= 1):
+                continue
+            numbers = {
+                name: float(row[name]) if row[name] else math.nan for name in COLUMNS if name not in WORDS
+            }
+            yield row | numbers | {"node": path.stem}
 
 
 def runs(folder: Path) -> list[Path]:
@@ -142,8 +129,8 @@ def runs(folder: Path) -> list[Path]:
     A recording that was put together by hand has them in its folder `training`.
     """
     try:
-        lines = read_text(folder / RUNS).splitlines()
-    except (OSError, ValueError):
+        lines = (folder / RUNS).read_text(encoding="utf-8").splitlines()
+    except OSError:
         return sorted((folder / "training").glob("*.csv"))
     return [folder / line for line in dict.fromkeys(filter(None, lines))]
 
@@ -152,13 +139,8 @@ def note_run(path: Path) -> None:
     """In a sampled job, note that its training writes the CSV `path`."""
     job = job_folder.here()
     if job and (job / FOLDER).is_dir():
-        with suppress(OSError), job_folder.opened(job / FOLDER / RUNS, "a") as file:
+        with suppress(OSError), (job / FOLDER / RUNS).open("a", encoding="utf-8") as file:
             file.write(f"{path.resolve()}\n")
-
-
-def _number(cell: str) -> float:
-    number = float(cell or "nan")
-    return number if abs(number) <= MOST else math.nan
 
 
 def _to_text(value: object) -> str:
