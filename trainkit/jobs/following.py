@@ -259,7 +259,7 @@ def follow(handle: Handle) -> int:
 
 
 def _lines(log: Path) -> list[str]:
-    """Return the last lines of a log, which may be long, or have become a pipe."""
+    """Return the last lines of a log, which may be long."""
     if not log.is_file():
         return []
     with log.open("rb") as file:

@@ -192,7 +192,7 @@ def _exit_code(how: str) -> int:
 
 def _last_words(log: Path) -> str:
     """Return the error that a log ends with; "" if there is none."""
-    if not log.is_file():  # a pipe would be waited for
+    if not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))

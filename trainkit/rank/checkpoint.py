@@ -33,7 +33,7 @@ from trainkit.rank.weights import inner_optimizer, pack, save
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import Stopped, UserError, first_line, lost_peers, tell
-from trainkit.runtime.files import check_regular, check_writable, explained, locked
+from trainkit.runtime.files import check_writable, explained, locked
 from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 
 if TYPE_CHECKING:
@@ -293,11 +293,9 @@ def load_verified(file: Path | io.BytesIO) -> object:
     """Return the tensors and numbers that torch.save has written to `file`.
 
     Raises:
-        ValueError: if it is not a regular file, or holds anything else, which could run a program. For a
-            damaged file PyTorch also raises other errors.
+        ValueError: if it holds anything else, which could run a program. For a damaged file PyTorch also
+            raises other errors.
     """
-    if isinstance(file, Path):
-        check_regular(file)
     with zipfile.ZipFile(file) as archive:  # torch.save writes a zip, but torch.load skips its checksums
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")

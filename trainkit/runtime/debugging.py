@@ -14,7 +14,6 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from trainkit.runtime import job_folder
 from trainkit.runtime.device import cores, device_name
 from trainkit.runtime.errors import tell
 from trainkit.runtime.files import explained, replacing
@@ -55,7 +54,7 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     with explained(f"--debug cannot write to {folder}", fix):
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)  # of an earlier run
-        file = job_folder.opened(path, "a")  # never closed: faulthandler writes to it until the end
+        file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
         file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if SHOWN.match(name))
         file.write(f"Where this rank is, every {every:g} s:\n")

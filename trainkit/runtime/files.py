@@ -1,6 +1,5 @@
 """Files that are written whole or not at all, and folders that are checked before any work is done."""
 
-import errno
 import fcntl
 import io
 import os
@@ -37,13 +36,10 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     fails, `path` keeps its old content.
 
     Raises:
-        OSError: if it cannot be written, or is a device or a pipe: root could replace /dev/null.
+        OSError: if it cannot be written.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    # A name that is not UTF-8 must not end a run.
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "", "errors": "replace"}
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
         with temporary.open(mode.replace("w", "x"), **text) as file:
             yield file
@@ -54,39 +50,6 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def check_regular(path: Path) -> None:
-    """Raise a ValueError if there is no such file, or one that has no end, such as a pipe.
-
-    Raises:
-        OSError: if its links lead nowhere, or its name is too long.
-    """
-    if not path.is_file():
-        if not os.path.lexists(path):
-            raise ValueError("there is no such file")
-        path.stat()
-        raise ValueError("it is not a regular file")
-
-
-def read_text(path: Path, most: int = 10**6, errors: str = "replace") -> str:
-    """Read a file from any source; what is not UTF-8 becomes a question mark. A mark of Windows is left out.
-
-    Args:
-        most: bytes that it may have.
-        errors: "strict" refuses what is not UTF-8.
-
-    Raises:
-        ValueError: if there is no such file, if it has no end, or more than `most` bytes.
-        OSError: if it cannot be read.
-    """
-    check_regular(path)
-    # Some files of /proc have a size of 0 and no end, or would be waited for.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        content = file.read(most + 1) or b""
-    if len(content) > most:
-        raise ValueError(f"it has more than {most:,} bytes")
-    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors=errors).read()
 
 
 @contextmanager

@@ -19,13 +19,11 @@ import re
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from trainkit.runtime.place import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN, CHECKPOINTS = "plain", "checkpoints"
-LONGEST_NOTE = 10**6  # characters
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
 
@@ -52,17 +50,8 @@ def note(state: str, text: str = "") -> None:
     if state == "failed":
         with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
             (folder / "first-failed").symlink_to(path.name)
-    with suppress(OSError), opened(path) as file:
-        file.write(f"{text}\n" if text else "")
-
-
-def opened(path: Path, mode: str = "w") -> TextIO:
-    """Open a file to write to it ("w"), or to add to it ("a"); raise an OSError for a link, or a pipe."""
-
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-    return open(path, mode, encoding="utf-8", errors="replace", opener=opener)  # noqa: PTH123
+    with suppress(OSError):
+        path.write_text(f"{text}\n" if text else "", encoding="utf-8", errors="replace")
 
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
@@ -72,12 +61,11 @@ def notes(folder: Path, *states: str) -> dict[int, Path]:
 
 
 def read(note: Path) -> str:
-    """Return what a note says; "" if it is not there, or is no file: anybody may have put it there."""
-    with suppress(OSError):
-        if note.is_file():  # a pipe would be waited for
-            with note.open(errors="replace") as file:
-                return file.read(LONGEST_NOTE).strip()
-    return ""
+    """Return what a note says; "" if it is not there."""
+    try:
+        return note.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def died_of(number: int) -> str:
@@ -98,8 +86,7 @@ def note_stop(checkpoints: Path) -> None:
         OSError: if it cannot be written.
     """
     if folder := here():
-        with opened(folder / "stopped") as file:
-            file.write(f"{checkpoints.absolute()}\n")
+        (folder / "stopped").write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
 
 
 def stopped(folder: Path) -> str | None:

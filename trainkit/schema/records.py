@@ -16,11 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError, reason
-from trainkit.runtime.files import check_writable, explained, locked, read_text, replacing
+from trainkit.runtime.files import check_writable, explained, locked, replacing
 from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, LONGEST, WORKERS, number, text
 
 SCHEMA_VERSION = 1
-LARGEST_FILE = 16 * 2**20  # bytes: the rows of about 40,000 epochs
 # Column -> the reader of its cells, which refuses those that no run writes.
 Columns = dict[str, Callable[[str], object]]
 OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
@@ -276,7 +275,7 @@ def _read(
     path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
 ) -> list[dict[str, object]]:
     try:
-        content = read_text(path, LARGEST_FILE, errors="strict")
+        content = path.read_text(encoding="utf-8-sig")
         lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
         names, rows = lines.fieldnames or [], []
         if twice := {name for name in names if names.count(name) > 1}:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trainkit.runtime.command_line import time_limit
 from trainkit.jobs import slurm
-from trainkit.runtime.files import read_text
 from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 
 JOB = "job.sh"
@@ -246,10 +245,7 @@ def _log(options: dict[str, str], stage: Path) -> str:
     logs.sort(key=lambda log: log.stat().st_mtime)
     if not logs:
         return "Submit it now, if you have a cluster."
-    try:
-        code = re.findall(r"with exit code (\d+)", read_text(logs[-1], most=10**8))
-    except ValueError as error:
-        return f"{logs[-1].name} is no log of this job ({error})."
+    code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
     if not code:
         return f"{logs[-1].name} has no line `ended` yet: the job is running, or its script was killed."
     if code[-1] != "0":
