@@ -87,14 +87,6 @@ def test_a_site_file_that_would_end_a_job(checkout: Checkout) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("mine", [{"SHELLOPTS": "noexec"}, {"BASH_FUNC_source%%": "() { :; }"}])
-def test_a_bash_that_was_told_otherwise(mine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="bash does not do as it is told"):
-        site.read_site()
-
-
 def test_variables_from_another_file(checkout: Checkout) -> None:
     """`set +a` of the site file is not for what comes after it."""
     (checkout.folder / "more.env").write_text("SBATCH_ACCOUNT=me\n")
@@ -114,49 +106,6 @@ def test_what_fails_when_it_is_read_again(checkout: Checkout) -> None:
     checkout.site(f"mkdir '{checkout.folder}/made'\n")
     with pytest.raises(UserError, match="fails where it is read again: it must do the same each time"):
         site.read_site()
-
-
-def test_text_that_is_not_utf8(checkout: Checkout) -> None:
-    """Linux does not mind, in variables and in the names of folders; for Slurm's files it has to be."""
-    results = os.fsdecode(os.fsencode(checkout.folder) + b"/r\xe9sultats")
-    text = f"# caf\udce9\nexport SBATCH_COMMENT='\udcff'\nSITE_RESULTS_DIR='{results}'\n"
-    (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text))
-    checkout.script("single").write_text("import os; print('here', os.environ['TRAINKIT_RESULTS_DIR'])")
-    done = checkout.submit_py("single", "--wait", WEIRD="\udcff")
-    assert "Traceback" not in done.stderr, done.stderr
-    (log,) = Path(results).rglob("*_log.out")
-    assert os.fsencode(f"here {results}\n") in log.read_bytes()
-    checkout.fake("sbatch", "echo Submitted batch job 7")
-    checkout.fake("srun", "")
-    done = checkout.submit_py("single", WEIRD="\udcff")
-    refused = "error: logs cannot be written to "
-    assert done.stderr.startswith(refused), done.stderr
-    (checkout.folder / "slurm" / "site.sh").write_bytes(os.fsencode(text.replace("sultats", "s\nultats")))
-    assert checkout.submit_py("single", "--dry-run").stderr.startswith(refused)
-    (checkout.folder / "slurm" / "site.sh").write_text(f"SITE_RESULTS_DIR='{checkout.folder}/of-%j'")
-    assert checkout.submit_py("single", "--local").stderr.startswith(refused)
-    found = login_node.check_folders(site.read_site())
-    assert any(f.message.startswith(refused.removeprefix("error: ")) for f in found if f.level == FAULT)
-
-
-def test_what_others_could_change_is_a_fault(checkout: Checkout) -> None:
-    file, folder = checkout.folder / "slurm" / "site.sh", checkout.folder / "slurm"
-    file.touch()
-    assert not told(FAULT)
-    file.chmod(0o646)
-    assert f"others can write to {file}, and so change it -> chmod o-w '{file}'; or copy it" in told(FAULT)
-    file.chmod(0o644)
-    folder.chmod(0o1777)
-    assert f"others can write to {folder}" in told(FAULT)
-    folder.chmod(0o755)
-    jobs = checkout.folder / "results" / "jobs"
-    jobs.mkdir()
-    jobs.chmod(0o777)
-    found = login_node.check_folders(site.read_site())
-    assert [f"others can write to {jobs}" in f.message for f in found if f.level == FAULT] == [True]
-    if os.getuid() == 0:
-        os.chown(file, 12345, 12345)
-        assert f"others can write to {file}" in told(FAULT)
 
 
 @pytest.mark.parametrize(

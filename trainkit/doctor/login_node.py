@@ -3,11 +3,6 @@
 It needs only the standard library.
 """
 
-import os
-import shlex
-import stat
-from pathlib import Path
-
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
 from trainkit.jobs import slurm
 from trainkit.jobs.site import Site, read_site
@@ -35,17 +30,16 @@ errors.run(lambda: checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[
 
 
 def check_site() -> tuple[Site | None, list[Finding]]:
-    """Read slurm/site.sh, and check its owner."""
+    """Read slurm/site.sh."""
     try:
         site = read_site()
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     file = REPOSITORY / "slurm" / "site.sh"
-    others = check_owner(file.parent, "what jobs run") + (check_owner(file, "it") if file.exists() else [])
     what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults apply"
-    found = others or [Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")]
-    return site, [*found, *_check_memory(site)]
+    found = Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")
+    return site, [found, *_check_memory(site)]
 
 
 def _check_memory(site: Site) -> list[Finding]:
@@ -55,15 +49,6 @@ def _check_memory(site: Site) -> list[Finding]:
         return []
     message = f"{site.memory_by_part} counts for submit.py, but not for job scripts: their --mem comes first"
     return [Finding("site", WARNING, message, "delete their lines #SBATCH --mem, or set SBATCH_MEM_PER_NODE")]
-
-
-def check_owner(path: Path, what: str, check: str = "site") -> list[Finding]:
-    """Check that only the user (and root) can change `what`."""
-    status = path.stat()
-    if status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH:
-        return []
-    message = f"others can write to {path}, and so change {what}"
-    return [Finding(check, FAULT, message, f"chmod o-w {shlex.quote(str(path))}; or copy it")]
 
 
 def check_slurm() -> list[Finding]:
@@ -103,7 +88,7 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
 
 
 def check_folders(site: Site) -> list[Finding]:
-    """Check that the folders that jobs write to are writable, by this user only."""
+    """Check that the folders that jobs write to are writable."""
     own = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
     folders = {
         site.results_dir: ("results", own),
@@ -114,10 +99,7 @@ def check_folders(site: Site) -> list[Finding]:
     for folder, (what, fix) in folders.items():
         try:
             files.check_writable(folder, what, fix)
-            slurm.check_path(folder)
         except UserError as error:
             found.append(fault_from("folders", str(error)))
-            continue
-        found += check_owner(folder, f"the {what}", "folders")
     message = f"results, checkpoints and logs can be written: {', '.join(map(str, folders))}"
     return found or [Finding("folders", OK, message)]

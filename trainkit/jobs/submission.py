@@ -171,11 +171,8 @@ def check(request: Request, site: Site) -> tuple[options.Options, bool]:
     if not request.stage.plain:
         check_sizes(opts, request.stage, request.resources)
     if why_local(request.here):
-        slurm.check_path(site.jobs_dir, here=True)
         _check_machine(request, opts)
         return opts, False
-    for path in (REPOSITORY, site.jobs_dir):
-        slurm.check_path(path)
     return opts, True
 
 

