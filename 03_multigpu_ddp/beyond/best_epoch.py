@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from trainkit import batches, data, errors, options, process_group
 from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.rank.best import Best
 from trainkit.rank.epoch import Metric
-from trainkit.rank.weights import Best
 from trainkit.runtime.command_line import at_least
 
 import torch

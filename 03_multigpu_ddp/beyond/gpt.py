@@ -9,7 +9,7 @@ from trainkit import errors, options, process_group
 from trainkit import Run, choose_precision, evaluate
 from trainkit.rank.options import MOST_IMAGES, Options
 from trainkit.rank.sharded import Sharded, check_pytorch
-from trainkit.rank.weights import Best
+from trainkit.rank.best import Best
 from trainkit.runtime.command_line import above_0, at_least
 
 import torch

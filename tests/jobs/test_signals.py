@@ -42,7 +42,7 @@ MOMENTS = {
     ),
     # At the first step, and at every step after it.
     "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "saving": ("trainkit/rank/weights.py", "torch.save(state, file)", USR2, "stopped after "),
+    "saving": ("trainkit/rank/state_file.py", "torch.save(state, file)", USR2, "stopped after "),
 }
 JOBS = {"srun": ["importing", "training"], "torchrun": ["meeting"], "submitit": ["saving"]}
 # Ends at the first signal, and asks for the way back. It loads no PyTorch: the signals are Slurm's.

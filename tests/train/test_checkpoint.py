@@ -24,7 +24,7 @@ from conftest import (
     succeeded,
 )
 
-from trainkit.rank.checkpoint import load_parts
+from trainkit.rank.state_file import load_parts
 from trainkit.schema import records
 
 EPOCHS = 2

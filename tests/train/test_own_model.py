@@ -301,10 +301,6 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     given = (own, *SMALL, "--results-dir", tmp_path)
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
     assert "tensors, numbers and texts can be saved, not all here (__main__.Extra): convert them" in told
-    own.write_text(text.replace("self: Extra()", "self: (i for i in ())"))
-    told = one_error(script(*given, "--checkpoint-dir", tmp_path / "others", ranks=1))
-    assert "tensors, numbers and texts can be saved, not all here (cannot pickle 'generator' object)" in told
-    own.write_text(text)
     succeeded(script(*given, "--save-model", ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
@@ -320,7 +316,7 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
             assert "stopped after step 3 of epoch 1" in done.stdout
             for left_out, sentence in (
                 ("nothing", "each of its 2 ranks has its own state: start as many ranks"),
-                (', "critic_optimizer": other', "it also has the state of critic_optimizer"),
+                (', "critic_optimizer": other', "was made with the critic_optimizer AdamW"),
                 ('"each_rank": each_rank, ', "it has a state of each rank"),
             ):
                 own.write_text(STORIES.replace(left_out, ""))

@@ -1,22 +1,20 @@
 """Save the state of the training, resume from it later, and stop when Slurm asks.
 
-A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E. It holds the
-network, the optimizer, the learning rate schedule, every rank's random numbers, and the rows of the run's
-CSV, so that the run continues under the same name. A network that is split over the ranks is whole in it.
+A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E; `Checkpoint`
+says what is in it. `Checkpoints` saves one after every epoch, within an epoch every --checkpoint-minutes, and
+when a signal stops the training. The two newest are kept: if the last one is damaged, a resume takes the one
+before it.
 """
 
 import io
-import pickle
 import re
 import signal
 import sys
 import time
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -27,25 +25,49 @@ from trainkit.rank.epoch import PartialEpoch, diverged
 from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
-from trainkit.rank.recipes import KERNELS
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import inner_optimizer, pack, save
+from trainkit.rank.state_file import fitting, load_parts, load_verified, refuse_shares, save, write
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
-from trainkit.runtime.errors import Stopped, UserError, first_line, lost_peers, tell
+from trainkit.runtime.errors import Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_writable, explained, locked
 from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
 
-VERSION = 2
-# The names that a checkpoint itself uses.
-ITS_OWN = {"version", "epoch", "part", "random_numbers", "each_rank", "split", "options", "run"}
-ITS_OWN |= {"precision", "folder"}
-TAKEN = ITS_OWN | {"model", "optimizer", "schedule"}
+VERSION = 3  # of the fields of Checkpoint
+KEPT = 2  # checkpoints
 LOCK = ".lock"
-KEPT = 2  # if the newest is damaged, the one before it is used
+NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
+# The parts that every training has; the others have names of the script's own.
+ALWAYS_THERE = ("model", "optimizer", "schedule")
+
+
+@dataclass
+class Checkpoint:
+    """The content of one file. All of it is tensors, numbers, texts, and lists or dictionaries of them."""
+
+    epoch: int  # the epoch to go on with, counted from 1
+    part: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
+    # The state_dict of each part by its name: the network without wrappers, the optimizer, the schedule, and
+    # what else the script keeps. A network that is split over the ranks is whole in it.
+    parts: dict[str, dict[str, object]]
+    split: bool  # Sharded has saved the network and the optimizer, whose states it names otherwise
+    each_rank: list[torch.Tensor] | None  # of each rank what the script keeps for it, as bytes of torch.save
+    random_numbers: list[list[torch.Tensor]]  # of each rank the states of its generators
+    training: dict[str, object]  # what makes another training: see Checkpoints._describe_training
+    precision: str  # that "--precision auto" has chosen
+    run: dict[str, object]  # the record of the run so far
+    folder: str  # that it was saved in
+    version: int = VERSION
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint that can be read, and its file."""
+
+    path: Path
+    checkpoint: Checkpoint
 
 
 class Checkpoints:
@@ -70,36 +92,30 @@ class Checkpoints:
         sharded: "Sharded | None" = None,
         each_rank: dict[str, object] | None = None,
     ) -> None:
-        # Without the wrappers, so every stage can load it.
+        self._options = options
+        self._folder = options.checkpoint_dir
+        self._log = log
+        # Without the wrappers, so that every stage can load it.
         self._model = unwrapped(model)
+        self._sharded = sharded
+        self._each_rank = each_rank or {}
         self._parts = {"model": self._model} | parts
+        # Before anything is loaded, as the optimizer and the schedule are now as the script has made them.
+        self._training = self._describe_training(dataset)
         if sharded:
             del self._parts["model"], self._parts["optimizer"]
-        # What identifies this training.
-        self._identity = options.shaping() | {"dataset": dataset, "model": class_name(model)}
-        for name, part in parts.items():
-            # Before it loads anything: as the script has made it.
-            if isinstance(part, torch.optim.Optimizer):
-                self._identity[name] = identity.of_optimizer(part, split=sharded is not None)
-            elif isinstance(part, LRScheduler):
-                self._identity[name] = type(part).__name__
-        self._options, self._log, self._folder = options, log, options.checkpoint_dir
-        self._sharded, self._each_rank = sharded, each_rank or {}
-        self._first_epoch, self._part = 1, None
+        self._first_epoch = 1
+        self._part: PartialEpoch | None = None
         self._stop_asked = False
         self._saved_at = time.monotonic()
         if self._folder:
             process_group.on_rank_0(self._open_folder)
-            # Only one rank reads the file, so all ranks get the same one.
-            path, state = process_group.on_rank_0(lambda: _newest(self._folder)) or (None, {})
-            # Of these each rank takes its part.
-            split = {name: state.pop(name, {}) for name in ("model", "optimizer") if sharded}
-            path, state = process_group.broadcast((path, state))
-            if path:
-                self._load(path, state | split)
+            self._resume()
             hear_stop(self._ask_to_stop)
         # A job blocks them until the training can handle them (slurm/job_env.sh).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    # --- what Run asks ------------------------------------------------------------------------------
 
     def epochs(self) -> range:
         """Return the epochs that remain to be trained."""
@@ -110,7 +126,10 @@ class Checkpoints:
         return self._part if epoch == self._first_epoch else None
 
     def requests(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether it is time to save within the epoch."""
+        """Return whether this rank was asked to stop, and whether it is time to save within the epoch.
+
+        The ranks then agree on a step (run.Agreement), and all call `save`.
+        """
         overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
         return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
 
@@ -125,27 +144,21 @@ class Checkpoints:
         if not self._folder:
             return
         where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
-        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
-        finite = all(own.isfinite().all() for own in self._model.parameters() if own.requires_grad)
-        if not all(process_group.gather(finite)):
-            raise diverged(f"the weights are no longer numbers after {where}")
-        state = {"version": VERSION, "epoch": epoch, "part": part and asdict(part)}
-        state |= {"random_numbers": process_group.gather(random_states())}
-        if self._each_rank:
-            content = io.BytesIO()  # as bytes, whichever device its tensors are on
-            pack({name: one.state_dict() for name, one in self._each_rank.items()}, content)
-            own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
-            state |= {"each_rank": process_group.gather(own)}
-        if self._sharded:
-            state |= {"split": True} | self._sharded.state_dict()
-        process_group.on_rank_0(lambda: self._write(path, state))
+        self._check_finite(where)
+        # What all ranks have to give; rank 0 has the rest, and writes the file.
+        random_numbers = process_group.gather(random_states())
+        each_rank = process_group.gather(self._packed_each_rank()) if self._each_rank else None
+        of_sharded = self._sharded.state_dict() if self._sharded else {}
+        process_group.on_rank_0(lambda: self._write(epoch, part, of_sharded, each_rank, random_numbers))
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
             process_group.on_rank_0(lambda: report_stop(text, self._folder))
-            process_group.leave()  # after rank 0 has saved: a rank that left earlier would end the whole step
+            # After rank 0 has saved: a rank that left earlier would end the whole job step.
+            process_group.leave()
             raise Stopped(text)
-        self._first_epoch, self._part = epoch, part
+        self._first_epoch = epoch
+        self._part = part
 
     def finish(self, ended: bool) -> None:
         """Remove the checkpoints in a job's own folder, which are not needed after the end.
@@ -153,8 +166,8 @@ class Checkpoints:
         `ended`: the run has ended before its last epoch.
         """
         job = job_folder.here()
-        over = ended or not self.epochs()
-        if not (over and self._folder and job and process_group.is_rank_0()):
+        is_over = ended or not self.epochs()
+        if not (is_over and self._folder and job and process_group.is_rank_0()):
             return
         if self._folder.resolve().is_relative_to(job.resolve()):
             with suppress(OSError):  # the run went well
@@ -163,8 +176,53 @@ class Checkpoints:
                 (self._folder / LOCK).unlink(missing_ok=True)
                 self._folder.rmdir()
 
+    # --- saving -------------------------------------------------------------------------------------
+
     def _ask_to_stop(self, *_: object) -> None:
         self._stop_asked = True
+
+    def _check_finite(self, where: str) -> None:
+        trained = [weights for weights in self._model.parameters() if weights.requires_grad]
+        is_finite = all(weights.isfinite().all() for weights in trained)
+        if not all(process_group.gather(is_finite)):
+            raise diverged(f"the weights are no longer numbers after {where}")
+
+    def _packed_each_rank(self) -> torch.Tensor:
+        """Return this rank's own state as bytes, as its tensors may be on a device that rank 0 has not."""
+        content = io.BytesIO()
+        write({name: part.state_dict() for name, part in self._each_rank.items()}, content)
+        return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+
+    def _write(
+        self,
+        epoch: int,
+        part: PartialEpoch | None,
+        of_sharded: dict[str, dict],
+        each_rank: list[torch.Tensor] | None,
+        random_numbers: list[list[torch.Tensor]],
+    ) -> None:
+        """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
+        checkpoint = Checkpoint(
+            epoch=epoch,
+            part=vars(part) if part else None,
+            parts=of_sharded | {name: one.state_dict() for name, one in self._parts.items()},
+            split=self._sharded is not None,
+            each_rank=each_rank,
+            random_numbers=random_numbers,
+            training=self._training,
+            precision=precision_of(self._model),
+            run=self._log.state(),
+            folder=str(self._folder.resolve()),
+        )
+        refuse_shares(checkpoint.parts)
+        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
+        advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
+        save("the checkpoint", vars(checkpoint), path, advice)
+        with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
+            for old in _checkpoints(self._folder)[:-KEPT]:
+                old.unlink()
+
+    # --- resuming -----------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
         fix = "give another --checkpoint-dir."
@@ -179,65 +237,143 @@ class Checkpoints:
                 "with it, or give another --checkpoint-dir."
             )
 
-    def _load(self, path: Path, state: dict) -> None:
-        """Resume from `state`, the content of `path`, which may hold anything."""
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        # Only one rank reads the file, so that all ranks get the same one.
+        newest = process_group.on_rank_0(self._read_newest)
+        # Of these each rank gets its own share, and none but rank 0 has all.
+        of_sharded: dict[str, dict] = {"model": {}, "optimizer": {}}
+        if newest and self._sharded:
+            of_sharded = {name: newest.checkpoint.parts.pop(name) for name in of_sharded}
+        newest = process_group.broadcast(newest)
+        if newest is None:
+            return
+        path, checkpoint = newest
         with fitting(path, "give another --checkpoint-dir."):
-            if state["version"] != VERSION:
-                raise ValueError(f"it has version {state['version']}, and this program reads {VERSION}")
-            if type(state["epoch"]) is not int or state["epoch"] != len(state["run"]["rows"]) + 1:
-                raise ValueError(f"its epoch is {state['epoch']}, after {len(state['run']['rows'])} rows")
-            was = state["options"] | {"precision": state["precision"]}
-            self._check_identity(path, was)
-            if ("split" in state) != (self._sharded is not None):
-                raise ValueError(f"its network is {'split' if 'split' in state else 'not split'} over ranks")
-            if left := state.keys() - ITS_OWN - {"model", "optimizer"} - self._parts.keys():
-                raise ValueError(f"it also has the state of {min(left)}")
-            load_parts(self._parts, state)
+            load_parts(self._parts, checkpoint.parts)
             if self._sharded:
-                self._sharded.load_state_dict(state)
-            if bool(self._each_rank) != ("each_rank" in state):
-                raise ValueError(f"it has {'a' if 'each_rank' in state else 'no'} state of each rank")
-            if self._each_rank:
-                self._load_each_rank(state["each_rank"])
-            _set_random_numbers(state["random_numbers"], self._options.seed + 1000 * state["epoch"])
-            self._first_epoch = state["epoch"]
-            self._part = state["part"] and PartialEpoch(**state["part"])
-            there = Path(state["folder"])
-            process_group.on_rank_0(lambda: self._log.go_on(state["run"], *came_from(there, self._folder)))
+                self._sharded.load_state_dict(of_sharded)
+            self._load_each_rank(checkpoint.each_rank)
+        set_precision(self._model, checkpoint.precision)
+        _set_random_numbers(checkpoint.random_numbers, self._options.seed + 1000 * checkpoint.epoch)
+        self._first_epoch = checkpoint.epoch
+        self._part = PartialEpoch(**checkpoint.part) if checkpoint.part else None
+        folder = Path(checkpoint.folder)
+        process_group.on_rank_0(lambda: self._log.go_on(checkpoint.run, *came_from(folder, self._folder)))
         process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 
-    def _load_each_rank(self, packed: list[torch.Tensor]) -> None:
-        if len(packed) != process_group.count():
-            raise ValueError(f"each of its {len(packed)} ranks has its own state: start as many ranks")
-        content = io.BytesIO(packed[process_group.rank()].numpy().tobytes())
-        load_parts(self._each_rank, load_verified(content))
+    def _read_newest(self) -> Newest | None:
+        """Return the newest checkpoint that can be read, if it is of this training; on rank 0."""
+        newest = _newest(self._folder)
+        if newest:
+            self._check_training(newest.path, newest.checkpoint)
+        return newest
 
-    def _check_identity(self, path: Path, was: dict) -> None:
-        wanted = self._options.precision
-        # "auto": as the run chose at its start, whatever is faster today.
-        asked = self._identity | {"precision": was["precision"] if wanted == "auto" else wanted}
-        differ = [name for name in asked if was.get(name, asked[name]) != asked[name]]
-        unknown = [name for name in asked if name not in was and asked[name] is not None]
-        earlier = [f"{self._option_name(name)} {was[name]}" for name in differ]
-        if earlier or unknown:
-            earlier = earlier or [f"another script, without {self._option_name(unknown[0])}"]
-            earlier = ", ".join(earlier).replace("None", "not given")
-            raise UserError(f"{path} was made with {earlier}: give the same, or another --checkpoint-dir.")
-        set_precision(self._model, was["precision"])
+    def _load_each_rank(self, each_rank: list[torch.Tensor] | None) -> None:
+        if bool(self._each_rank) != bool(each_rank):
+            raise ValueError(f"it has {'a' if each_rank else 'no'} state of each rank")
+        if not each_rank:
+            return
+        if len(each_rank) != process_group.count():
+            raise ValueError(f"each of its {len(each_rank)} ranks has its own state: start as many ranks")
+        content = io.BytesIO(each_rank[process_group.rank()].numpy().tobytes())
+        load_parts(self._each_rank, torch.load(content, map_location="cpu", weights_only=True))
 
-    def _option_name(self, name: str) -> str:
+    # --- which training it is -----------------------------------------------------------------------
+
+    def _describe_training(self, dataset: str) -> dict[str, object]:
+        """Return what makes another training: options, data, the network, optimizers and schedules."""
+        training = self._options.shaping() | {"dataset": dataset, "model": class_name(self._model)}
+        for name, part in self._parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                training[name] = identity.of_optimizer(part, split=self._sharded is not None)
+            elif isinstance(part, LRScheduler):
+                training[name] = type(part).__name__
+        return training
+
+    def _check_training(self, path: Path, checkpoint: Checkpoint) -> None:
+        """Raise a UserError if a checkpoint is of another training than this one."""
+        if checkpoint.split != (self._sharded is not None):
+            how = "split" if checkpoint.split else "not split"
+            raise UserError(f"the network of {path} is {how} over ranks: give another --checkpoint-dir.")
+        own = dict(self._training)
+        saved = dict(checkpoint.training)
+        if self._options.precision != "auto":  # which takes what the run chose at its start
+            own["precision"] = self._options.precision
+            saved["precision"] = checkpoint.precision
+        differ = [
+            f"{self._in_words(name)} {'not given' if saved.get(name) is None else saved[name]}"
+            for name in own | saved
+            if own.get(name) != saved.get(name)
+        ]
+        if differ:
+            raise UserError(
+                f"{path} was made with {', '.join(differ)}: give the same, or another --checkpoint-dir."
+            )
+
+    def _in_words(self, name: str) -> str:
         is_option = name == "precision" or name in self._options.shaping()
         return f"--{name.replace('_', '-')}" if is_option else f"the {name}"
 
-    def _write(self, path: Path, state: dict) -> None:
-        state |= {name: thing.state_dict() for name, thing in self._parts.items()}
-        state |= {"options": self._identity, "run": self._log.state()}
-        state |= {"precision": precision_of(self._model), "folder": str(self._folder.resolve())}
-        advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
-        save("the checkpoint", state, path, advice)
-        with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
-            for old in _checkpoints(self._folder)[:-KEPT]:
-                old.unlink()
+
+def _newest(folder: Path) -> Newest | None:
+    """Return the newest readable checkpoint; name damaged ones and set them aside.
+
+    Raises:
+        UserError: if there are checkpoints, and none can be read; or if it is of another version.
+    """
+    paths = _checkpoints(folder)
+    damaged = []
+    for path in reversed(paths):
+        try:
+            state = load_verified(path)
+        except Exception as error:  # PyTorch raises many kinds for a damaged file
+            if not damaged:
+                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
+            damaged.append(path)
+            continue
+        for broken in damaged:  # otherwise it would count as the newest when old ones are removed
+            broken.replace(broken.with_suffix(".damaged"))
+        version = state.get("version")
+        if version != VERSION:
+            raise UserError(
+                f"{path} has version {version}, and this program reads {VERSION}: give another "
+                "--checkpoint-dir."
+            )
+        return Newest(path, Checkpoint(**state))
+    if paths:
+        raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in `folder`, oldest first; no other file has such a name."""
+    found = []
+    for path in folder.iterdir():
+        if name := NAME.fullmatch(path.name):
+            epoch, step = int(name[1]), int(name[2])
+            found.append((epoch, step, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+    """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
+    rank = process_group.rank()
+    ranks = process_group.count()
+    if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
+        return
+    torch.manual_seed(seed + rank)
+    if ranks == 1:  # DataParallel's GPUs all belong to one process
+        seed_gpus(seed)
+
+
+def came_from(there: Path, here: Path) -> tuple[bool, bool]:
+    """Return whether a state that is loaded `here` was saved elsewhere, and whether `there` still is one."""
+    try:
+        same = there.samefile(here)  # perhaps by another name
+        return not same, not same and (there.is_file() or bool(_checkpoints(there)))
+    except OSError as error:  # it is gone, or in a folder of another user
+        return True, isinstance(error, PermissionError)
 
 
 def report_stop(text: str, folder: Path) -> None:
@@ -250,126 +386,3 @@ def report_stop(text: str, folder: Path) -> None:
     what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
     with explained(what, f"submit it again, to go on from {folder.absolute()}."):
         job_folder.note_stop(folder)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in `folder`, oldest first; no other file has such a name."""
-    pattern, files = r"epoch-(\d+)-step-(\d+)\.pt", (path for path in folder.iterdir() if not path.is_dir())
-    found = {path: name for path in files if (name := re.fullmatch(pattern, path.name))}
-    return sorted(found, key=lambda path: [*map(int, found[path].groups())])
-
-
-def _newest(folder: Path) -> tuple[Path | None, dict]:
-    """Return the newest readable checkpoint and its content; name damaged ones and set them aside."""
-    found, unreadable = _checkpoints(folder), []
-    for path in reversed(found):
-        try:
-            state = load_verified(path)
-            if not isinstance(state, dict) or "version" not in state:
-                raise ValueError("it has no version")
-        except Exception as error:  # PyTorch raises many kinds for a damaged file
-            if not unreadable:
-                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
-            unreadable.append(path)
-            continue
-        for broken in unreadable:  # otherwise it would count as the newest when old ones are deleted
-            broken.replace(broken.with_suffix(".damaged"))
-        return path, state
-    if found:
-        raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
-    return None, {}
-
-
-def came_from(there: Path, here: Path) -> tuple[bool, bool]:
-    """Return whether a state that is loaded `here` was saved elsewhere, and whether `there` still is one."""
-    try:
-        same = there.samefile(here)  # perhaps by another name
-        return not same, not same and (there.is_file() or bool(_checkpoints(there)))
-    except OSError as error:  # it is gone, or in a folder of another user
-        return True, isinstance(error, PermissionError)
-
-
-def load_verified(file: Path | io.BytesIO) -> object:
-    """Return the tensors and numbers that torch.save has written to `file`.
-
-    Raises:
-        ValueError: if it holds anything else, which could run a program. For a damaged file PyTorch also
-            raises other errors.
-    """
-    with zipfile.ZipFile(file) as archive:  # torch.save writes a zip, but torch.load skips its checksums
-        if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
-        raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
-
-
-@contextmanager
-def fitting(path: Path, advice: str) -> Iterator[None]:
-    """Turn what is raised for a state that does not fit into one sentence; PyTorch raises many kinds.
-
-    Raises:
-        UserError: "<path> does not fit this training (<reason>): <advice>".
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) or lost_peers(error):
-            raise
-        raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
-
-
-def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
-    """Load into each of `parts` what `state` has under its name.
-
-    Raises:
-        ValueError: if there is nothing. For what does not fit, PyTorch also raises other errors.
-    """
-    for name, part in parts.items():
-        if name not in state:
-            raise ValueError(f"it has no state of {name}")
-        if isinstance(part, torch.optim.Optimizer):
-            _load_optimizer(part, state[name])
-        else:
-            part.load_state_dict(state[name])
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
-    """Load the state of an optimizer, which computes with the kernels that this process has chosen for it.
-
-    The checkpoint may come from another stage or device: with DataParallel, for example, older releases of
-    PyTorch refuse fused kernels.
-    """
-    inner = inner_optimizer(optimizer)
-    for saved, own in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
-        saved.update({name: own[name] for name in KERNELS & own.keys()})
-    optimizer.load_state_dict(state)
-    _lay_out(inner.state)
-
-
-@torch.no_grad()
-def _lay_out(state: dict[torch.Tensor, dict[str, object]]) -> None:
-    """Lay out in memory what an optimizer keeps for each number of a parameter as the parameter itself is.
-
-    The network is in channels_last in stage 03 and not in the others, and PyTorch loads a tensor with the
-    strides that it was saved with. A fused optimizer pairs the numbers of both by their place in memory: it
-    would train on with the wrong ones, without a word.
-    """
-    for parameter, kept in state.items():
-        for key, value in kept.items():
-            same_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if same_shape and value.stride() != parameter.stride():
-                kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
-    """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
-    rank, ranks = process_group.rank(), process_group.count()
-    if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
-        return
-    torch.manual_seed(seed + rank)
-    if ranks == 1:  # DataParallel's GPUs all belong to one process
-        seed_gpus(seed)

@@ -56,15 +56,6 @@ class PartialEpoch:
     losses: torch.Tensor  # (steps,), each the mean over all ranks
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same for other numbers, by name
 
-    def __post_init__(self) -> None:
-        """Raise a ValueError if no epoch has such values: a file may hold anything."""
-        shapes = {tuple(numbers.shape) for numbers in (self.losses, *self.metrics.values())}
-        named = all(isinstance(name, str) for name in self.metrics)
-        if type(self.steps) is not int or shapes != {(self.steps,)} or not named:
-            raise ValueError("its losses do not fit its steps")
-        if not all(0 <= number < math.inf for number in (self.seconds, self.learning_rate)):
-            raise ValueError(f"it has {self.seconds} seconds of learning rate {self.learning_rate}")
-
 
 def diverged(what: str) -> UserError:
     """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from trainkit.rank import identity, options
-from trainkit.rank.checkpoint import came_from, fitting, load_parts, load_verified, report_stop
+from trainkit.rank.checkpoint import came_from, report_stop
 from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
 from trainkit.rank.runlog import RunLog
-from trainkit.rank.weights import check_equal, check_whole, inner_optimizer, save
+from trainkit.rank.state_file import fitting, load_parts, load_verified, save
+from trainkit.rank.weights import check_equal, check_whole, inner_optimizer
 from trainkit.runtime import process_group
 from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import UserError, first_line
@@ -200,8 +201,6 @@ class Recorder:
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: self._read(Path(path)))
             state, parts = process_group.broadcast(state), parts | {"record": self}
-            if left := state.keys() - parts.keys():
-                raise ValueError(f"it also has the state of {min(left)}, which load is not given")
             load_parts(parts, state)
 
     def _read(self, path: Path) -> dict:

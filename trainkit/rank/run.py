@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from trainkit.rank import identity, recipes
 from trainkit.rank.batches import Batch, Batches, Data, generator
-from trainkit.rank.checkpoint import TAKEN, Checkpoints
+from trainkit.rank.checkpoint import ALWAYS_THERE, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.drift import Drift
 from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
@@ -96,7 +96,7 @@ class Run:
         if unused := self.options.unused(self._used_by_recipe()):
             why = "its own optimizer, schedule or network goes without"
             raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
-        if taken := self.also.keys() & TAKEN:
+        if taken := self.also.keys() & set(ALWAYS_THERE):
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
         state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}

@@ -16,7 +16,7 @@ from trainkit.rank.epoch import Metric, Tested, Trained, why_ended
 from trainkit.rank.model import class_name
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
-from trainkit.rank.weights import save
+from trainkit.rank.state_file import save
 from trainkit.runtime import place
 from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.errors import tell

@@ -49,6 +49,8 @@ class Sharded:
     def load_state_dict(self, state: dict[str, dict]) -> None:
         """Take this rank's part of rank 0's `state`, which any number of ranks may have had.
 
+        The other ranks give empty dictionaries.
+
         Raises:
             ValueError: if it comes from another network or optimizer.
         """
