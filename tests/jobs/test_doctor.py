@@ -489,8 +489,6 @@ def test_a_job_that_does_not_start_is_cancelled(
     checkout.site(NO_PYTHON)
     told = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
     assert "the job's Python does not work here" in found(told, "environment", WARNING)
-    unnamed = on_cluster("--job", "--", "--test-only")
-    assert "sbatch names no job" in found(unnamed, "job", FAULT)
     assert "did not start (--wait 0); Slurm says: BeginTime" in found(told, "job", FAULT)
     assert not left_in_queue(cluster)
 

@@ -211,9 +211,6 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
     other = checkout.start_sweep(*arguments, "--epochs", 2)
     assert other.returncode == 1
     assert "belongs to a sweep with the options" in other.stderr
-    (options,) = checkout.folder.rglob("options.txt")
-    options.write_text("")
-    assert "with the options (not to be read), not" in checkout.start_sweep(*arguments).stderr
 
 
 def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:

@@ -86,7 +86,6 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
 
 def join() -> Iterator[Finding]:
     """Join the process group as the training does; report NCCL's network."""
-    # A private folder, since anybody may write to the temporary folder, and guess a name there.
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}

@@ -224,8 +224,6 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
         if refusal := _refusal("job", done):
             return refusal
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
-        if not job_id.isdecimal():
-            return Finding("job", FAULT, "sbatch names no job", "leave out --quiet and the like behind --")
         if held := slurm.job_of_this_shell():
             tell(f"note: {held}", sys.stderr)
         return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)

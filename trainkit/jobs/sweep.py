@@ -23,7 +23,6 @@ from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
 from trainkit.rank.options import Options
-from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import check_writable, locked, replacing
 from trainkit.schema import records
@@ -171,7 +170,7 @@ class Sweep:
         own = ["--script", str(script)] if script else []
         mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
         check_writable(self.folder, "the sweep", "give another --out.")
-        others = [path for path in self.folder.iterdir() if path.name != ".lock" and path.suffix != ".tmp"]
+        others = [path for path in self.folder.iterdir() if path.name != ".lock"]
         if others and not known.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
         held = f"another sweep.py is at work in {self.folder}: wait, or stop it."
@@ -179,10 +178,10 @@ class Sweep:
         if not known.exists():
             with replacing(known) as file:
                 file.write(mine)
-        elif (was := job_folder.read(known)) != mine:
+        elif (was := known.read_text()) != mine:
             raise UserError(
-                f"{self.folder} belongs to a sweep with the options {was[:1000] or '(not to be read)'}, "
-                f"not {mine}: its rows could not be compared with these. Give another --out."
+                f"{self.folder} belongs to a sweep with the options {was}, not {mine}: its rows could not be "
+                "compared with these. Give another --out."
             )
         return lock
 

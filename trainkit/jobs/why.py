@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,15 +18,15 @@ from trainkit.runtime.errors import tell
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d{1,9}).*\n  exitcode +: (\S+)")
-EXITED = re.compile(r"(?:Exited with exit code )?(\d{1,3})")  # in the words of either
+OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
+EXITED = re.compile(r"(?:Exited with exit code )?(\d+)")  # in the words of either
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
-TIMEOUT = re.compile(r"\[Rank (\d{1,9})\] Watchdog caught collective operation timeout")
+TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
-ABORTED = re.compile(r"Rank (\d{1,9})\] Process group watchdog .* exception: (.*)")
+ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
-MOST, LONGEST = 9, 2000  # reasons that are printed, and characters of one
+MOST_REASONS = 9  # that are printed
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
 # How an exception's traceback ends, and an error in a sentence.
 LAST_WORDS = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?$|error(?: on rank \d+)?: .*")
@@ -90,7 +89,7 @@ class Evidence:
             if lines := list(filter(None, job_folder.read(note).splitlines())):
                 # It may not have come to its exit: PyTorch's threads abort some, and srun ends others.
                 exited = EXITED.fullmatch(self._ends().get(rank, ""))
-                return Reason(lines[0][:LONGEST], rank, int(exited[1]) if exited else 1)
+                return Reason(lines[0], rank, int(exited[1]) if exited else 1)
         return None
 
     def _ends(self) -> dict[int, str]:
@@ -170,8 +169,7 @@ def _in_words(how: str) -> str:
     if how.startswith("Aborted"):
         return "aborted"
     if how.startswith("-"):
-        with suppress(ValueError):
-            return job_folder.died_of(-int(how))
+        return job_folder.died_of(-int(how))
     if how.startswith("Exited") or how.isdigit():
         return f"ended silently, with exit code {how.split()[-1]}"
     return f"died: {how}"
@@ -179,7 +177,7 @@ def _in_words(how: str) -> str:
 
 def _exit_code(how: str) -> int:
     """Return the exit code, as a shell has it, by srun's word or torchrun's exit code; 0 if it is unknown."""
-    by_signal = re.fullmatch(r"-(\d{1,2})", how)
+    by_signal = re.fullmatch(r"-(\d+)", how)
     if by_signal:
         return 128 + int(by_signal[1])
     exited = EXITED.fullmatch(how)
@@ -197,12 +195,12 @@ def _last_words(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))
         lines = file.read(MOST_OF_A_LOG).decode(errors="replace").splitlines()
-    return next(filter(LAST_WORDS.match, reversed(lines)), "")[:LONGEST]
+    return next(filter(LAST_WORDS.match, reversed(lines)), "")
 
 
 def tell_reasons(reasons: list[Reason]) -> None:
     """Print why a job failed as the last words of its log."""
-    for number, reason in enumerate(reasons[:MOST]):
+    for number, reason in enumerate(reasons[:MOST_REASONS]):
         # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
         tell(f"then    {reason.text.partition(' (')[0]}" if number else f"why     {reason.text}")
 
