@@ -2,13 +2,15 @@
 
 PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
 
-Each section is independent: it has its own time limit, and prints and writes its table at once. All
-together take about 20 minutes. Name sections to run only these.
+Each section is independent: it has its own time limit, and prints and writes its table at once. Without
+names, the sections run that make the tables, in at most eight minutes; `traces` and `compare` only run
+when they are named. Most sections are a script of tools/bench/gpu, which can be run by itself.
 """
 
 import argparse
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -47,6 +49,9 @@ WAY_OF_STAGE = {
     "ddp-eager-compiled": "compiled",
     "ddp-captured-compiled": "compiled and captured",
 }
+SCRIPTS = REPOSITORY / "tools" / "bench" / "gpu"
+SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
+RUNGS_TO_COMPILE = ("compile", "reduce-overhead", "batch 512", "captured")
 Row = dict[str, object]
 
 
@@ -59,13 +64,15 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"there is no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}.")
-    for name in args.sections or SECTIONS:
+    for name in args.sections or DEFAULT:
         section, seconds = SECTIONS[name]
         print(f"== {name}", flush=True)
         folder, started = args.out / name, time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            write(folder.with_suffix(".csv"), section(folder, started + seconds))
+            rows = section(folder, started + seconds)
+            if rows is not None:  # a script has written its own table
+                write(folder.with_suffix(".csv"), rows)
         except subprocess.TimeoutExpired:
             print(f"not whole: it took more than {seconds} s", flush=True)
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
@@ -96,6 +103,53 @@ def run(until: float, *command: object) -> str:
     if done.returncode:
         print(f"{command[0]} ended with {done.returncode}: {done.stderr[-1500:]}", flush=True)
     return done.stdout
+
+
+def script(name: str, *arguments: object) -> Callable[[Path, float], None]:
+    """Return a section that is a script of tools/bench/gpu; what it prints is seen at once."""
+
+    def section(folder: Path, until: float) -> None:
+        command = [SCRIPTS / f"{name}.py", "--out", folder / f"{name}.csv", *arguments]
+        run_in_sight(command, until - time.monotonic())
+
+    return section
+
+
+def run_in_sight(command: list[object], seconds: float) -> None:
+    """Run a script of ours for so long at most, and let it print."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.STDOUT,
+        timeout=max(seconds, 1),
+    )
+    if done.returncode:
+        print(f"{command[0]} ended with {done.returncode}", flush=True)
+
+
+def untimed(folder: Path, until: float) -> None:
+    """Do at one time what no clock is read in: trainings for their accuracy, torch.compile for its cache."""
+    commands = [("warmup.py", "--images", "20000")]
+    commands += [("steps.py", "--compile-only", shape) for shape in SHAPES_TO_COMPILE]
+    commands += [("ladder.py", "--compile-only", rung) for rung in RUNGS_TO_COMPILE]
+    # Each of them would start as many compiling processes as there are cores.
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    running = []
+    for number, (name, *arguments) in enumerate(commands):
+        out = folder / f"{number}_{name.removesuffix('.py')}.csv"
+        command = [sys.executable, str(SCRIPTS / name), *arguments, "--out", str(out)]
+        with out.with_suffix(".log").open("w") as log:
+            how = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
+            running.append(subprocess.Popen(command, **how))
+    for one in running[1:] + running[:1]:  # the trainings take longest
+        try:
+            one.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+            print(f"not done: {one.args[1:]}", flush=True)
+    for log in sorted(folder.glob("*.log")):
+        print("\n".join(log.read_text().splitlines()[-4:])[-700:], flush=True)
 
 
 def train(until: float, folder: Path, *command: object) -> list[Row]:
@@ -145,17 +199,6 @@ def table(*sources: Path) -> str:
     ]
     lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def speed(folder: Path, until: float) -> Iterator[Row]:
-    """A step as it is, graphed, captured, compiled: images/s side by side."""
-    for shape, options in SHAPES.items():
-        ways = WAYS if shape != "4096 bf16" else {name: WAYS[name] for name in ("eager", "captured")}
-        eager = None
-        for command in ways.values():
-            if run := train(until, folder, *command, *options):
-                eager = eager or steady(run)
-                yield speed_row(run, eager)
 
 
 def accuracy(folder: Path, until: float) -> Iterator[Row]:
@@ -244,14 +287,20 @@ def compare(folder: Path, until: float) -> Iterator[Row]:
     yield {"make compare, seconds": round(time.monotonic() - started)}
 
 
-SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row]], int]] = {
-    "speed": (speed, 600),
+SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row] | None], int]] = {
+    "untimed": (untimed, 95),
+    "steps": (script("steps"), 265),
+    "overhead": (script("overhead"), 40),
+    "ladder": (script("ladder"), 150),
+    "timelines": (script("timelines"), 40),
+    "gpt": (script("gpt_mfu"), 140),
     "kernels": (kernels, 90),
     "accuracy": (accuracy, 70),
     "traces": (traces, 220),
     "start": (start, 60),
     "compare": (compare, 200),
 }
+DEFAULT = ("untimed", "steps", "overhead", "ladder", "timelines", "gpt")
 
 if __name__ == "__main__":
     main()
