@@ -69,7 +69,7 @@ hear_signals() {
     trap : USR1 USR2 # of --signal=B:USR2@60, which the ranks do not get
 }
 hear_signals
-_own_activate
+run_activate_environment
 hear_signals # the script of an environment may trap some, too
 cd "$_began_in" || fail "slurm/site.sh has removed $_began_in."
 # slurm_submit_torchrun.sh sets `ranks`, by which `tell_who_failed` knows that srun's tasks are torchruns.

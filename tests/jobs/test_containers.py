@@ -86,7 +86,7 @@ JOB = """
 set -euo pipefail
 module() { :; }
 source ../slurm/site_env.sh
-_own_activate
+run_activate_environment
 "${SITE_CONTAINER[@]}" python -c 'print("a rank")'
 printf '%s\\n' "$TRAINKIT_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 """

@@ -18,7 +18,7 @@ ENVIRONMENT = """
 set -euo pipefail
 source "$1/slurm/site_env.sh"; shift
 if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
-_own_activate
+run_activate_environment
 exec "${SITE_CONTAINER[@]}" python -c "$@"
 """
 LOOK = """

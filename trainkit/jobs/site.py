@@ -41,7 +41,11 @@ def read_site() -> Site:
     if done.returncode == 124:
         raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")
     if done.returncode:
-        raise UserError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
+        words = done.stderr.strip().splitlines()
+        sentence = words[-1].removeprefix("error: ")
+        # Where a line of the file ends the shell, bash has said before which one.
+        lines = [line.partition("site.sh: ")[2] for line in words if "site.sh: line " in line]
+        raise UserError(f"{sentence} ({lines[-1]})" if lines else sentence)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
     folders = ("TRAINKIT_DATA_DIR", "TRAINKIT_RESULTS_DIR", "JOBS_DIR")
     return Site(
