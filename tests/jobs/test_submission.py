@@ -212,7 +212,7 @@ def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
     job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
     succeeded(checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD))
     assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
-    assert f"job     {job} -x $(touch pwned) '\"?#SBATCH --hold ?[31m, restart 0" in checkout.log(job)
+    assert f"job     {job} {name}, restart 0" in checkout.log(job)
     ranks = [
         facts for folder in (checkout.folder / "results" / "jobs").iterdir() for facts in facts_in(folder)
     ]
@@ -234,7 +234,7 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     (script,) = on_cluster.folder.rglob("*_submission.sh")
     job = script.name.partition("_")[0]
     log = script.with_name(f"{job}_0_log.out").read_text()
-    assert f"with exit code 0; results in {scratch}/other/runs\n" in log
+    assert "with exit code 0\n" in log
     assert on_cluster.cluster.job(int(job))["MinMemoryCPU"] == "900M"
     ranks = facts_in(scratch / job)
     assert len(ranks) == 4
@@ -377,7 +377,7 @@ FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 
 FIRST, BACK = "job     7 x, restart 0, today\n", "job     7 x, restart 1, today\n"
-WELL = "ended   today with exit code 0; results\n"
+WELL = "ended   today with exit code 0\n"
 
 
 def _show(state: str) -> str:
@@ -417,8 +417,8 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
         (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),
         (FORGOTTEN, "echo COMPLETED", "", "done: results: somewhere"),
         (FORGOTTEN, "echo disabled >&2; exit 1", "", "failed: Slurm does not know this job"),
-        (FORGOTTEN, None, "ended   today with exit code 0; results", "done: results: somewhere"),
-        (FORGOTTEN, None, "why     x\nended   today with exit code 1; results", "failed: x"),
+        (FORGOTTEN, None, "ended   today with exit code 0", "done: results: somewhere"),
+        (FORGOTTEN, None, "why     x\nended   today with exit code 1", "failed: x"),
     ],
 )
 def test_the_state_of_a_job(
@@ -462,7 +462,7 @@ def test_what_does_not_make_a_forgotten_job_done(
     for name in there:
         (checkout.folder / name).touch()
     if "stopped" in there:
-        job.log.write_text("ended   today with exit code 0; results")
+        job.log.write_text("ended   today with exit code 0")
     assert job.state() == State("failed", slurm.FAILED["GONE"])
 
 

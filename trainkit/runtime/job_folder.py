@@ -6,7 +6,7 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
-| `preempted`, `ended-after-preemption`, `failed-soon` | notes of slurm/job_env.sh to its next start |
+| `preempted`, `ended-after-preemption` | notes of slurm/job_env.sh to its next start |
 | `checkpoints`, `monitor` | the files of rank/checkpoint.py; the samples (schema/samples.py) |
 | `plain` | the job's script does not use the kit (runtime/plain.py); it may write `stopped` itself |
 
