@@ -23,7 +23,6 @@ MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80
 LEAST_MOMENTS, LEAST_SECONDS = 4, 5.0
 SETTLE = 10.0  # s, from when all ranks are there: CUDA, NCCL and the data are made ready
 SHORT_EPOCH = 3.0  # s: shorter ones hold hardly a sample, so they are judged with the time between them
-NUMBER = r"[0-9]{1,9}"  # of a GPU or a rank
 NEARLY = 0.9  # of the time without a rank, a GPU is unused
 GAP = 10.0  # s without samples: the job was requeued, and others had its GPUs
 MARGIN = 1.2  # times the peak: the samples may miss the highest moment
@@ -89,9 +88,8 @@ class SampledJob:
         size = sum(file.stat().st_size for file in folder.glob("*.csv"))
         table = pd.DataFrame(samples.read(folder, every=1 + size // (MOST_ROWS * BYTES_OF_A_ROW)))
         table.loc[table.what == NODE, "number"] = "0"
-        table = table[table.what.isin((NODE, GPU, RANK)) & table.number.str.fullmatch(NUMBER)]
-        if not (table.what == NODE).any():
-            raise UserError(f"the samples in {folder} have no row of a node: were they cut?")
+        if not (table.what == NODE).any():  # the sampler could not look at the processes
+            raise UserError(f"the samples in {folder} have no row of a node: see {folder / samples.NOTES}.")
         table = table.astype({"number": int})
         seconds = table.groupby(ONE).time.diff()
         usual = seconds.groupby([table[name] for name in ONE]).transform("median")
@@ -134,7 +132,7 @@ class SampledJob:
         """Return the GPUs of each rank that was seen on one."""
         table = pd.concat([self.table[:0], *(self.judged[GPU] or self.rows[GPU]).values()])
         table = table.assign(rank=table.ranks.astype(object).str.split("+")).explode("rank")
-        table = table[table["rank"].str.fullmatch(NUMBER)].astype({"rank": int})
+        table = table[table["rank"].str.isdecimal()].astype({"rank": int})
         return {
             rank: sorted({(rank[0], gpu) for gpu in rows.number})
             for rank, rows in table.groupby(["node", "rank"])
