@@ -9,9 +9,6 @@ case $PATH in
 *) echo "export PATH=$bin:$PATH" ;;
 esac
 
-# Nodes and jobs share the machine's cores: a thread that waits gives its core to others in place of spinning on it.
-echo "export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}"
-
 # A node that is not a separate host could open the machine's GPUs. CUDA finds those before the first wrong number.
 if [ "$(hostname)" != "$SLURMD_NODENAME" ]; then
     echo "export CUDA_VISIBLE_DEVICES=-1${CUDA_VISIBLE_DEVICES:+,$CUDA_VISIBLE_DEVICES}"
