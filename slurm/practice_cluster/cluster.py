@@ -229,8 +229,8 @@ def on_login_host(cluster: Cluster, command: list[str]) -> list[str]:
 
 def user_environment(cluster: Cluster) -> dict[str, str]:
     path = f"{cluster.folder}/bin:{os.environ.get('PATH', software.SYSTEM_PATH)}"
-    # Nodes and jobs share the machine's cores: a thread that waits gives its core to others in place of spinning
-    # on it. sbatch and srun pass this on to the jobs.
+    # Nodes and jobs share the machine's cores: a thread that waits gives its core to others in place of
+    # spinning on it. sbatch and srun pass this on to the jobs.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     return environment | {"PATH": path, "SLURM_CONF": str(slurm_conf(cluster.name))}
 

@@ -69,7 +69,7 @@ def test_it_says_which_slurm_is_up(cluster: RunningCluster) -> None:
 
 
 def test_a_job_keeps_its_environment_and_its_exit_code(cluster: RunningCluster) -> None:
-    """It gets no library path of Slurm's, and its threads do not spin: all nodes share the machine's cores."""
+    """It gets no library path of Slurm's, and its threads do not spin, as all nodes share the cores."""
     command = 'test -z "$LD_LIBRARY_PATH" && test "$WORD $OMP_WAIT_POLICY" = "two words passive" && exit 7'
     done = cluster.run(["srun", "sh", "-c", command], env={"WORD": "two words"})
     assert done.returncode == 7
