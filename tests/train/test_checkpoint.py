@@ -162,6 +162,12 @@ def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: 
     assert warning.startswith("warning: the checkpoint") and error.startswith("error: no checkpoint in")
 
 
+def test_a_checkpoint_of_another_version_is_one_sentence(tmp_path: Path, script: Script) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"version": 2, "epoch": 2}, tmp_path / "checkpoints" / "epoch-2-step-0.pt")
+    assert "has version 2, and this program reads" in one_error(script("single", *options(tmp_path)))
+
+
 def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, script: Script) -> None:
     touched = tmp_path / "touched"
 
