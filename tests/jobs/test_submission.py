@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,6 +268,30 @@ def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout)
     assert re.fullmatch(rf"error: Slurm {sentence}.*\n", done.stderr), done.stderr
     assert not job_folders(on_cluster)
     assert str(on_cluster.folder) not in on_cluster.cluster.run(["squeue", "--format=%Z"]).stdout
+
+
+def test_a_preempted_job_that_ended_well_is_done(on_cluster: Checkout) -> None:
+    """Slurm before 26.05 (seen: 24.11) calls it PREEMPTED where the cluster cancels preempted jobs."""
+    slow = "time.sleep(0 if os.environ.get('SLURM_RESTART_COUNT') == '1' else 2)"
+    on_cluster.insert("single", slow, before="optimizer.zero_grad()")
+
+    def preempt_by(mode: str) -> None:
+        partition = ("PartitionName=practice", f"PreemptMode={mode}")
+        succeeded(on_cluster.cluster.run(["scontrol", "update", *partition]))
+
+    preempt_by("CANCEL")
+    try:
+        with ThreadPoolExecutor() as background:
+            following_it = background.submit(on_cluster.submit_py, "single", *SMALL, "--wait")
+            logs = on_cluster.folder / "results" / "jobs" / "submitit"
+            wait_until(lambda: any("\nstage single" in log.read_text() for log in logs.rglob("*_0_log.out")))
+            urgent = ("--partition=urgent", "--nodes=2", "--exclusive")
+            on_cluster.cluster.submit(*urgent, "--wrap=true", cwd="/tmp")
+            done = succeeded(following_it.result())
+    finally:
+        preempt_by("REQUEUE")
+    assert "restart 1" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("done: results: "), done.stdout
 
 
 def test_in_the_shell_of_salloc(on_cluster: Checkout) -> None:
