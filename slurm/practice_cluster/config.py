@@ -114,7 +114,8 @@ SlurmdTimeout=30
 InactiveLimit=0
 KillWait=15
 CompleteWait=0
-MinJobAge=300
+# So many seconds a job that has ended is known to scontrol: 300 are too few for tests on a busy machine.
+MinJobAge=1800
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 # A job of the partition urgent sends jobs of the others back to the queue, after their GraceTime.
 PreemptType=preempt/partition_prio
