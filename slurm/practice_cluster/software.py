@@ -28,8 +28,9 @@ CLUSTER_PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
 # Of the packages that these need only those that they use: parts of themselves, and libraries.
 USED_PACKAGES = r"(lib|slurm|mariadb-server|munge|iproute2|patchelf)"
 OWN = "own"
-# The release of Debian whose packages hold the named release of Slurm.
-DEBIAN = {"22.05": "bookworm", "24.11": "trixie", "newest": "sid"}
+# The release of Debian whose packages hold the named release of Slurm. Testing is the next one: a package
+# is some days older than in unstable, but all that it needs is there, too.
+DEBIAN = {"22.05": "bookworm", "24.11": "trixie", "newest": "testing"}
 NAMES = [OWN, *DEBIAN]
 DEBIAN_URL = "http://deb.debian.org/debian"  # apt checks the signatures of what comes from there
 DEBIAN_KEYS = Path("usr/share/keyrings/debian-archive-keyring.gpg")
