@@ -3,8 +3,7 @@
 PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
 
 Each section is independent: it has its own time limit, and prints and writes its table at once. Without
-names, the sections run that make the tables, in at most eight minutes; `traces` and `compare` only run
-when they are named. Most sections are a script of tools/bench/gpu, which can be run by itself.
+names, the sections of DEFAULT run, which take at most eight minutes; the others run when they are named. Most sections are a script of tools/bench/gpu, which can be run by itself.
 """
 
 import argparse
@@ -288,12 +287,12 @@ def compare(folder: Path, until: float) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row] | None], int]] = {
-    "untimed": (untimed, 95),
-    "steps": (script("steps"), 265),
-    "overhead": (script("overhead"), 40),
-    "ladder": (script("ladder"), 150),
-    "timelines": (script("timelines"), 40),
-    "gpt": (script("gpt_mfu"), 140),
+    "untimed": (untimed, 80),
+    "steps": (script("steps"), 190),
+    "overhead": (script("overhead"), 30),
+    "ladder": (script("ladder"), 80),
+    "timelines": (script("timelines"), 20),
+    "gpt": (script("gpt_mfu"), 80),
     "kernels": (kernels, 90),
     "accuracy": (accuracy, 70),
     "traces": (traces, 220),

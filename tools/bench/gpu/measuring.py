@@ -71,7 +71,8 @@ def captured(
     with torch.cuda.graph(graph):
         loss = step(*fixed)
 
-    def replay(*given: torch.Tensor) -> torch.Tensor:
+    # The graph knows addresses only: whoever has it needs the network and the optimizer, which `step` holds.
+    def replay(*given: torch.Tensor, _keep: object = step) -> torch.Tensor:
         for own, new in zip(fixed, given, strict=True):
             own.copy_(new, non_blocking=True)
         graph.replay()
