@@ -58,6 +58,12 @@ def parse() -> argparse.Namespace:
     )
     options.add_argument("--nodes", type=number(1, 16), default=2)
     options.add_argument("--gpus", type=number(0, 16), default=2, help="virtual GPUs per node (default: 2)")
+    options.add_argument(
+        "--gpu-kind",
+        type=cluster_name,
+        metavar="KIND",
+        help="of the GPUs, such as a100 (default: none)",
+    )
     options.add_argument("--cpus", type=number(1, 256), default=4, help="CPUs per node (default: 4)")
     options.add_argument(
         "--mode",
@@ -73,6 +79,13 @@ def parse() -> argparse.Namespace:
     )
     options.add_argument(
         "--no-accounting", action="store_true", help="no database: a quicker start, but no sacct"
+    )
+    options.add_argument(
+        "--conf",
+        type=existing_folder,
+        metavar="FOLDER",
+        help="more of the cluster's configuration: a slurm.conf whose lines come last, and count, and files "
+        "such as job_submit.lua or cgroup.conf",
     )
     add(status)
     add(shell)
@@ -93,6 +106,12 @@ def cluster_name(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 31 small letters, digits and dashes")
     return text
+
+
+def existing_folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return str(Path(text).resolve())
 
 
 def number(least: int, most: int) -> Callable[[str], int]:
@@ -287,6 +306,8 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
         version=slurm.version(),
         nodes=arguments.nodes,
         gpus=arguments.gpus,
+        gpu_kind=arguments.gpu_kind or "",
+        conf=arguments.conf or "",
         cpus=arguments.cpus,
         # What the job scripts ask for, 8 GB for each GPU: training on virtual ones takes 1 GB.
         memory=max(machine_memory() // arguments.nodes, 8192 * max(arguments.gpus, 2)),

@@ -3,6 +3,7 @@
 import os
 import pwd
 import shlex
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -32,6 +33,9 @@ def write(cluster: Cluster) -> None:
     (cluster.folder / "slurmdbd.conf").chmod(0o600)
     if cluster.accounting:
         _write_database(cluster)
+    for file in Path(cluster.conf).iterdir() if cluster.conf else ():
+        if file.name != "slurm.conf":
+            shutil.copy(file, cluster.folder)
     cluster.save()
 
 
@@ -129,7 +133,8 @@ AccountingStoragePort={cluster.first_port + SLURMDBD_PORT}
 AccountingStoragePass={folder}/munge.socket
 AccountingStorageTRES=gres/gpu
 """
-    gres = f" Gres=gpu:{cluster.gpus}" if cluster.gpus else ""
+    kind = f"{cluster.gpu_kind}:" if cluster.gpu_kind else ""
+    gres = f" Gres=gpu:{kind}{cluster.gpus}" if cluster.gpus else ""
     for number, node in enumerate(cluster.node_names):
         lines += (
             f"NodeName={node} NodeAddr={cluster.node_address(node)} NodeHostname={_hostname(cluster, node)} "
@@ -140,6 +145,9 @@ AccountingStorageTRES=gres/gpu
     lines += "PartitionName=practice Nodes=ALL Default=YES DefaultTime=10 MaxTime=240 GraceTime=30\n"
     lines += "PartitionName=debug Nodes=ALL DefaultTime=5 MaxTime=15 GraceTime=30\n"
     lines += "PartitionName=urgent Nodes=ALL DefaultTime=10 MaxTime=240 PriorityTier=2 PreemptMode=OFF\n"
+    more = Path(cluster.conf, "slurm.conf")
+    if cluster.conf and more.exists():
+        lines += more.read_text()  # of a setting that is there twice, Slurm takes the last
     return lines
 
 
@@ -173,7 +181,9 @@ def _gres_conf(cluster: Cluster) -> str:
     for number in range(cluster.gpus):
         (cluster.folder / "dev" / f"gpu{number}").symlink_to("/dev/null")
     numbers = f"[0-{cluster.gpus - 1}]"
-    return f"AutoDetect=off\nName=gpu File={cluster.folder}/dev/gpu{numbers} Flags=nvidia_gpu_env\n"
+    kind = f" Type={cluster.gpu_kind}" if cluster.gpu_kind else ""
+    device = f"File={cluster.folder}/dev/gpu{numbers} Flags=nvidia_gpu_env"
+    return f"AutoDetect=off\nName=gpu{kind} {device}\n"
 
 
 def _cgroup_conf(cluster: Cluster) -> str:

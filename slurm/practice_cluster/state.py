@@ -18,7 +18,8 @@ class Cluster:
 
     `slurm`: the release by its name, one of `software.NAMES`; `version`: what that is, such as 24.11.5.
     `hosts`: every node is a separate host; otherwise all nodes share this machine's name and network.
-    `cpus`, `memory` (MB) and `gpus` are per node. `mbit` is how fast a node sends (Mbit/s); 0: as
+    `cpus`, `memory` (MB) and `gpus` are per node, and `gpu_kind` may be empty. `conf` is a folder with more
+    of the configuration; empty: there is none. `mbit` is how fast a node sends (Mbit/s); 0: as
     fast as the machine can. The ports from `first_port` on are its own.
     """
 
@@ -27,6 +28,8 @@ class Cluster:
     version: str
     nodes: int
     gpus: int
+    gpu_kind: str
+    conf: str
     cpus: int
     memory: int
     hosts: bool

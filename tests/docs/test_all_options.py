@@ -70,7 +70,7 @@ OTHERS = {
     "slurm/jobs.py": "",
     "slurm/monitor.py": "--sample --verdict",
     "slurm/practice_cluster/cluster.py": """
-        --bandwidth --cpus --gpus --mode --name --no-accounting --nodes --slurm""",
+        --bandwidth --conf --cpus --gpu-kind --gpus --mode --name --no-accounting --nodes --slurm""",
     "slurm/sweep.py": """
         --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
         --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats --scaling
