@@ -108,7 +108,7 @@ def _make_sweep(
         (*passed_on, "--epochs", str(epochs), "--dataset", dataset),
         replace(opts, dataset=dataset, epochs=epochs),
         site,
-        submission.DEFAULT_MINUTES if devices.in_slurm else local.DAY_MINUTES,
+        site.minutes or submission.DEFAULT_MINUTES if devices.in_slurm else local.DAY_MINUTES,
         here=not devices.in_slurm,
         gpus_here=devices.gpus_here,
     )

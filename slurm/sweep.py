@@ -74,7 +74,7 @@ def main() -> int:
         tuple(arguments),
         opts,
         site,
-        own.time,
+        own.time or site.minutes or submission.DEFAULT_MINUTES,
         here,
         local.gpus_here() if here and not opts.no_cuda else 0,
         own.cpus_per_gpu,
@@ -218,9 +218,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     jobs.add_argument(
         "--time",
         type=time_limit,
-        default=submission.DEFAULT_MINUTES,
         metavar="LIMIT",
-        help=f"of a job, as HH:MM:SS or in minutes (default: {submission.DEFAULT_MINUTES})",
+        help="of a job, as HH:MM:SS or in minutes (default: the site file's, or "
+        f"{submission.DEFAULT_MINUTES})",
     )
     jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")

@@ -219,7 +219,7 @@ def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     [
         (["--nodes", "0"], "argument --nodes: 0 is too small, it must be 1"),
         (["--gpus", "two"], "argument --gpus: 'two' is not a whole number"),
-        (["--nodes", "2", "--gpus", "3"], "3 GPUs do not divide among 2 nodes"),
+        (["--nodes", "2", "--gpus", "3"], "--gpus 3 does not divide among 2 nodes"),
         (["--", "--mem", "8G"], "'8G' is not an option"),
         (["--jobs"], "unrecognized arguments: --jobs"),
     ],

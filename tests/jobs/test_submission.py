@@ -22,7 +22,7 @@ from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import rows_of, succeeded
 
-from trainkit.jobs import following, local, site, slurm, submission
+from trainkit.jobs import following, local, sbatch_options, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
 from trainkit.runtime.errors import UserError
 
@@ -347,13 +347,13 @@ def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) ->
     arguments = "--gpus 4 --nodes 2 --partition gpu --time 1:30:00 --dry-run --epochs 3"
     done = succeeded(checkout.submit_py("ddp", *arguments.split()))
     lines = done.stdout.splitlines()
-    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16GB", "time=90")
+    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16G", "time=90")
     for option in (*asked, "partition=gpu", "job-name=mnist-ddp", "signal=USR2@60", "requeue"):
         assert f"#SBATCH --{option}" in lines
     assert f"source '{checkout.folder}/slurm/job_env.sh'" in lines
     (srun,) = [line for line in lines if line.startswith("srun ")]
     # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
-    for option in ("--cpus-per-task=2", "--kill-on-bad-exit=1", "--wait=60"):
+    for option in ("--cpus-per-task=$SLURM_CPUS_PER_TASK", "--kill-on-bad-exit=1", "--wait=60"):
         assert option in shlex.split(srun)
     assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -u' in srun
     overruling = "SBATCH_ACCOUNT=physics SBATCH_PARTITION=gpu SBATCH_TIMELIMIT=90"
@@ -368,9 +368,9 @@ def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -
     for script in scripts:
         text = script.read_text()
         gpus, memory = re.search(r"#SBATCH --gpus-per-node=(\d)[^$]*#SBATCH --mem=(\d+)G", text).groups()
-        assert int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus), script
+        assert int(memory) == sbatch_options.MEMORY_PER_GPU_GB * int(gpus), script
         advice = re.findall(r"--gpus-per-node=(\d) --mem=(\d+)G slurm_submit.sh", text)
-        assert all(int(memory) == submission.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
+        assert all(int(memory) == sbatch_options.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Check whether jobs can work here, before one fails: on the login node, and with --job also in a short job.
 
     python slurm/doctor.py                             the site file, Slurm, environment, data and folders
-    python slurm/doctor.py --job                       also a job with the shape of stage 03's job script
+    python slurm/doctor.py --job                       also a job with the shape of stage 03's: 2 GPUs
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
 
@@ -29,8 +29,9 @@ from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
-from trainkit.jobs.site import Site
-from trainkit.jobs.stages import STAGES
+from trainkit.jobs.sbatch_options import sbatch_options
+from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.stages import STAGES, resources
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, reason, tell
@@ -39,6 +40,7 @@ from trainkit.schema.columns import DDP
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 JOB_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
+MINUTES = 15
 
 
 def main() -> int:
@@ -78,16 +80,17 @@ def _parse() -> argparse.Namespace:
     parser = Parser(prog="doctor.py", description=__doc__)
     add = parser.add_argument
     add("--job", action="store_true", help="also check inside a short job, on every node")
-    add("--nodes", type=at_least(1), metavar="N", help="nodes of the job (default: the job script's)")
-    add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: the job script's)")
-    add("--time", type=at_least(3), default=15, metavar="MIN", help="its time limit (default: %(default)s)")
+    add("--nodes", type=at_least(1), default=1, metavar="N", help="nodes of the job (default: %(default)s)")
+    add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: 2 per node)")
+    limit = f"its time limit (default: {MINUTES}, or the site file's if that is less)"
+    add("--time", type=at_least(3), metavar="MIN", help=limit)
     in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
     add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
     add("--json", action="store_true", help="print one JSON document and nothing else")
     add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
-    if options.gpus and options.gpus % (options.nodes or 1):
-        raise UserError(f"{options.gpus} GPUs do not divide among {options.nodes} nodes: change one of them.")
+    stage = STAGES[DDP]
+    options.shape = resources(stage, options.gpus or stage.default_gpus * options.nodes, options.nodes)
     for word in options.sbatch_options:
         if not word.startswith("-"):
             raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")
@@ -103,11 +106,7 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     blocked = site is None or has_fault(found)
     if site:
         if not blocked:
-            done = _sbatch(site, "--test-only", *_shape(options), JOB_SCRIPT.name)
-            # There is no such job.
-            when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
-            message = f"Slurm would take the job (nothing was submitted): {when}"
-            found = [_refusal("submission", done) or Finding("submission", OK, message)]
+            found = _check_submission(options, site)
             blocked = has_fault(found)
             yield found
         yield login_node.check_environment(site, in_job_too=options.job)
@@ -118,6 +117,28 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
         yield [Finding("job", FAULT, "not started, since it could not work", "fix the faults above first")]
     elif options.job:
         yield _check_job(options, site, rows)
+
+
+def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
+    """Ask Slurm whether it would take the job, and the stages' job scripts if the site has other words."""
+    done = _sbatch(site, "--test-only", *_request(options, site), script=job_script())
+    if refusal := _refusal("submission", done):
+        return [refusal]
+    # There is no such job.
+    when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
+    found = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
+    if site.words != WORDS:
+        done = _sbatch(site, "--test-only", *options.sbatch_options, JOB_SCRIPT.name)
+        if done.returncode:
+            message = f"Slurm refuses the job scripts of the stages: {slurm.sbatch_message(done.stderr)}"
+            ours = " ".join(
+                f"--{name}={value}" for name, value in sbatch_options(site, options.shape).items()
+            )
+            fix = (
+                f"send their jobs by submit.py, or have their #SBATCH lines ask in this site's words: {ours}"
+            )
+            found.append(Finding("submission", WARNING, message, fix))
+    return found
 
 
 def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list[Finding]:
@@ -189,21 +210,20 @@ def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | No
     return Finding(check, FAULT, f"Slurm refuses the job: {refusal}", slurm.advice(refusal))
 
 
-def _shape(options: argparse.Namespace) -> list[str]:
-    """Return the options for sbatch that shape the job; the job script has the defaults."""
-    shape = [f"--nodes={options.nodes}"] if options.nodes else []
-    if options.gpus:
-        gpus = options.gpus // (options.nodes or 1)
-        shape += [f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
-    return [*shape, *options.sbatch_options]
+def _request(options: argparse.Namespace, site: Site) -> list[str]:
+    """Return the options for sbatch that shape the job, in the words of the site."""
+    tasks = options.shape.tasks_per_node
+    asked = {"nodes": options.nodes, "ntasks-per-node": tasks} | sbatch_options(site, options.shape)
+    return [*(f"--{name}={value}" for name, value in asked.items()), *options.sbatch_options]
 
 
 def job_script() -> str:
     """Return stage 03's job script with the checkup as its training; a rank's exit does not end the others.
 
-    Each rank ends by itself, as each step has a limit; --wait is for a rank that hangs even then.
+    Each rank ends by itself, as each step has a limit; --wait is for a rank that hangs even then. It asks for
+    nothing by itself, since some Slurms take no two words for the same, even on the command line.
     """
-    text = JOB_SCRIPT.read_text()
+    text = re.sub(r"#SBATCH --(nodes|ntasks|gres|gpus|cpus|mem)\b.*\n", "", JOB_SCRIPT.read_text())
     for training, ours in {
         'python "${TRAINING[@]}"': 'python -m trainkit.doctor.checkup "${TRAINING[@]:1}"',
         "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
@@ -217,10 +237,11 @@ def job_script() -> str:
 
 def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Finding:
     """Submit the job and wait for its end; cancel it if it does not start in time, or on Ctrl-C."""
-    settings = (f"--job-name={name}", f"--time={options.time}", "--no-requeue", f"--output={log}")
+    minutes = options.time or min(MINUTES, site.minutes or MINUTES)
+    settings = (f"--job-name={name}", f"--time={minutes}", "--no-requeue", f"--output={log}")
     try:
         script = job_script()
-        done = _sbatch(site, "--parsable", *_shape(options), *settings, script=script)
+        done = _sbatch(site, "--parsable", *_request(options, site), *settings, script=script)
         if refusal := _refusal("job", done):
             return refusal
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]

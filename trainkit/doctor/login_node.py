@@ -5,8 +5,9 @@ It needs only the standard library.
 
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
 from trainkit.jobs import slurm
+from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
-from trainkit.jobs.stages import REPOSITORY, STAGES
+from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.runtime import files
 from trainkit.runtime.errors import UserError
 from trainkit.schema.columns import DDP
@@ -33,6 +34,7 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     """Read slurm/site.sh."""
     try:
         site = read_site()
+        sbatch_options(site, resources(STAGES[DDP], 2))  # which raises for words that are none
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))

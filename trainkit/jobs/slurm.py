@@ -37,27 +37,32 @@ NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # it; the first pattern found counts.
 REFUSALS = {
     # From Slurm 26.05; before, where one of the two names a kind of GPU.
-    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way: take SBATCH_GRES "
-    "out of slurm/site.sh and your shell, and --gres off the command line; or, for sbatch, delete the line "
-    "#SBATCH --gpus-per-node of the job script. A kind of GPU: export SBATCH_GPUS_PER_NODE=a100:2 in "
-    "slurm/site.sh, whose number then holds for every job",
+    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way, which SITE_GPUS in "
+    "slurm/site.sh tells, such as --gres=gpu:a100:%d: take SBATCH_GRES out of there and of your shell, and "
+    "--gres off the command line; or, for sbatch, change the line #SBATCH --gpus-per-node of the job script",
     "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
-    "mutually exclusive": "ask for it in one form only, in slurm/site.sh or by an option",
+    # The second is what a site's own plugin may say, which names the option that it wants.
+    "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh tell "
+    "how this site wants to be asked for GPUs, cores and memory (slurm/README.md); leave out options and "
+    "SBATCH_... variables of another form",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
     "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",
     "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
     "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
     "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
-    "generic resource": "this Slurm has no such GPUs; `sinfo -o '%P %N %G'` shows what it has",
-    "[Tt]ime ?[Ll]imit": "ask for less --time; `sinfo -o '%P %l'` shows the limits",
+    "generic resource": "this Slurm has no such GPUs, or wants their kind; `sinfo -o '%P %N %G'` shows what "
+    "it has, and SITE_GPUS in slurm/site.sh tells how to ask for it, such as --gpus-per-node=a100:%d",
+    "[Tt]ime ?[Ll]imit": "ask for less --time, or always, by SBATCH_TIMELIMIT in slurm/site.sh; "
+    "`sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
     "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
     "or wait for a node that is down: `sinfo -R`",
-    "": "see man sbatch, or ask your admin what it means",
+    "": "ask your admin what it means (man sbatch); where GPUs, cores or memory are to be asked for in other "
+    "words, set SITE_GPUS, SITE_CPUS or SITE_MEM in slurm/site.sh",
 }
 # What sbatch says where its job may be in the queue all the same, as the controller was busy (slurm_errno.c);
 # the last is submitit's, where it names no number.

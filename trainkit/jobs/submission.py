@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
+from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.rank import options, staging
@@ -35,7 +36,6 @@ from trainkit.schema.columns import SINGLE
 if TYPE_CHECKING:
     import submitit
 
-MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
 DEFAULT_MINUTES = 30
 
 
@@ -274,22 +274,25 @@ def _executor(request: Request, site: Site, folder: Path, results_dir: Path) -> 
     import submitit
 
     shape = request.resources
-    memory_gb = MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node)
 
     # The text of slurm_python goes into the job's shell unchanged, so job_env.sh decides what it means.
-    in_the_job = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python'
+    in_the_job = (
+        '--cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" '
+        '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python'
+    )
     executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=in_the_job)
     executor.update_parameters(
         name=request.job_name,
         nodes=shape.nodes,
         tasks_per_node=shape.tasks_per_node,
-        gpus_per_node=shape.gpus_per_node or None,
-        cpus_per_task=shape.cpus_per_task,
-        mem_gb=None if site.memory_by_part else memory_gb,
-        timeout_min=request.minutes or DEFAULT_MINUTES,
+        timeout_min=request.minutes or site.minutes or DEFAULT_MINUTES,
         stderr_to_stdout=True,
         slurm_partition=request.partition,
-        slurm_additional_parameters={"signal": "USR2@60", "requeue": True},
+        slurm_additional_parameters={
+            **sbatch_options(site, shape),
+            "signal": "USR2@60",
+            "requeue": True,
+        },
         slurm_setup=[
             "set -euo pipefail",
             *(["set -- --plain"] if request.stage.plain else []),
@@ -297,7 +300,6 @@ def _executor(request: Request, site: Site, folder: Path, results_dir: Path) -> 
             f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))}",
         ],
         slurm_srun_args=[
-            f"--cpus-per-task={shape.cpus_per_task}",
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--open-mode=append",  # rank 0 writes into the job script's log
@@ -352,7 +354,7 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     cores = "CPU cores for each GPU's process and its loader (default: %(default)s)"
     add("--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help=cores)
     add("--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)")
-    limit = f"time limit, as HH:MM:SS or in minutes (default: {DEFAULT_MINUTES})"
+    limit = f"time limit, as HH:MM:SS or in minutes (default: the site file's, or {DEFAULT_MINUTES})"
     add("--time", type=time_limit, metavar="LIMIT", help=limit)
     add("--local", action="store_true", help="run it on this machine, even if there is a Slurm")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")

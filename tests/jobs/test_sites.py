@@ -1,0 +1,145 @@
+"""Sites of other kinds: each a practice cluster of its own, whose site.sh tells how it wants to be asked.
+
+What preemption does on a site that cancels preempted jobs, test_submission.py shows.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from cluster import running_cluster
+from conftest import succeeded
+
+pytestmark = pytest.mark.full
+
+# A plugin that refuses what its condition describes, as the administrators of many sites have one.
+PLUGIN = """
+function slurm_job_submit(job, partitions, user)
+    if {condition} then
+        slurm.log_user("{refusal}")
+        return slurm.ERROR
+    end
+    return slurm.SUCCESS
+end
+
+function slurm_job_modify()
+    return slurm.SUCCESS
+end
+"""
+NO_LIMIT = "(job.{0} == nil or job.{0} >= slurm.{1})"
+
+
+@dataclass
+class Kind:
+    """A kind of site, and a job that it takes.
+
+    `refuses`, in Lua, is what its plugin refuses of the requests in job scripts, and `conf` is more of its
+    slurm.conf. `facts` are fields of `scontrol show job`; a test of them allows for the words of newer Slurm.
+    """
+
+    refuses: str
+    site: str
+    submission: tuple
+    facts: dict[str, str]
+    cpus_per_task: int
+    options: tuple = ()
+    conf: str = ""
+
+
+KINDS = {
+    "a kind of GPU, by --gres": Kind(
+        refuses='not string.find(job.tres_per_node or "", "gpu:a100:[0-9]")',
+        options=("--gpu-kind", "a100"),
+        site="SITE_GPUS=--gres=gpu:a100:%d\n",
+        submission=("single", "--gpus", 1),  # which asks for one of the two
+        facts={"TresPerNode": "gpu:a100:1"},
+        cpus_per_task=2,
+    ),
+    "memory and cores come with the GPU": Kind(
+        refuses=f"not ({NO_LIMIT.format('pn_min_memory', 'NO_VAL64')} "
+        f"and {NO_LIMIT.format('cpus_per_task', 'NO_VAL16')})",
+        options=("--cpus", 6),
+        conf="EnforcePartLimits=ALL\n"
+        "PartitionName=short Nodes=ALL Default=YES MaxTime=10 DefCpuPerGPU=3 DefMemPerGPU=900\n",
+        site="SITE_MEM=\nSITE_CPUS=\nexport SBATCH_TIMELIMIT=10\n",
+        submission=("single", "--gpus", 1),
+        facts={"TimeLimit": "00:10:00", "NumCPUs": "3"},
+        cpus_per_task=3,
+    ),
+    "--gpus only, and the rest by the GPU": Kind(
+        refuses="job.tres_per_node or not (job.tres_per_job and job.cpus_per_tres and job.mem_per_tres)",
+        site="SITE_GPUS=--gpus=%d\nSITE_CPUS=--cpus-per-gpu=%d\nSITE_MEM=--mem-per-gpu=%dG\n",
+        submission=("ddp", "--gpus", 2, "--nodes", 2),
+        facts={"NumNodes": "2", "TresPerJob": "gpu:2", "NumCPUs": "4"},
+        cpus_per_task=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
+    """It refuses the job scripts, the sentence and the doctor say what to do, and then the job goes well."""
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (conf / "slurm.conf").write_text(f"JobSubmitPlugins=lua\n{kind.conf}")
+    plugin = PLUGIN.format(condition=kind.refuses, refusal="ask by --gres, --gpus or --mem")
+    (conf / "job_submit.lua").write_text(plugin)
+    with running_cluster("--conf", conf, *kind.options) as cluster:
+        checkout = Checkout(tmp_path / "a checkout", cluster)
+        checkout.pretend()
+        stage, *asked = kind.submission
+        if kind.conf:
+            checkout.site("export SBATCH_TIMELIMIT=10\n")  # or its time is what is refused
+        refused = checkout.submit_py(stage, *asked)
+        assert re.match("error: Slurm did not take the job .* SITE_GPUS, SITE_CPUS and ", refused.stderr)
+
+        checkout.site(f"{kind.site}activate_environment() {{ false; }}\n")  # loading PyTorch takes seconds
+        told = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]
+        submission = {one["level"]: one for one in told if one["check"] == "submission"}
+        assert submission.keys() == {"ok", "warning"}
+        assert "job scripts" in submission["warning"]["message"]
+
+        checkout.site(kind.site)
+        done = succeeded(checkout.submit_py(stage, *asked, "--wait"))
+        job = int(re.match(r"job (\d+) ", done.stdout)[1])
+        seen = cluster.job(job)
+        for name, value in kind.facts.items():
+            assert seen[name].replace("gres/", "").replace("gres:", "") == value, seen
+        (log,) = checkout.folder.rglob("*_0_log.out")
+        assert f"CPUs per task {kind.cpus_per_task}\n" in log.read_text()
+
+
+def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:
+    """Those of version 1, where this machine has them and lets us; with memory constrained, and affinity."""
+    if not os.access("/sys/fs/cgroup/cpuset", os.W_OK) or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine lets us make no cgroups of version 1, or has one core only")
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    # Groups are called by the job's number: so none is that of another cluster's job on this machine.
+    (conf / "slurm.conf").write_text(
+        "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup,task/affinity\nJobAcctGatherParams=UsePss\n"
+        f"FirstJobId={os.getpid() + 1000}\n"
+    )
+    (conf / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\nConstrainCores=yes\nConstrainRAMSpace=yes\n"
+    )
+    try:
+        with running_cluster("--conf", conf, "--cpus", 2, nodes=1) as cluster:
+            checkout = Checkout(tmp_path / "a checkout", cluster)
+            script = checkout.folder / "tell.py"
+            script.write_text(
+                "import os\nprint('cores', os.sched_getaffinity(0), open('/proc/self/cgroup').read())\n"
+            )
+            sizes = ("--gpus", 2, "--cpus-per-gpu", 1)
+            succeeded(checkout.submit_py("ddp", *sizes, "--wait", "--plain", script))
+            text = "".join(log.read_text() for log in checkout.folder.rglob("*_log.out"))
+    finally:
+        for folder in Path("/sys/fs/cgroup").glob("*/slurm_n1"):  # slurmd leaves them
+            folder.rmdir()
+    cores = re.findall(r"^cores (\{\d+\}) ", text, re.MULTILINE)
+    assert len(cores) == 2 and len(set(cores)) == 2, text
+    assert re.search(r":cpuset:/slurm_n1/uid_\d+/job_\d+/step_\d+$", text, re.MULTILINE), text

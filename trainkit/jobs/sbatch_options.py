@@ -1,0 +1,86 @@
+"""What a job asks Slurm for, in the words that its site wants: SITE_GPUS, SITE_CPUS and SITE_MEM of site.sh.
+
+Some sites want a kind of GPU, or take --gres or --gpus only; some refuse --mem; some count cores and memory
+by the GPU. A word may have a %d, for a number, and what that counts follows from the option it belongs to.
+
+It needs only the standard library.
+"""
+
+import math
+import shlex
+
+from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.stages import Resources
+from trainkit.runtime.errors import UserError
+
+MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
+
+
+def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
+    """Return the options of sbatch by which a job of this shape asks for its GPUs, cores and memory.
+
+    They are named without their dashes: {"gres": "gpu:a100:2", "cpus-per-task": "2", "mem": "16G"}. A number
+    is rounded up. Nodes and tasks are not among them, as every Slurm takes these in one form.
+
+    Raises:
+        UserError: for words of the site that are no such options.
+    """
+    words = dict(site.words)
+    if not shape.gpus:
+        # What is counted by the GPU is asked for in the usual form then.
+        words = {name: WORDS[name] if "per-gpu=" in text else text for name, text in words.items()}
+        del words["SITE_GPUS"]
+    if site.memory_by_part:
+        # That variable asks for memory, and --mem in a script would come before it.
+        del words["SITE_MEM"]
+    options = {}
+    for setting, text in words.items():
+        options |= _options(setting, text, _numbers(setting, shape))
+    return options
+
+
+def _numbers(setting: str, shape: Resources) -> dict[str, int]:
+    """Return what %d stands for, by the option that it belongs to."""
+    cpus_per_node = shape.cpus_per_task * shape.tasks_per_node
+    gb_per_node = MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node)
+    gpus = max(shape.gpus_per_node, 1)
+    gpus_per_task = math.ceil(shape.gpus_per_node / shape.tasks_per_node)
+    return {
+        "SITE_GPUS": {
+            "gpus-per-node": shape.gpus_per_node,
+            "gres": shape.gpus_per_node,
+            "gpus": shape.gpus,
+            "gpus-per-task": gpus_per_task,
+            "tres-per-task": gpus_per_task,
+        },
+        "SITE_CPUS": {
+            "cpus-per-task": shape.cpus_per_task,
+            "cpus-per-gpu": math.ceil(cpus_per_node / gpus),
+        },
+        "SITE_MEM": {
+            "mem": gb_per_node,
+            "mem-per-cpu": math.ceil(gb_per_node / cpus_per_node),
+            "mem-per-gpu": math.ceil(gb_per_node / gpus),
+        },
+    }[setting]
+
+
+def _options(setting: str, text: str, numbers: dict[str, int]) -> dict[str, str]:
+    """Return the options in the words of a setting, with these numbers in place of %d."""
+    options = {}
+    for word in shlex.split(text):
+        option, _, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not value or "%" in value and option not in numbers:
+            raise UserError(
+                f"{setting} of slurm/site.sh has {word!r}: write options of sbatch with = and a value, as in "
+                f"{WORDS[setting]}. A %d may be in --{', --'.join(numbers)}."
+            )
+        if setting == "SITE_MEM" and "%" in value and value != "%dG":
+            raise UserError(f"{setting} of slurm/site.sh has {word!r}: write GB, as in --{option}=%dG.")
+        options[option] = value.replace("%d", str(numbers.get(option)))
+    if setting == "SITE_GPUS" and text and "%d" not in text:
+        raise UserError(
+            f"SITE_GPUS of slurm/site.sh has no %d, so that every job would hold the same number of GPUs: "
+            f"write it as in {WORDS[setting]}."
+        )
+    return options
