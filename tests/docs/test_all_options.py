@@ -79,7 +79,7 @@ OTHERS = {
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--cpu --out",
     "tools/bench/gpu/gpt_mfu.py": "--out --seconds --small",
-    "tools/bench/gpu/ladder.py": "--compile-only --loss-steps --out --seconds --width",
+    "tools/bench/gpu/one_gpu.py": "--compile-only --loss-steps --out --seconds --width",
     "tools/bench/gpu/overhead.py": "--data-dir --out --steps",
     "tools/bench/gpu/steps.py": "--compile-only --data-dir --kit-seconds --out --seconds",
     "tools/bench/gpu/timelines.py": "--out --width",

@@ -3,7 +3,8 @@
 PYTHONPATH=. python3 tools/bench/on_a_gpu.py --out results/measured
 
 Each section is independent: it has its own time limit, and prints and writes its table at once. Without
-names, the sections of DEFAULT run, which take at most eight minutes; the others run when they are named. Most sections are a script of tools/bench/gpu, which can be run by itself.
+names, those of DEFAULT run, which take at most eight minutes; the others run when they are named. Most
+sections are a script of tools/bench/gpu, which can be run by itself.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def untimed(folder: Path, until: float) -> None:
     """Do at one time what no clock is read in: trainings for their accuracy, torch.compile for its cache."""
     commands = [("warmup.py", "--images", "20000")]
     commands += [("steps.py", "--compile-only", shape) for shape in SHAPES_TO_COMPILE]
-    commands += [("ladder.py", "--compile-only", rung) for rung in RUNGS_TO_COMPILE]
+    commands += [("one_gpu.py", "--compile-only", rung) for rung in RUNGS_TO_COMPILE]
     # Each of them would start as many compiling processes as there are cores.
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     running = []
@@ -290,7 +291,7 @@ SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row] | None], int]] =
     "untimed": (untimed, 80),
     "steps": (script("steps"), 190),
     "overhead": (script("overhead"), 30),
-    "ladder": (script("ladder"), 80),
+    "ladder": (script("one_gpu"), 80),
     "timelines": (script("timelines"), 20),
     "gpt": (script("gpt_mfu"), 80),
     "kernels": (kernels, 90),

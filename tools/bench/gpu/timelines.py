@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from ladder import (
+from measuring import DEVICE, Table, wait
+from one_gpu import (
     BASELINE,
     CHANNELS_LAST,
     COMPILED,
@@ -28,7 +29,6 @@ from ladder import (
     make_step,
     set_precision,
 )
-from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 COLUMNS = ["timeline", "lane", "thread", "name", "start_us", "length_us"]
@@ -47,7 +47,7 @@ def main() -> None:
     )
     parser.add_argument("timelines", nargs="*", metavar="TIMELINE", help=f"of {', '.join(TIMELINES)}")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--width", type=int, default=64, help="as of ladder.py (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="as of one_gpu.py (default: %(default)s)")
     args = parser.parse_args()
     images, labels = generated_images(50_000)
     table = Table(args.out, COLUMNS, printed=False)

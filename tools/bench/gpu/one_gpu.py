@@ -1,6 +1,6 @@
 """Make one GPU fast, line by line: a ResNet-18 on images of CIFAR's size, in plain PyTorch.
 
-Try: python3 tools/bench/gpu/ladder.py --out /tmp/ladder.csv
+Try: python3 tools/bench/gpu/one_gpu.py --out /tmp/ladder.csv
 
 Each rung of the ladder adds a line or two to the rung before it. The images are generated (50,000 of 32 x 32
 pixels, with a class that can be learned) and, until the last rung, prepared on the CPU as most scripts do:
