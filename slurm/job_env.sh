@@ -63,7 +63,7 @@ if [[ $facts =~ \ Restarts=([0-9]+) ]]; then
     SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 fi
 
-# --- the site, and the Python environment -----------------------------------------------------------
+# --- the site ---------------------------------------------------------------------------------------
 # These are of the user's shell. slurm/site.sh may set its own.
 unset MASTER_ADDR MASTER_PORT
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
@@ -83,6 +83,32 @@ else
 fi
 [[ ! ${SLURM_ARRAY_TASK_ID:-} || $plain ]] ||
     fail "this is a job of an array, all of which would train the same: leave out --array."
+
+# --- the job's own folder: checkpoints, samples, and a note of every rank on how it ended -----------
+export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
+watching=$TRAINKIT_JOB_DIR/monitor
+if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+    # An older job has the same number, as after each new start of the practice cluster. Its checkpoints are
+    # not ours.
+    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
+fi
+problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
+    fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in \
+slurm/site.sh to a shared folder of yours."
+# Slurm before 26.05 (seen: 24.11; SchedMD's ticket 25682) starts a job that was preempted once more after it
+# has come back, and ended.
+if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
+    echo "this job has already ended well, and does nothing more: to train again, submit it again"
+    exit
+fi
+rm -f "$TRAINKIT_JOB_DIR"/{rank-*.{started,finished,failed,lost},first-failed,stopped} \
+    "$TRAINKIT_JOB_DIR/outcome.json" "$watching"/{verdict.json,told,asked,ended,log}
+if [[ $plain ]]; then
+    mkdir -p "$TRAINKIT_JOB_DIR/checkpoints"
+    touch "$TRAINKIT_JOB_DIR/plain"
+fi
+
+# --- the Python environment ---------------------------------------------------------------------------
 run_activate_environment
 # A shell that torchrun or mpirun has started leaves these, and the ranks would take them for theirs. The same
 # list is in trainkit/runtime/place.py.
@@ -121,30 +147,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS%%,*} # OpenMP takes a list, for threads
     fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number of threads: unset it."
 # Into a log Python would write only when 8 KiB have gathered, and lose them when it is killed.
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
-
-# --- the job's own folder: checkpoints, samples, and a note of every rank on how it ended -----------
-export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
-watching=$TRAINKIT_JOB_DIR/monitor
-if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
-    # An older job has the same number, as after each new start of the practice cluster. Its checkpoints are
-    # not ours.
-    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
-fi
-problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
-    fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in \
-slurm/site.sh to a shared folder of yours."
-# Slurm before 26.05 (seen: 24.11; SchedMD's ticket 25682) starts a job that was preempted once more after it
-# has come back, and ended.
-if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
-    echo "this job has already ended well, and does nothing more: to train again, submit it again"
-    exit
-fi
-rm -f "$TRAINKIT_JOB_DIR"/{rank-*.{started,finished,failed,lost},first-failed,stopped} \
-    "$watching"/{verdict.json,asked,ended,log}
-if [[ $plain ]]; then
-    mkdir -p "$TRAINKIT_JOB_DIR/checkpoints"
-    touch "$TRAINKIT_JOB_DIR/plain"
-fi
 
 # --- where the ranks meet ---------------------------------------------------------------------------
 # A site may give its own address of the first node, such as that of a faster network.
@@ -194,7 +196,6 @@ code_version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/
 echo "code    $code_version in $REPOSITORY"
 
 was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
-at_time_limit() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *" Reason=TimeLimit "* ]]; }
 
 # Python is checked by srun, as the ranks will be started, since the batch shell itself is outside of a site's
 # container. The check needs no GPU.
@@ -274,9 +275,11 @@ sample() {
         "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
         cat >/dev/null # The job is to end before it says so.
-        echo "watch   not sampled to the end: see $watching/log"
+        tell_no_verdict "not sampled to the end: see $watching/log"
     fi
 }
+
+tell_no_verdict() { echo "watch   $1" | tee "$watching/told"; }
 
 sampler=""
 if [[ $SITE_MONITOR == on ]]; then
@@ -302,113 +305,73 @@ stop_sampling() {
         kill -0 "$sampler" 2>/dev/null || return
         sleep 0.1
     done
-    echo "watch   no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+    tell_no_verdict "no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
 }
 
 # --- how it ends ------------------------------------------------------------------------------------
 own_log=$(readlink -f /proc/$$/fd/2) # it is no file in a terminal
 
-# What this start of the job has printed. Its log may hold earlier ones; those of submitit for the ranks from
-# 1 on, which are next to it, have nothing of interest from a start that was stopped.
+# Its log, which may hold earlier starts; and those of submitit for the ranks from 1 on, which are next to it.
 printed() {
-    [[ ! -f $own_log ]] || tac "$own_log" | sed '/^job     /q' | tac
-    cat "${own_log%_0_log.out}"_[1-9]*_log.out 2>/dev/null
+    [[ ! -f $own_log ]] || cat "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out 2>/dev/null
 }
 
-# Print why the job failed, and set `code` to that of the rank that failed first: srun reports the highest,
-# which is 143 where it had to end others. jobs/why.py finds both (a code of 0 is unknown). Where Python is in
-# the site's container only, it is asked there.
-tell_why() {
-    local launcher=srun why told rank_code
-    if [[ ${ranks:-} ]]; then # of slurm_submit_torchrun.sh
-        launcher=torchrun
-    fi
-    why=(python -m trainkit.jobs.why "$launcher" "$own_log")
-    told=$("${why[@]}" 2>/dev/null < <(printed)) ||
-        told=$(unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
-            timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
-                "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${why[@]}" 2>/dev/null < <(printed))
-    grep -E '^(why|then) ' <<<"$told"
-    rank_code=$(sed -n 's/^code    //p' <<<"$told")
-    if ((${rank_code:-0})); then
-        code=$rank_code
-    fi
+# Ask trainkit/jobs/in_job.py, which decides all that there is to decide at the end of a job. Where Python is in
+# the site's container only, it runs there, but Slurm starts nothing in a job on its way back to the queue.
+in_job() {
+    local launcher=srun ask
+    [[ -z ${ranks:-} ]] || launcher=torchrun # by slurm_submit_torchrun.sh
+    ask=(python -m trainkit.jobs.in_job "$@" "--facts=$facts" "--folder=$TRAINKIT_JOB_DIR" "--log=$own_log"
+        "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" "--restart=${SLURM_RESTART_COUNT:-0}")
+    [[ -z $ended_from_outside ]] || ask+=(--from-outside)
+    "${ask[@]}" 2>/dev/null < <(printed) && return
+    [[ -z $requeued ]] || return
+    (
+        unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
+        timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
+            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" 2>/dev/null < <(printed)
+    )
 }
 
-# Whether a job that has saved may go back to the queue. scancel sends SIGTERM to this script, as does the
-# time limit; preemption to the ranks only. Where a rank fails, srun ends the others, and these may save: that
-# is no reason to come back, since a job that fails in its first five minutes would do so without end.
-may_come_back() {
-    if [[ $ended_from_outside ]]; then
-        at_time_limit
-    else
-        ((code == 0 || SECONDS >= 300)) || was_preempted
-    fi
+# Whether a job that has saved may go back to the queue. There may be seconds only, so Python is not asked where
+# it is certain: at the time limit, and after a signal that only the ranks got.
+may_go_back() {
+    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job back) == yes ]]
 }
 
-# Whether preemption is why it failed: no earlier start was preempted, and no rank had a reason of its own.
-ended_by_preemption() {
-    [[ ! -e $TRAINKIT_JOB_DIR/preempted && ! -e $TRAINKIT_JOB_DIR/first-failed ]] && was_preempted
-}
-
-# Print why Slurm refuses to put this job back into the queue, if so. Its controller may be restarting.
+# Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
 requeue() {
-    scontrol requeue "$this_job" >/dev/null 2>&1 && return
-    sleep 10
-    scontrol requeue "$this_job" 2>&1
+    echo "stopped; back to the queue, to go on from the checkpoint"
+    [[ $facts != *" PreemptTime="[0-9]* ]] || touch "$TRAINKIT_JOB_DIR/preempted"
+    if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
+        sleep 10
+        refusal=$(scontrol requeue "$this_job" 2>&1) || return
+    fi
+    requeued=1
 }
 
 finish() {
-    local code=$? saved="" again="submit again" refusal=""
+    local code=$? facts="" requeued="" refusal="" tried=() answer
     set +e
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
     echo
-    # srun may say that a node has failed, and return 0. Slurm puts the job back into the queue itself.
-    if ((code == 0)) && grep -aq '^srun: error: Node failure on ' <(printed); then
-        code=1
-        ended_from_outside=1
+    if ((code)) || [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+        facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
-    if [[ -f $TRAINKIT_JOB_DIR/stopped ]]; then
-        saved=$(<"$TRAINKIT_JOB_DIR/stopped")
-        saved=${saved:-$TRAINKIT_JOB_DIR/checkpoints}
-        if [[ $plain ]]; then
-            again+=" (saved: $saved)"
-        else
-            again+=" with --checkpoint-dir $saved"
-        fi
+    if [[ -e $TRAINKIT_JOB_DIR/stopped ]] && may_go_back; then
+        requeue
+        tried=("--refusal=${refusal%%$'\n'*}")
     fi
-
-    if [[ $saved ]] && may_come_back; then
-        # The queue comes first, since there may be seconds only.
-        echo "stopped; back to the queue, to go on from the checkpoint"
-        if was_preempted; then
-            touch "$TRAINKIT_JOB_DIR/preempted"
-        fi
-        refusal=$(requeue) || code=$((code ? code : 1))
-        stop_sampling "$code"
-        if [[ $refusal ]]; then
-            echo "error: this job is not requeued (${refusal%%$'\n'*}): $again" >&2
-        elif ((code)); then
-            tell_why
-        fi
-    else
-        stop_sampling "$code"
-        if [[ $ended_from_outside ]]; then
-            echo "ended from outside: scancel, scontrol requeue, preemption, the time limit or a failed node"
-            [[ -z $saved ]] || echo "if it does not come back by itself, $again"
-        elif ((code)) && ended_by_preemption; then
-            # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
-            echo "why     a job of higher priority took its place (preemption): if squeue shows that \
-it does not come back, $again"
-        elif ((code)); then
-            tell_why
-            if [[ $saved ]]; then
-                echo "it failed soon after its start, so it does not come back: correct it, and $again"
-            fi
-        elif [[ -e $TRAINKIT_JOB_DIR/preempted ]]; then
-            mv "$TRAINKIT_JOB_DIR"/{preempted,ended-after-preemption}
-        fi
+    stop_sampling "$code"
+    answer=$(in_job end "${tried[@]}") # the exit code, and what to say
+    if [[ $answer == *"code    "[0-9]* ]]; then
+        answer=${answer#*code    } # container programs have their words before it
+        code=${answer%%$'\n'*}
+        [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
+    elif ((code)) || [[ $refusal ]]; then
+        ((code)) || code=1
+        echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $TRAINKIT_JOB_DIR/checkpoints"
     fi
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code"
     exit "$code"

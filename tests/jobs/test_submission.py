@@ -22,9 +22,11 @@ from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import rows_of, succeeded
 
-from trainkit.jobs import following, local, sbatch_options, site, slurm, submission
+from trainkit.jobs import following, local, sbatch_options, site, submission
 from trainkit.jobs.following import SlurmHandle, State
+from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError
+from trainkit.runtime.job_folder import Outcome
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
 SMALL += ("--no-cuda",)
@@ -401,8 +403,23 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
 FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 
-FIRST, BACK = "job     7 x, restart 0, today\n", "job     7 x, restart 1, today\n"
-WELL = "ended   today with exit code 0\n"
+WELL = Outcome(
+    restart=0,
+    exit_code=0,
+    why=[],
+    failed_rank=None,
+    saved=None,
+    requeued=False,
+    seconds=9,
+    ended_at="2026-11-26T12:00:00+00:00",
+    said=[],
+)
+CAME_BACK = replace(WELL, restart=1)
+WENT_BACK = replace(WELL, saved="/somewhere", requeued=True)
+
+
+def _failed(*why: str) -> Outcome:
+    return replace(WELL, exit_code=1, why=list(why))
 
 
 def _show(state: str) -> str:
@@ -415,41 +432,48 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "sacct", "end", "told"),
+    ("scontrol", "sacct", "outcome", "told"),
     [
-        (_show("PENDING Reason=Priority"), None, "", "queued: Priority"),
-        (_show("PENDING Reason=None"), None, "", "queued: no reason yet"),
-        (_show("PENDING Reason=BeginTime Restarts=2"), None, "", "queued: BeginTime, restart 2"),
-        (_show("PENDING Reason=launch_failed_requeued_held"), None, "", "failed: a node could not start it"),
-        (_show("RUNNING"), None, "", "running: epoch 2/3: so far"),
-        (_show("COMPLETING"), None, "", "running: epoch 2/3: so far"),
-        (_show("COMPLETED"), None, "", "done: results: somewhere"),
-        (_show("TIMEOUT"), None, "ended from outside", "failed: it reached its time limit"),
-        (_show("FAILED"), None, "why     error on rank 1: x", "failed: error on rank 1: x"),
-        (_show("OUT_OF_MEMORY"), None, "why     x was killed", "failed: x was killed; it needed more"),
-        (_show("FAILED"), None, "", "failed: srun: error: cannot start"),
-        ("echo cannot reach it >&2; exit 1", None, "", "unknown: cannot reach it"),
-        # Slurm before 26.05 says so of a job that came back, and trained to its end.
-        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, f"{BACK}{WELL}", "done: results: somewhere"),
+        (_show("PENDING Reason=Priority"), None, None, "queued: Priority"),
+        (_show("PENDING Reason=None"), None, None, "queued: no reason yet"),
+        (_show("PENDING Reason=BeginTime Restarts=2"), None, WENT_BACK, "queued: BeginTime, restart 2"),
         (
-            _show("PREEMPTED Restarts=1 ExitCode=0:0"),
+            _show("PENDING Reason=launch_failed_requeued_held"),
             None,
-            f"{WELL}{BACK}",
-            "failed: a job of higher priority",
+            None,
+            "failed: a node could not start it",
         ),
-        (_show("PREEMPTED"), None, "", "failed: a job of higher priority"),
-        (FORGOTTEN, "echo FAILED", "why     error on rank 1: x", "failed: error on rank 1: x"),
-        (FORGOTTEN, "echo CANCELLED by 0", "", "failed: it was cancelled"),
-        (FORGOTTEN, "echo COMPLETED", "", "done: results: somewhere"),
-        (FORGOTTEN, "echo disabled >&2; exit 1", "", "failed: Slurm does not know this job"),
-        (FORGOTTEN, None, "ended   today with exit code 0", "done: results: somewhere"),
-        (FORGOTTEN, None, "why     x\nended   today with exit code 1", "failed: x"),
+        (_show("RUNNING"), None, None, "running: epoch 2/3: so far"),
+        (_show("COMPLETING"), None, WELL, "running: epoch 2/3: so far"),
+        (_show("COMPLETED"), None, WELL, "done: results: somewhere"),
+        (_show("COMPLETED"), None, None, "done: results: somewhere"),
+        (_show("TIMEOUT"), None, _failed(), "failed: it reached its time limit"),
+        (_show("FAILED"), None, _failed("error on rank 1: x", "y"), "failed: error on rank 1: x"),
+        (_show("OUT_OF_MEMORY"), None, _failed("x was killed"), "failed: x was killed; it needed more"),
+        (_show("FAILED"), None, None, "failed: srun: error: cannot start"),
+        ("echo cannot reach it >&2; exit 1", None, None, "unknown: cannot reach it"),
+        # Slurm before 26.05 says so of a job that came back, and trained to its end.
+        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, CAME_BACK, "done: results: somewhere"),
+        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, None, "failed: a job of higher priority"),
+        (_show("PREEMPTED"), None, None, "failed: a job of higher priority"),
+        (FORGOTTEN, "echo FAILED", _failed("error on rank 1: x"), "failed: error on rank 1: x"),
+        (FORGOTTEN, "echo CANCELLED by 0", None, "failed: it was cancelled"),
+        (FORGOTTEN, "echo COMPLETED", None, "done: results: somewhere"),
+        (FORGOTTEN, "echo disabled >&2; exit 1", None, "failed: Slurm does not know this job"),
+        (FORGOTTEN, None, WELL, "done: results: somewhere"),
+        (FORGOTTEN, None, WENT_BACK, "failed: Slurm does not know this job"),
+        (FORGOTTEN, None, _failed("x"), "failed: x"),
     ],
 )
 def test_the_state_of_a_job(
-    scontrol: str, sacct: str | None, end: str, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+    scontrol: str,
+    sacct: str | None,
+    outcome: Outcome | None,
+    told: str,
+    checkout: Checkout,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It follows from what Slurm says, with accounting or without, and from the end of the job's log."""
+    """It follows from what Slurm says, with accounting or without, and from the outcome that the job left."""
     checkout.fake("scontrol", scontrol)
     if sacct:
         checkout.fake("sacct", sacct)
@@ -457,38 +481,25 @@ def test_the_state_of_a_job(
     job = job_seven(checkout)
     # A result of submitit, as a rank may leave it before its job goes back to the queue.
     (checkout.folder / "7_0_result.pkl").touch()
-    job.log.write_text(f"epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n{end}\n")
+    job.log.write_text("epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n")
+    if outcome:
+        job_folder.keep_outcome(job.folder, outcome)
     (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
     now = job.state()
     assert f"{now.name}: {now.detail}".startswith(told)
 
 
-@pytest.mark.parametrize(("start", "told"), [(FIRST, "failed"), (BACK, "done")])
+@pytest.mark.parametrize(("outcome", "told"), [(WELL, "failed"), (CAME_BACK, "done")])
 def test_a_plain_script_that_left_with_0_as_it_was_preempted(
-    start: str, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+    outcome: Outcome, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have caught SIGTERM, on a cluster that sends nobody back (PreemptMode=CANCEL)."""
     checkout.fake("scontrol", _show("PREEMPTED ExitCode=0:0"))
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = job_seven(checkout)
     (checkout.folder / "plain").touch()
-    job.log.write_text(f"{start}{WELL}")
+    job_folder.keep_outcome(checkout.folder, outcome)
     assert job.state().name == told
-
-
-@pytest.mark.parametrize("there", [("stopped",), ("first-failed", "rank-0.failed", "rank-1.finished")])
-def test_what_does_not_make_a_forgotten_job_done(
-    there: tuple[str, ...], checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that only stopped, and notes of an older job of the same number, one that never ran."""
-    checkout.fake("scontrol", FORGOTTEN)
-    monkeypatch.setenv("PATH", str(checkout.commands))
-    job = job_seven(checkout)
-    for name in there:
-        (checkout.folder / name).touch()
-    if "stopped" in there:
-        job.log.write_text("ended   today with exit code 0")
-    assert job.state() == State("failed", slurm.FAILED["GONE"])
 
 
 def test_a_job_that_never_ran_and_another_with_its_number(
@@ -496,7 +507,7 @@ def test_a_job_that_never_ran_and_another_with_its_number(
 ) -> None:
     checkout.fake("scontrol", _show("COMPLETED"))
     monkeypatch.setenv("PATH", str(checkout.commands))
-    monkeypatch.setattr(following, "LOG_SECONDS", 0)
+    monkeypatch.setattr(following, "OUTCOME_SECONDS", 0)
     job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
     assert job.state().name == "failed" and "does not say so" in job.state().detail
 

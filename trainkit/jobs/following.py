@@ -1,9 +1,8 @@
 """The state of a submitted job, and why it failed.
 
-It is read from Slurm (`scontrol show job`, which needs no accounting) and from the job's log, in which
-slurm/job_env.sh writes why it failed; for local processes, from the ranks' notes in the job's folder, and
-from their logs (why.py). submitit's own result files are not used: without `sacct` it never learns that a job
-failed.
+It is read from Slurm (`scontrol show job`, which needs no accounting) and from the outcome that the job keeps
+in its folder at its end (in_job.py); for local processes, from the ranks' notes there, and from their logs
+(why.py). submitit's own result files are not used: without `sacct` it never learns that a job failed.
 """
 
 import os
@@ -24,11 +23,12 @@ from trainkit.jobs.slurm import FAILED, QUEUED
 from trainkit.jobs.why import Evidence
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, tell
+from trainkit.schema import samples
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 NEVER_MET = "never met"  # what a verdict says of ranks that trained each by itself
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
-LOG_SECONDS = 60  # until a shared file system shows the end of a log
+OUTCOME_SECONDS = 60  # until a shared file system shows the outcome of a job that has ended
 MOST_OF_A_LOG = 2**24  # bytes that are read
 PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
 
@@ -83,7 +83,7 @@ class Handle:
 
     def verdict(self) -> list[str]:
         """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
-        return [line for line in self._lines_of_this_start() if line.startswith("watch   ")]
+        return job_folder.read(self.folder / samples.FOLDER / samples.TOLD).splitlines()
 
     def _progress(self) -> str:
         ours = not (self.folder / job_folder.PLAIN).exists()
@@ -92,21 +92,6 @@ class Handle:
     def _log_line(self, beginning: str) -> str | None:
         lines = [line for line in _lines(self.log) if line.startswith(beginning)]
         return lines[-1] if lines else None
-
-    def _lines_of_this_start(self) -> list[str]:
-        """Return what the log has of the job's last start; it may hold earlier ones."""
-        lines = _lines(self.log)
-        starts = [number for number, line in enumerate(lines) if line.startswith("job     ")]
-        return lines[max(starts, default=0) :]
-
-    def _ended_well(self) -> bool:
-        """Return whether the job script says, by its last line, that it ended without an error."""
-        ended = [line for line in self._lines_of_this_start() if line.startswith("ended   ")]
-        return bool(ended) and re.search(r" with exit code 0\b", ended[-1]) is not None
-
-    def _came_back(self) -> bool:
-        """Return whether its last start was not its first."""
-        return not re.match(r"job     .*, restart 0, ", "".join(self._lines_of_this_start()[:1]))
 
     def _last_words(self) -> str | None:
         """Return the error that the logs end with, if there is no better reason."""
@@ -141,26 +126,32 @@ class SlurmHandle(Handle):
             reason = "no reason yet" if reason == "None" else reason
             restarts = facts.get("Restarts", "0")
             return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
-        # A job that Slurm forgot is judged by the last line of slurm/job_env.sh, and so is one that was
-        # preempted: if it came back and ended well, Slurm before 26.05 calls it that all the same (SchedMD's
-        # ticket 25682). A plain script that did not come back may only have left with 0 when asked to end.
-        well, plain = self._ended_well(), (self.folder / job_folder.PLAIN).exists()
-        by_its_log = state == "GONE" or state == "PREEMPTED" and (self._came_back() or not plain)
-        if by_its_log and well and job_folder.stopped(self.folder) is None:
+        outcome, plain = job_folder.read_outcome(self.folder), (self.folder / job_folder.PLAIN).exists()
+        if outcome and outcome.well and self._is_judged_by(outcome, state, plain):
             state = "COMPLETED"
-        # Or it is another job with its number.
-        unknown = not self.folder.exists() or plain
-        if state == "COMPLETED" and not well and unknown:
-            self.ended_at = self.ended_at or time.monotonic()
-            late = time.monotonic() - self.ended_at > LOG_SECONDS
-            return State("failed" if late else "running", f"it has ended, but {self.log} does not say so")
         if state == "COMPLETED":
+            # It may be another job with its number that has ended.
+            if outcome is None and (plain or not self.folder.exists()):
+                self.ended_at = self.ended_at or time.monotonic()
+                late = time.monotonic() - self.ended_at > OUTCOME_SECONDS
+                detail = f"it has ended, but {self.folder} does not say so"
+                return State("failed" if late else "running", detail)
             return State("done", self._log_line("results: ") or f"see {self.log}")
         if state in FAILED:
-            reasons = ((self._log_line("why ") or "").removeprefix("why").strip(), FAILED[state])
-            failure = "; ".join(text for text in reasons if text) or self._last_words()
+            reasons = outcome.why[:1] if outcome else []
+            failure = "; ".join(filter(None, [*reasons, FAILED[state]])) or self._last_words()
             return State("failed", failure or f"Slurm gives the reason {reason or state}; see {self.log}")
         return State("running", self._progress())
+
+    @staticmethod
+    def _is_judged_by(outcome: job_folder.Outcome, state: str, plain: bool) -> bool:
+        """Return whether a job in this state of Slurm is done if its outcome says so.
+
+        That is so for a job that Slurm forgot, and for one that was preempted: if it came back and ended
+        well, Slurm before 26.05 calls it PREEMPTED all the same (SchedMD's ticket 25682). A plain script that
+        did not come back may only have left with 0 when asked to end.
+        """
+        return state == "GONE" or (state == "PREEMPTED" and (outcome.restart > 0 or not plain))
 
     def cancel(self) -> None:
         """Cancel the job, unless it has ended."""

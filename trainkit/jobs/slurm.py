@@ -148,11 +148,22 @@ def job_facts(job_id: str) -> dict[str, str]:
     shown = ask("scontrol", "--oneliner", "show", "job", job_id)
     if shown.returncode == 0:
         unknown = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
-        return unknown | dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+        return unknown | fields(shown.stdout)
     if "Invalid job id" not in shown.stderr:
         return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
     ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
     return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
+
+
+def fields(shown: str) -> dict[str, str]:
+    """Return the fields of an answer of `scontrol --oneliner show job` by their names.
+
+    The first field of a name counts: the user's command line, which is one of the last, may look like others.
+    """
+    found: dict[str, str] = {}
+    for name, value in re.findall(r"(\w+)=(\S*)", shown):
+        found.setdefault(name, value)
+    return found
 
 
 def cluster() -> str:

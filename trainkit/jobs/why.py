@@ -1,20 +1,16 @@
 """Why a job failed: which rank died first, where, and of what. It needs no packages.
 
-It reads the notes of the ranks (runtime/job_folder.py), and the output of srun, torchrun and NCCL:
-slurm/job_env.sh runs `python -m trainkit.jobs.why srun LOG < log`.
+It reads the notes of the ranks (runtime/job_folder.py), and the output of srun, torchrun and NCCL.
 """
 
-import os
 import re
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.jobs.slurm import numbers
 from trainkit.runtime import job_folder
-from trainkit.runtime.errors import tell
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -25,6 +21,7 @@ ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
+NODE_FAILED = "srun: error: Node failure on "
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST_REASONS = 9  # that are printed
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
@@ -68,6 +65,11 @@ class Evidence:
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
+    @property
+    def node_failed(self) -> bool:
+        """Return whether srun says that a node has failed; its exit code may be 0 then."""
+        return any(line.startswith(NODE_FAILED) for line in self._lines)
+
     def reasons(self) -> list[Reason]:
         """Return why the job failed, the first reason first; nothing if it is unknown."""
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
@@ -82,8 +84,7 @@ class Evidence:
 
     def _noted_by_a_rank(self) -> Reason | None:
         """Return the note of the rank that failed first; None on a full disk, where there is none."""
-        first = self._folder / "first-failed"
-        first_name = first.readlink().name if first.is_symlink() else ""  # some file systems have no links
+        first_name = job_folder.first_failed(self._folder)
         failed = job_folder.notes(self._folder, "failed").items()
         for rank, note in sorted(failed, key=lambda noted: noted[1].name != first_name):
             if lines := list(filter(None, job_folder.read(note).splitlines())):
@@ -198,25 +199,10 @@ def _last_words(log: Path) -> str:
     return next(filter(LAST_WORDS.match, reversed(lines)), "")
 
 
-def tell_reasons(reasons: list[Reason]) -> None:
-    """Print why a job failed as the last words of its log."""
+def sentences(reasons: list[Reason]) -> list[str]:
+    """Return why a job failed as the last words of its log."""
+    lines = []
     for number, reason in enumerate(reasons[:MOST_REASONS]):
         # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
-        tell(f"then    {reason.text.partition(' (')[0]}" if number else f"why     {reason.text}")
-
-
-def main() -> None:
-    """Print the exit code of the rank that failed first, and the reasons as the last words of a job's log."""
-    if len(sys.argv) < 3 or not job_folder.here():
-        sys.exit(f"error: slurm/job_env.sh asks this in a job, whose folder is {job_folder.VARIABLE}.")
-    printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
-    first_start = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
-    evidence = Evidence(job_folder.here(), printed, sys.argv[1], Path(sys.argv[2]), first_start)
-    reasons = evidence.reasons()
-    if reasons:
-        tell(f"code    {reasons[0].exit_code}")
-    tell_reasons(reasons)
-
-
-if __name__ == "__main__":
-    main()
+        lines.append(f"then    {reason.text.partition(' (')[0]}" if number else f"why     {reason.text}")
+    return lines

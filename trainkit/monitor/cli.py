@@ -19,10 +19,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.jobs import local
+from trainkit.jobs import local, why
 from trainkit.jobs.following import VERDICT_SECONDS
 from trainkit.jobs.site import read_site
-from trainkit.jobs.why import Evidence, tell_reasons
 from trainkit.runtime import job_folder
 from trainkit.runtime.command_line import Parser, at_least, given, given_path
 from trainkit.runtime.errors import UserError, first_line, tell
@@ -189,7 +188,9 @@ def _tell_why(job: Path, job_id: str) -> None:
     """Print why a job on this machine failed, as slurm/job_env.sh does at the end of a job of Slurm."""
     failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
     if failed:
-        tell_reasons(Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons())
+        reasons = why.Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons()
+        for sentence in why.sentences(reasons):
+            tell(sentence)
 
 
 def _note_end(folder: Path, code: int) -> None:
@@ -217,4 +218,6 @@ def _keep_and_tell(folder: Path, name: str, outlived: bool = False) -> None:
         lines = [f"watch   not sampled: {error}"]
     except Exception as error:  # our fault must not become the job's
         lines = [f"watch   no verdict: {type(error).__name__}: {first_line(error)}"]
+    with suppress(OSError):
+        (folder / samples.TOLD).write_text("\n".join(lines), encoding="utf-8")
     tell("\n".join(lines))

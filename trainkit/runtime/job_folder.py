@@ -6,7 +6,9 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
-| `preempted`, `ended-after-preemption` | notes of slurm/job_env.sh to its next start |
+| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/in_job.py |
+| `preempted` | an earlier start had to leave for a job of higher priority |
+| `ended-after-preemption` | replaces it: the job has come back since, and ended well |
 | `checkpoints`, `monitor` | the files of rank/checkpoint.py; the samples (schema/samples.py) |
 | `plain` | the job's script does not use the kit (runtime/plain.py); it may write `stopped` itself |
 
@@ -14,16 +16,20 @@ srun often reports an exit code other than the failed rank's, and a log mixes th
 jobs/why.py finds which rank it was; a rank that is still "started" after the end was killed.
 """
 
+import json
 import os
 import re
 import signal
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.runtime.place import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN, CHECKPOINTS = "plain", "checkpoints"
+OUTCOME, PREEMPTED, ENDED_AFTER_PREEMPTION = "outcome.json", "preempted", "ended-after-preemption"
+FIRST_FAILED, STOPPED = "first-failed", "stopped"
 NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
 
 
@@ -49,7 +55,7 @@ def note(state: str, text: str = "") -> None:
             path.with_suffix(".started").rename(path)
     if state == "failed":
         with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
-            (folder / "first-failed").symlink_to(path.name)
+            (folder / FIRST_FAILED).symlink_to(path.name)
     with suppress(OSError):
         path.write_text(f"{text}\n" if text else "", encoding="utf-8", errors="replace")
 
@@ -86,10 +92,73 @@ def note_stop(checkpoints: Path) -> None:
         OSError: if it cannot be written.
     """
     if folder := here():
-        (folder / "stopped").write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
+        (folder / STOPPED).write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
 
 
 def stopped(folder: Path) -> str | None:
     """Return where this job's run saved before a signal stopped it; None if none was stopped."""
-    path = folder / "stopped"
+    path = folder / STOPPED
     return read(path) if path.exists() else None
+
+
+def first_failed(folder: Path) -> str:
+    """Return the name of the note of the rank that failed first; "" if there is none."""
+    link = folder / FIRST_FAILED
+    return link.readlink().name if link.is_symlink() else ""  # some file systems have no links
+
+
+def note_end_after_preemption(folder: Path) -> None:
+    """If the job had to leave for another one earlier, leave a note that it has come back, and ended well."""
+    with suppress(OSError):
+        (folder / PREEMPTED).rename(folder / ENDED_AFTER_PREEMPTION)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a job has ended.
+
+    Attributes:
+        restart: which start it was; 0 for the first.
+        exit_code: that of the job script.
+        why: why it failed, the first reason first; empty if it did not, or if it was ended from outside.
+        failed_rank: the rank that failed first, if it is known.
+        saved: where it saved before a signal stopped it, if one did.
+        requeued: whether it has gone back to the queue.
+        seconds: how long it ran.
+        ended_at: when it ended, by ISO 8601.
+        said: the last lines of its log.
+    """
+
+    restart: int
+    exit_code: int
+    why: list[str]
+    failed_rank: int | None
+    saved: str | None
+    requeued: bool
+    seconds: int
+    ended_at: str
+    said: list[str]
+
+    @property
+    def well(self) -> bool:
+        """Return whether it ended without an error, and has nothing left to do."""
+        return self.exit_code == 0 and self.saved is None
+
+
+def keep_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write `outcome.json`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    new = folder / f"{OUTCOME}.new"
+    new.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
+    new.replace(folder / OUTCOME)
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how the job's last start has ended; None while it runs, and if it was killed before its end."""
+    try:
+        return Outcome(**json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -2,8 +2,8 @@
 
 `<job's folder>/monitor/` has a file per node, `<node>.csv`, with a row for each GPU, each rank and the node
 itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; `ended`, the exit
-code of the job, once it has one; and, for a job script, `asked`: CPUs per task, tasks per node, and MB per
-node (0: not asked for).
+code of the job, once it has one; `told`, the verdict as the log has it, or why there is none; and, for a job
+script, `asked`: CPUs per task, tasks per node, and MB per node (0: not asked for).
 """
 
 import csv
@@ -18,7 +18,7 @@ from pathlib import Path
 from trainkit.runtime import job_folder
 from trainkit.runtime.errors import UserError, reason, tell
 
-FOLDER, RUNS, NOTES, ASKED, ENDED = "monitor", "runs", "notes", "asked", "ended"
+FOLDER, RUNS, NOTES, ASKED, ENDED, TOLD = "monitor", "runs", "notes", "asked", "ended", "told"
 PERIOD = 1.0  # s
 # What a row describes.
 NODE, GPU, RANK = "node", "gpu", "rank"

@@ -1,0 +1,164 @@
+"""How a job ends, decided from what Slurm says of it, the notes of its ranks, its exit code and its log.
+
+What Slurm says was recorded on the practice cluster, at the end of the job script, by three releases.
+"""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.jobs import in_job
+from trainkit.jobs.in_job import Ending, SlurmFacts
+from trainkit.jobs.why import Evidence
+from trainkit.runtime import job_folder
+
+RECORDED = Path(__file__).parent / "scontrol"
+RELEASES = ("22.05", "24.11", "26.05")
+KILLED = "srun: error: n1: task 1: Killed"
+NODE_FAILED = "srun: error: Node failure on n2"
+BACK, GOES_ON = "back to the queue", "--checkpoint-dir"
+
+
+@pytest.fixture(params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    """A release of Slurm."""
+    return request.param
+
+
+def facts(release: str, situation: str) -> SlurmFacts:
+    return SlurmFacts.parse((RECORDED / release / f"{situation}.txt").read_text())
+
+
+def end(
+    folder: Path, facts: SlurmFacts, ending: Ending, printed: tuple[str, ...] = (), launcher: str = "srun"
+) -> job_folder.Outcome:
+    return in_job.end(facts, folder, ending, Evidence(folder, printed, launcher))
+
+
+def test_what_slurm_says(release: str) -> None:
+    told = {path.stem: facts(release, path.stem) for path in (RECORDED / release).iterdir()}
+    assert [name for name in told if told[name].at_time_limit] == ["time_limit"]
+    assert [name for name in told if told[name].preempted] == ["preempted"]
+    assert SlurmFacts.parse("") == SlurmFacts()  # its controller does not answer
+
+
+def test_a_users_words_are_not_slurms() -> None:
+    line = "JobId=7 Reason=None PreemptTime=None SubmitLine=sbatch --comment=Reason=TimeLimit"
+    assert SlurmFacts.parse(line) == SlurmFacts()
+
+
+@pytest.mark.parametrize(
+    ("situation", "ending", "goes_back"),
+    [
+        ("ended_well", Ending(0), True),  # after USR2, in time
+        ("time_limit", Ending(143, from_outside=True), True),
+        ("scancel", Ending(143, from_outside=True), False),
+        ("node_failed", Ending(143, from_outside=True), False),  # Slurm itself brings it back
+        ("preempted", Ending(143, seconds=3), True),
+        ("rank_failed", Ending(1, seconds=3), False),
+        ("rank_failed", Ending(1, seconds=in_job.SOON_SECONDS), True),
+    ],
+)
+def test_which_jobs_that_have_saved_go_back(
+    release: str, situation: str, ending: Ending, goes_back: bool
+) -> None:
+    assert in_job.may_go_back(facts(release, situation), ending) == goes_back
+
+
+def test_ended_well(release: str, tmp_path: Path) -> None:
+    outcome = end(tmp_path, facts(release, "ended_well"), Ending(0, seconds=5))
+    assert outcome.well and (outcome.exit_code, outcome.why, outcome.said) == (0, [], [])
+
+
+def test_a_rank_was_killed(release: str, tmp_path: Path) -> None:
+    """srun reports 143, of the ranks that it had to end: the job's code is that of the first."""
+    (tmp_path / "rank-1.started").write_text("n1\n")
+    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(143), (KILLED,))
+    assert (outcome.exit_code, outcome.failed_rank) == (137, 1)
+    assert outcome.why[0].startswith("rank 1 on n1 was killed")
+    assert outcome.said == [f"why     {outcome.why[0]}"]
+
+
+def test_a_plain_script_left_with_a_code(release: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    printed = ("srun: error: n1: task 1: Exited with exit code 7",)
+    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(7), printed)
+    assert (outcome.exit_code, outcome.failed_rank) == (7, 1) and "exit code 7" in outcome.why[0]
+
+
+@pytest.mark.parametrize("situation", ["time_limit", "scancel"])
+def test_ended_from_outside(release: str, situation: str, tmp_path: Path) -> None:
+    """What the ranks died of is no reason then. One that has saved says how to go on."""
+    ending = Ending(143, from_outside=True)
+    outcome = end(tmp_path, facts(release, situation), ending, (KILLED,))
+    assert (outcome.exit_code, outcome.why, outcome.failed_rank) == (143, [], None)
+    assert "from outside" in outcome.said[0] and GOES_ON not in "".join(outcome.said)
+    (tmp_path / "stopped").write_text("/somewhere\n")
+    outcome = end(tmp_path, facts(release, situation), ending)
+    assert f"{GOES_ON} /somewhere" in outcome.said[-1] and outcome.saved == "/somewhere"
+
+
+def test_back_in_the_queue(release: str, tmp_path: Path) -> None:
+    """It neither failed nor ended well."""
+    (tmp_path / "stopped").touch()
+    ending = Ending(143, from_outside=True, restart=2, refusal="")
+    outcome = end(tmp_path, facts(release, "time_limit"), ending)
+    assert outcome.requeued and (outcome.why, outcome.said) == ([], [])
+    assert outcome.restart == 2 and not outcome.well
+    assert not end(tmp_path, facts(release, "ended_well"), replace(ending, code=0)).well
+
+
+def test_slurm_refuses_the_way_back(release: str, tmp_path: Path) -> None:
+    """The job must not count as COMPLETED, since its training has not ended."""
+    (tmp_path / "stopped").touch()
+    ending = Ending(0, refusal="Requested operation is presently disabled for job 4")
+    outcome = end(tmp_path, facts(release, "ended_well"), ending)
+    assert outcome.exit_code == 1 and not outcome.requeued
+    assert "presently disabled" in outcome.why[0]
+    assert outcome.said == [f"error: {outcome.why[0]}"]
+    assert outcome.saved == str(tmp_path / "checkpoints")
+    assert f"{GOES_ON} {outcome.saved}" in outcome.why[0]
+    (tmp_path / "plain").touch()  # its script may have other options
+    assert GOES_ON not in end(tmp_path, facts(release, "ended_well"), ending).why[0]
+
+
+def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:
+    preempted = facts(release, "preempted")
+    outcome = end(tmp_path, preempted, Ending(143), (KILLED,))
+    assert "higher priority" in outcome.why[0] and outcome.exit_code == 143
+    # A rank that had a reason of its own, and a job that was preempted in an earlier start only.
+    (tmp_path / "rank-0.failed").write_text("error on rank 0: x\n")
+    (tmp_path / "first-failed").symlink_to("rank-0.failed")
+    assert end(tmp_path, preempted, Ending(1)).why == ["error on rank 0: x"]
+    (tmp_path / "first-failed").unlink()
+    (tmp_path / "preempted").touch()
+    assert end(tmp_path, preempted, Ending(1)).why == ["error on rank 0: x"]
+
+
+def test_a_rank_failed_soon_and_the_others_saved(release: str, tmp_path: Path) -> None:
+    (tmp_path / "stopped").write_text("/somewhere\n")
+    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(1, seconds=3), (KILLED,))
+    first, last = outcome.said
+    assert first.startswith("why     rank 1") and "soon after its start" in last
+
+
+def test_a_node_failed(release: str, tmp_path: Path) -> None:
+    """And srun returned 0."""
+    outcome = end(tmp_path, facts(release, "node_failed"), Ending(0), (NODE_FAILED,))
+    assert outcome.exit_code == 1 and "from outside" in outcome.said[0]
+
+
+def test_earlier_starts_in_the_log() -> None:
+    log = f"job     7 x, restart 0\n{KILLED}\njob     7 x, restart 1\nepoch 1\n{NODE_FAILED}\n"
+    assert in_job.of_this_start(io.BytesIO(log.encode())) == [NODE_FAILED]
+
+
+def test_the_outcome_is_kept(tmp_path: Path) -> None:
+    assert job_folder.read_outcome(tmp_path) is None
+    outcome = end(tmp_path, SlurmFacts(), Ending(143), (KILLED,))
+    job_folder.keep_outcome(tmp_path, outcome)
+    assert job_folder.read_outcome(tmp_path) == outcome
+    (tmp_path / "outcome.json").write_text('{"exit_code": 0}')
+    assert job_folder.read_outcome(tmp_path) is None
