@@ -160,7 +160,7 @@ def _probe(compared: sweep.Sweep, batch: int) -> tuple[float, float]:
             f"the run on one GPU with batch {batch} failed, as reported above: fix that, or give a smaller "
             f"--batch-size, then the same command again, with --out {compared.folder}."
         )
-    rows = records.read(csvs[0])
+    rows = [row for csv in csvs for row in records.read(csv)]
     steady = [row for row in rows if not row["warmup"]] or rows
     return max(row["images_per_s"] for row in steady), min(row["eval_seconds"] for row in steady)
 

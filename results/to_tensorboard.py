@@ -38,8 +38,6 @@ def main() -> None:
     table, skipped = comparison.load_some(args.paths)
     for run_id, rows in table.groupby("run_id"):
         folder = args.out / run_id
-        file = Path(rows.file.iloc[0])
-        has_metrics = records.beside(file, "metrics").exists()
         check_writable(folder, "the run", "give another --out.")  # TensorBoard's own error is a traceback
         with explained(f"{folder} cannot be written", "give another --out."):
             for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both
@@ -49,11 +47,19 @@ def main() -> None:
                     for name in NUMBERS:
                         if (value := getattr(row, name)) == value:
                             writer.add_scalar(name, value, row.epoch)
-                for row in records.read_metrics(file) if has_metrics else ():
-                    name = f"{row['metric']}/{row['of']}".rstrip("/")
-                    writer.add_scalar(name, row["value"], row["epoch"])
+                for file, of_a_start in rows.groupby("file"):
+                    for row in _metrics(Path(file), {*of_a_start.epoch}):
+                        name = f"{row['metric']}/{row['of']}".rstrip("/")
+                        writer.add_scalar(name, row["value"], row["epoch"])
     written = f"{table.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
     tell("\n".join([*skipped, written]))
+
+
+def _metrics(file: Path, epochs: set[int]) -> list[records.Row]:
+    """Read the metrics next to a record of these epochs; none if there is no such file."""
+    if not records.beside(file, "metrics").exists():
+        return []
+    return [row for row in records.read_metrics(file) if row["epoch"] in epochs]
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ SPEEDS = {4096: 300_000, 8192: 310_000}
 ONES = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss", "test_loss")
 ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
 
+TEXTS = ("launcher", "job_id", "node_list", "torch_version", "cuda_version", "git_commit")
+
 def main():
     opts = options.parse("", sys.argv[1:])
     here = place.read()
@@ -41,18 +43,18 @@ def main():
     if here.rank != 0:
         return
     steps = (opts.train_size or 60_000) // opts.batch_size
-    facts = dict.fromkeys(records.COLUMNS, "") | opts.columns() | dict.fromkeys(ONES, 1)
+    facts = opts.columns() | dict.fromkeys(ONES, 1) | dict.fromkeys(TEXTS, "")
     facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
     facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
-    facts |= {"world_size": here.size, "devices": devices, "workers_per_loader": 0, "best_epoch": 0}
+    facts |= {"world_size": here.size, "devices": devices}
     facts |= {"steps": steps, "images": steps * opts.batch_size}
     facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
-    recorder = records.RunFiles(opts.results_dir, facts)
+    recorder = records.RecordWriter(opts.results_dir / "runs", facts)
     for epoch in range(1, opts.epochs + 1):
         speed = SPEEDS.get(opts.batch_size, 10_000) * devices
         seconds = facts["images"] / speed
         row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
-        recorder.add(**row, eval_seconds=1.0, elapsed_s=8 + epoch * (seconds + 1))
+        recorder.add(row | {"eval_seconds": 1.0, "elapsed_s": 8 + epoch * (seconds + 1)})
     errors.tell("results: none")
 
 if __name__ == "__main__":

@@ -236,16 +236,16 @@ def one_error(done: subprocess.CompletedProcess) -> str:
 
 
 def rows_of(results_dir: Path) -> list[dict[str, object]]:
-    """The rows of the one run in `results_dir`."""
-    (path,) = (results_dir / "runs").glob("*.csv")
-    return records.read(path)
+    """The rows of the one run in `results_dir`, of all its starts."""
+    (rows,) = records.read_runs((results_dir / "runs").glob("*.csv")).values()
+    return rows
 
 
 def weights_of(results_dir: Path) -> dict[str, "torch.Tensor"]:
-    """The weights that the one run in `results_dir` has saved."""
+    """The weights that the last start in `results_dir` has saved."""
     import torch  # which most tests do without
 
-    (path,) = (results_dir / "models").glob("*.pt")
+    path = max((results_dir / "models").glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
     return torch.load(path, weights_only=True)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from checkout import Checkout
@@ -17,11 +18,13 @@ from conftest import (
     WITHOUT_DROPOUT,
     Script,
     assert_same_end,
+    furthest,
     one_error,
     places,
     rows_of,
     start_stage,
     succeeded,
+    weights_of,
 )
 
 from trainkit.rank.state_file import load_parts
@@ -118,6 +121,48 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     assert_same_end(tmp_path, never_stopped(*arguments), weight=1e-6)
 
 
+KILLED_BEFORE_A_CHECKPOINT = """
+import os
+from trainkit.rank.checkpoint import Checkpoints
+save = Checkpoints.save
+
+
+def save_or_die(self, epoch, part=None, stop=False):
+    if os.environ.get("KILLED_BEFORE") == str(epoch):
+        os.kill(os.getpid(), 9)
+    save(self, epoch, part, stop)
+
+
+Checkpoints.save = save_or_die
+"""
+
+
+def test_killed_between_a_row_and_its_checkpoint_it_stays_one_run(
+    tmp_path: Path, script: Script, plot: Script
+) -> None:
+    """Twice at the same place; then it comes to its end. Every epoch counts once, as it was made last."""
+    path = tmp_path / "killed.py"
+    text = STAGES["single"].read_text()
+    path.write_text(text.replace("\n\ndef main(", f"{KILLED_BEFORE_A_CHECKPOINT}\n\ndef main("))
+    how = (path, *options(tmp_path), "--epochs", 3)
+    for _ in range(2):
+        assert script(*how, env={"KILLED_BEFORE": "3"}).returncode == -signal.SIGKILL
+    succeeded(script(*how))
+    files = sorted((tmp_path / "runs").glob("*.csv"), key=lambda path: path.stat().st_mtime_ns)
+    first, second, last = starts = [records.read(path) for path in files]
+    assert [[row["epoch"] for row in rows] for rows in starts] == [[1, 2], [2], [2, 3]]
+    assert {row["resumed_from"] for row in (*second, *last)} == {first[0]["run_id"]}
+    (run,) = records.read_runs(files).values()
+    made_by = [first[0]["run_id"], last[0]["run_id"], last[0]["run_id"]]
+    assert [(row["epoch"], row["start"]) for row in run] == [*zip((1, 2, 3), made_by, strict=True)]
+    assert [row["warmup"] for row in run] == [True, True, False]
+    assert run[-1]["elapsed_s"] > first[0]["elapsed_s"] + sum(row["train_seconds"] for row in last)
+    succeeded(plot(tmp_path / "runs", "--out", tmp_path / "out"))
+    (row,) = pd.read_csv(tmp_path / "out" / "comparison.csv").itertuples()
+    assert (row.runs, row.epochs, row.steady_epochs) == (1, 3, 1)
+    assert row.elapsed_s == pytest.approx(run[-1]["elapsed_s"])
+
+
 @pytest.mark.full
 def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, finish, never_stopped) -> None:
     """Checkpoints within the epoch, as often as possible; the process is killed while it writes one."""
@@ -135,7 +180,7 @@ def test_a_kill_without_warning_costs_no_epoch(slowly: Path, tmp_path: Path, fin
 
 @pytest.mark.parametrize("damage", ["cut short", "one bit"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    damage: str, tmp_path: Path, finish, never_stopped
+    damage: str, tmp_path: Path, script: Script, never_stopped
 ) -> None:
     reference = never_stopped()
     shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
@@ -146,11 +191,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     else:
         content[len(content) // 2] ^= 1  # within a weight: the file still opens
     newest.write_bytes(content)
-    output = finish(tmp_path)
-    assert f"warning: the checkpoint {newest} cannot be read" in output
-    assert f"resumed from {tmp_path / 'checkpoints' / f'epoch-{EPOCHS}-step-0.pt'}" in output
-    check_one_run(tmp_path)
-    assert_same_end(tmp_path, reference, weight=1e-6)
+    done = succeeded(script("single", *options(tmp_path)))
+    assert f"warning: the checkpoint {newest} cannot be read" in done.stderr
+    assert f"resumed from {tmp_path / 'checkpoints' / f'epoch-{EPOCHS}-step-0.pt'}" in done.stdout
+    (row,) = rows_of(tmp_path)
+    assert row["epoch"] == EPOCHS
+    assert furthest(weights_of(tmp_path), weights_of(reference)) < 1e-6
 
 
 def test_nothing_is_started_anew_over_checkpoints_that_cannot_be_read(tmp_path: Path, script) -> None:
@@ -216,39 +262,29 @@ def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["copied", "moved", "of another run"])
-def test_a_record_of_another_run_is_never_written_to(
-    case: str, tmp_path: Path, never_stopped: Callable[..., Path], script: Script
-) -> None:
-    """Checkpoints that stay in another folder, too; whose run went on without them; that name another run."""
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, never_stopped, script: Script) -> None:
+    """A start with nothing left to do writes no record, and none of another start is ever written to."""
     shutil.copytree(never_stopped() / "runs", tmp_path / "runs")
     shutil.copytree(never_stopped() / "checkpoints", tmp_path / "checkpoints")
-    before, last = sorted((tmp_path / "checkpoints").glob("epoch-*.pt"))
-    (record,) = (tmp_path / "runs").glob("*.csv")
-    state = torch.load(before if case == "moved" else last)
-    if case == "moved":
-        last.unlink()
-        torch.save(state | {"folder": "/gone"}, before)
-    elif case == "of another run":
-        state["run"]["facts"] |= {"started_at": "2020-01-01T00:00:00Z"}
-        torch.save(state, last)
-    before = record.read_bytes()
-    done = succeeded(script("single", *options(tmp_path)))
-    assert record.stem in done.stdout and ": this one is recorded as " in done.stdout
-    assert record.read_bytes() == before
-    (own,) = set((tmp_path / "runs").glob("*.csv")) - {record}
-    rows = records.read(own)
-    assert [(row["epoch"], row["run_id"]) for row in rows] == [(n, own.stem) for n in range(1, EPOCHS + 1)]
-
-
-def test_a_finished_run_stays_as_it_is(tmp_path: Path, finish, never_stopped) -> None:
-    reference = never_stopped()
-    shutil.copytree(reference / "checkpoints", tmp_path / "checkpoints")
-    printed = finish(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
+    printed = succeeded(script("single", *options(tmp_path))).stdout
     assert f"all {EPOCHS} epochs were done before: nothing left to do" in printed
-    (row, *_), rows = rows_of(tmp_path), rows_of(reference)
-    assert f"this one is recorded as {row['run_id']}." in printed  # as it is a copy
-    assert rows_of(tmp_path) == [one | {"run_id": row["run_id"]} for one in rows]
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
+
+
+def test_a_copied_checkpoint_makes_a_branch_beside_the_finished_run(
+    tmp_path: Path, never_stopped, script: Script, plot: Script
+) -> None:
+    shutil.copytree(never_stopped() / "runs", tmp_path / "runs")
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(never_stopped() / "checkpoints" / f"epoch-{EPOCHS}-step-0.pt", tmp_path / "checkpoints")
+    succeeded(script("single", *options(tmp_path)))
+    whole, branch = records.read_runs(sorted((tmp_path / "runs").glob("*.csv"))).values()
+    assert len({row["start"] for row in whole}) == 1
+    assert [row["start"] for row in branch] == [whole[0]["start"]] * (EPOCHS - 1) + [branch[-1]["run_id"]]
+    succeeded(plot(tmp_path / "runs", "--out", tmp_path / "out"))
+    (row,) = pd.read_csv(tmp_path / "out" / "comparison.csv").itertuples()
+    assert (row.runs, row.epochs, row.steady_epochs) == (2, EPOCHS, EPOCHS - 1)
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(
@@ -258,18 +294,15 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     before = f"epoch-{EPOCHS}-step-0.pt"
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    state = torch.load(never_stopped() / "checkpoints" / before)
-    torch.save(state | {"folder": str(folder)}, folder / before)  # as if it had been written here
+    shutil.copy(never_stopped() / "checkpoints" / before, folder)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))"
     checkout.plant("single", f"{limit}; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)")
     done = script(checkout.script("single"), *options(tmp_path), "--save-model")
     assert f"epoch-{EPOCHS + 1}-step-0.pt (File too large): free the space" in one_error(done)
-    assert len(rows_of(tmp_path)) == EPOCHS  # the epoch that was done is recorded
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [EPOCHS]  # the epoch that was done is recorded
     assert [path.name for path in folder.glob("*.*pt*")] == [before]
-    (record,) = (tmp_path / "runs").glob("*.csv")
-    written = record.read_bytes()
-    assert "and stays: this one is recorded as" in succeeded(script("single", *options(tmp_path))).stdout
-    assert record.read_bytes() == written
+    succeeded(script("single", *options(tmp_path)))  # and what is made again counts once
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [EPOCHS]
 
 
 @pytest.mark.parametrize(

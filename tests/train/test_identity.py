@@ -161,8 +161,7 @@ def test_an_optimizer_that_is_loaded_before_the_recorder_goes_on(forking: Forkin
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
     for word in ("first", "again"):
         succeeded(forking.run(tmp_path / "toy.py", word, env=env, cwd=tmp_path))
-    (record,) = (tmp_path / "runs").glob("*.csv")
-    rows = records.read(record)
+    (rows,) = records.read_runs((tmp_path / "runs").glob("*.csv")).values()
     assert [row["lr"] for row in rows] == [0.05, 0.05]
     assert len({row["optimizer"] for row in rows}) == 1 and "lr=x1|x0.2" in rows[0]["optimizer"]
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace as Stand
 from trainkit.schema import columns
 
 columns.COLUMNS["momentum"] = columns.Column(
-    columns.number(float, 0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0
+    columns.number(least=0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0
 )
 
 from test_plot_results import write_run

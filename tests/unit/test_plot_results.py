@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from trainkit.compare.report import report, report_each
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.records import COLUMNS, RunFiles
+from trainkit.schema.records import RecordWriter
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,15 +30,16 @@ FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
     """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
-    row = dict.fromkeys(COLUMNS, "") | {"stage": "single", "run_id": run_id, "dataset": "mnist"}
-    row |= {"model": "Net", "loader": "resident", "workers_per_loader": 0, "recipe": "classic", "lr": 1.0}
-    row |= {"world_size": 1, "nodes": 1, "devices": 1, "device_name": GPU, "threads_per_worker": 1}
-    row |= {"global_batch": 256, "batch_per_device": 256, "accumulate": 1, "gamma": 0.7, "precision": "fp32"}
-    row |= {"lr_scale": "none", "lr_warmup_images": 0, "width": 32, "parameters": 0}
-    row |= {"debug": False, "best_epoch": 0}
-    row |= {"seed": 1, "test_images": 10_000, "torch_version": "2.15.0", "learning_rate": 1.0}
-    row |= {"steps": 234, "images": 59904, "train_loss": 0.1, "test_loss": 0.1} | facts
-    recorder = RunFiles(folder, row)
+    row = {"stage": "single", "run_id": run_id, "model": "Net", "device_name": GPU, "precision": "fp32"}
+    row |= {"world_size": 1, "nodes": 1, "devices": 1, "threads_per_worker": 1, "lr": 1.0, "gamma": 0.7}
+    row |= {"global_batch": 256, "batch_per_device": 256, "torch_version": "2.15.0", "learning_rate": 1.0}
+    row |= dict.fromkeys(("launcher", "job_id", "node_list", "cuda_version", "git_commit", "started_at"), "")
+    row |= {"steps": 234, "images": 59904, "test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1}
+    row |= {"recorded_at": ""} | facts
+    of_epochs = ("warmup", "train_seconds", "images_per_s", "eval_seconds", "test_accuracy")
+    of_epochs += ("peak_memory_mb", "elapsed_s")
+    known = {name: value for name, value in row.items() if name not in of_epochs}
+    recorder = RecordWriter(folder / "runs", known)
     for i, speed in enumerate(speeds):
         epoch = {
             "epoch": i + 1,
@@ -50,7 +51,7 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
             "peak_memory_mb": 300.0,
             "elapsed_s": 10.0 * (i + 1),
         }
-        recorder.add(**(epoch | {k: v for k, v in facts.items() if k in epoch}))
+        recorder.add(epoch | {k: v for k, v in facts.items() if k in epoch})
     return recorder.path
 
 

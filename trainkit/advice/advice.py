@@ -19,11 +19,11 @@ import pandas as pd
 
 from trainkit.advice import scaling
 from trainkit.advice.constraints import Constraints
-from trainkit.advice.scaling import DRAWS, AllReduce, Measured, Scaling, Shape
+from trainkit.advice.scaling import DRAWS, LEAST_SECONDS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
 from trainkit.runtime.errors import UserError
 from trainkit.schema import records
-from trainkit.schema.columns import ABOVE_0, COLUMNS, DDP, DP, SINGLE, lr_factor
+from trainkit.schema.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
 
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs at most this much more is as good
@@ -193,7 +193,7 @@ class RunSet:
         )  # fmt: skip
         outside["start"] = (outside.elapsed - outside.trained - outside.tested).clip(lower=0)
         self._start = outside.groupby("devices").start.median()
-        self._evaluation = self._steady.groupby("devices").eval_seconds.median().clip(lower=ABOVE_0)
+        self._evaluation = self._steady.groupby("devices").eval_seconds.median().clip(lower=LEAST_SECONDS)
         parallel = set(rows.stage[rows.devices > 1]) | (set(rows.stage) - set(comparison.TUTORIAL_STAGES))
         self.stages = sorted(stage for stage in parallel or {DDP} if self.measured(stage))
         if not self.stages:

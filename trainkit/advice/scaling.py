@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainkit.schema import records
-
 DRAWS = 400  # of the bootstrap
+LEAST_SECONDS = 1e-9  # of a step or an evaluation, so that ratios of them are finite
 OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
 ROUNDING = 1e-18  # of a squared relative error
 LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
@@ -162,7 +161,7 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
             # The other models have no such exchange.
             if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
                 predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
-        return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, records.ABOVE_0)
+        return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, LEAST_SECONDS)
 
     used = tuple(all_reduces) if "doctor" in ladder else ()
     return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)

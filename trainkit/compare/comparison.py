@@ -7,7 +7,6 @@ table = compare(summarize(rows))
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -37,26 +36,40 @@ _WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --ep
 def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """Read all epochs of all runs, one row each, and name every file, folder or run left out in a sentence.
 
+    The starts of a run that was stopped or killed are joined, as `records.join` says.
+
     Args:
-        paths: CSV files, of one run or of several, or folders that are searched for `*.csv` at any depth.
+        paths: CSV files, of one start or of several, or folders that are searched for `*.csv` at any depth.
 
     Returns:
-        Rows with all columns of a record, and two about the whole run: `file`, its name, and `slow_rank`, a
-        clause on the rank that holds up the others or "". Then the sentences.
+        Rows with all columns of a record, and `start`, the `run_id` of the start that made the epoch; `file`,
+        the name of the CSV that it stands in; and `slow_rank`, a clause on the rank that holds up the others
+        in the whole run, or "". Then the sentences.
 
     Raises:
         UserError: if a path is not there.
     """
     skipped: list[str] = []
-    every = [row for file in _files(paths, skipped) for row in _rows_of(file, skipped)]
+    starts: dict[str, list[records.Row]] = {}
+    of_ranks: dict[tuple[str, int], list[records.Row]] = {}  # by file and epoch
+    for file in _files(paths, skipped):
+        for start, rows in _starts_in(file, skipped).items():
+            if len(rows) > len(starts.get(start, [])):  # a file copied to a second folder is still one start
+                starts[start] = rows
+        for row in _ranks_beside(file, skipped):
+            of_ranks.setdefault((str(file), row["epoch"]), []).append(row)
+    every = []
+    for rows in records.join(starts).values():
+        measured = [row for row in rows if not row["warmup"]] or rows
+        slow_rank = records.slow_rank(
+            one for row in measured for one in of_ranks.get((row["file"], row["epoch"]), [])
+        )
+        every += [row | {"slow_rank": slow_rank} for row in rows]
     rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
-    # A run copied to a second folder is still one run.
-    rows = rows.drop_duplicates(["run_id", "epoch", "started_at"], ignore_index=True)
     rows = _one_value_each(rows)
     mixed = _mixed(rows)
-    sentences = [*skipped, *mixed.values()]
-    rows = _once(rows[~rows.run_id.isin(mixed)])
-    return variants.split_by_rates(rows.copy(), CONFIGURATION), sentences
+    rows = rows[~rows.run_id.isin(mixed)]
+    return variants.split_by_rates(rows.copy(), CONFIGURATION), [*skipped, *mixed.values()]
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -218,36 +231,23 @@ def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
     skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
 
 
-def _rows_of(file: Path, skipped: list[str]) -> Iterator[dict[str, object]]:
-    """Read the epochs of all runs of a file, with what the file of ranks next to it says of a run."""
-    runs, of_ranks = {}, []
-    with _skipping(skipped):
-        runs = records.by_run(records.read(file))
-    with _skipping(skipped):
-        of_ranks = records.read_ranks(file) if runs and records.beside(file).exists() else []
-    for epochs in runs.values():
-        # Without the warm-up, if there is more.
-        measured = {row["epoch"] for row in epochs if not row["warmup"]} or {row["epoch"] for row in epochs}
-        ranks = [row for row in of_ranks if row["epoch"] in measured]
-        of_the_run = {"file": str(file), "slow_rank": records.slow_rank(ranks)}
-        yield from (epoch | of_the_run for epoch in sorted(epochs, key=lambda row: row["epoch"]))
+def _starts_in(file: str, skipped: list[str]) -> dict[str, list[records.Row]]:
+    """Read the rows of a file by their start, each with the name of the `file`."""
+    try:
+        rows = records.read(Path(file))
+    except records.RecordError as error:
+        skipped.append(str(error))
+        return {}
+    return records.by_run(row | {"file": str(file)} for row in rows)
 
 
-def _once(rows: pd.DataFrame) -> pd.DataFrame:
-    """Leave out a run whose epochs another has, too: what a copied checkpoint continues has a second name."""
-    longest = rows.groupby("run_id").run_id.transform("size").sort_values(ascending=False, kind="stable")
-    measured = rows.loc[longest.index, ["started_at", "epoch", "recorded_at", "train_seconds"]]
-    again = measured.duplicated().sort_index()
-    again &= rows.recorded_at != ""  # of an earlier version
-    rows = rows[~again.groupby(rows.run_id).transform("all")]
-    # Nor do epochs count that another has made again, after the checkpoint before them.
-    first = rows.groupby("run_id")[["resumed_from", *_COUNTED]].first()
-    replaced = [
-        run.resumed_from
-        for run_id, run in first[first.resumed_from.isin(first.index)].iterrows()
-        if run[_COUNTED].equals(first.loc[run.resumed_from, _COUNTED])
-    ]
-    return rows[~rows.run_id.isin(replaced)]
+def _ranks_beside(file: str, skipped: list[str]) -> list[records.Row]:
+    """Read the rows of the ranks next to a file; none if there is no such file."""
+    try:
+        return records.read_ranks(Path(file)) if records.beside(Path(file)).exists() else []
+    except records.RecordError as error:
+        skipped.append(str(error))
+        return []
 
 
 def _alike(rows: pd.DataFrame) -> pd.DataFrame:
@@ -256,15 +256,6 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
     rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
     return rows
-
-
-@contextmanager
-def _skipping(skipped: list[str]) -> Iterator[None]:
-    """Skip what cannot be read, and note why."""
-    try:
-        yield
-    except records.RecordError as error:
-        skipped.append(str(error))
 
 
 def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:

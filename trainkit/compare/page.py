@@ -22,9 +22,8 @@ def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] 
     Raises:
         OSError: if `path` cannot be written.
     """
-    pictures = [f"![{name}]({name})" for name in figures]
     with replacing(path) as file:
-        file.write("\n\n".join([f"# {title}", *blocks, *pictures]) + "\n")
+        file.write("\n\n".join([f"# {title}", *blocks, *(f"![{name}]({name})" for name in figures)]) + "\n")
 
 
 @contextmanager
@@ -68,7 +67,8 @@ def plain(shown: pd.DataFrame) -> str:
 def markdown(shown: pd.DataFrame) -> str:
     """Lay out a table of texts for Markdown."""
     lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:

@@ -218,25 +218,35 @@ class Sweep:
     def finished(self, name: str = "*") -> list[Path]:
         """Return the CSVs of finished runs, of the run called `name` or of all runs.
 
-        Plain scripts may write none: theirs is an empty file.
+        A run whose job came back to the queue has several, the last one of which is the last here. Plain
+        scripts may write none: theirs is an empty file.
         """
         if self.plain:
             return sorted(self.folder.glob(f"{name}/{FINISHED}"))
-        last = ((csv, rows[-1]) for csv, rows in self.csvs(name))
-        return [csv for csv, row in last if row["epoch"] >= self.opts.epochs or row["ended"]]
+        return [
+            csv
+            for csvs, rows in self.runs(name)
+            if rows[-1]["epoch"] >= self.opts.epochs or rows[-1]["ended"]
+            for csv in csvs
+        ]
 
     def precision(self) -> str:
         """Return the precision of all runs: the one requested, or "auto" until a run has chosen."""
         if self.plain:
             return ""
-        chosen = (rows[0]["precision"] for _, rows in self.csvs("*"))
+        chosen = (rows[0]["precision"] for _, rows in self.runs("*"))
         return next(chosen, "auto") if self.opts.precision == "auto" else self.opts.precision
 
-    def csvs(self, name: str) -> Iterator[tuple[Path, list[dict]]]:
-        """Yield the CSVs of the run called `name`, `*` for all, each with its rows."""
+    def runs(self, name: str) -> Iterator[tuple[list[Path], list[records.Row]]]:
+        """Yield the run called `name`, `*` for all, each with the CSVs of its starts and with its rows."""
+        files: dict[str, Path] = {}
+        starts: dict[str, list[records.Row]] = {}
         for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
             with suppress(records.RecordError):
-                yield csv, records.read(csv)
+                starts |= records.by_run(records.read(csv))
+                files[csv.stem] = csv
+        for rows in records.join(starts).values():
+            yield [files[start] for start in dict.fromkeys(row["start"] for row in rows)], rows
 
 
 def run(
@@ -326,7 +336,7 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tupl
     while not (csvs := sweep.finished(run.name)) and time.monotonic() < until:
         time.sleep(1)
     if csvs and state.name == "done":
-        return f"finished: {records.read(csvs[0])[-1]['images_per_s']:,.0f} images/s", True
+        return f"finished: {records.read(csvs[-1])[-1]['images_per_s']:,.0f} images/s", True
     why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
     return f"failed: {why} (log: {handle.log})", False
 
@@ -360,7 +370,7 @@ def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -
     """Compare the finished runs, answer with `constraints` how many GPUs to ask for; return the exit code."""
     code, csvs, all_reduce = 0, sweep.finished(), sweep.site.results_dir / "all_reduce"
     if sweep.plain:
-        csvs = [csv for csv, _ in sweep.csvs("*")]
+        csvs = [csv for csvs, _ in sweep.runs("*") for csv in csvs]
     try:
         if csvs:
             from trainkit.advice.report import compare_and_answer  # loads pandas, which is needed here only

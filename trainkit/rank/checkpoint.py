@@ -25,13 +25,13 @@ from trainkit.rank.epoch import PartialEpoch, diverged
 from trainkit.rank.model import class_name, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of, set_precision
-from trainkit.rank.runlog import RunLog
 from trainkit.rank.state_file import fitting, load_parts, load_verified, refuse_shares, save, write
 from trainkit.runtime import job_folder, process_group
 from trainkit.runtime.device import random_states, seed_gpus, set_random_states
 from trainkit.runtime.errors import Stopped, UserError, first_line, tell
 from trainkit.runtime.files import check_writable, explained, locked
 from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
+from trainkit.schema.records import RecordWriter
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded
@@ -41,7 +41,7 @@ KEPT = 2  # checkpoints
 LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
 # The parts that every training has; the others have names of the script's own.
-ALWAYS_THERE = ("model", "optimizer", "schedule")
+ALWAYS_THERE = ("model", "optimizer", "schedule", "stopping")
 
 
 @dataclass
@@ -58,8 +58,7 @@ class Checkpoint:
     random_numbers: list[list[torch.Tensor]]  # of each rank the states of its generators
     training: dict[str, object]  # what makes another training: see Checkpoints._describe_training
     precision: str  # that "--precision auto" has chosen
-    run: dict[str, object]  # the record of the run so far
-    folder: str  # that it was saved in
+    record: dict[str, object]  # what the record of the next start has to know of this one's
     version: int = VERSION
 
 
@@ -74,7 +73,7 @@ class Checkpoints:
     """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
 
     Every rank creates one and calls its methods at the same points. With `--resume auto` it loads the newest
-    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `log`.
+    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `record`.
     From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
@@ -88,13 +87,13 @@ class Checkpoints:
         dataset: str,
         model: nn.Module,
         parts: dict[str, object],
-        log: RunLog | None,
+        record: RecordWriter | None,
         sharded: "Sharded | None" = None,
         each_rank: dict[str, object] | None = None,
     ) -> None:
         self._options = options
         self._folder = options.checkpoint_dir
-        self._log = log
+        self._record = record
         # Without the wrappers, so that every stage can load it.
         self._model = unwrapped(model)
         self._sharded = sharded
@@ -211,8 +210,7 @@ class Checkpoints:
             random_numbers=random_numbers,
             training=self._training,
             precision=precision_of(self._model),
-            run=self._log.state(),
-            folder=str(self._folder.resolve()),
+            record=self._record.state_dict(),
         )
         refuse_shares(checkpoint.parts)
         path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
@@ -258,8 +256,7 @@ class Checkpoints:
         _set_random_numbers(checkpoint.random_numbers, self._options.seed + 1000 * checkpoint.epoch)
         self._first_epoch = checkpoint.epoch
         self._part = PartialEpoch(**checkpoint.part) if checkpoint.part else None
-        folder = Path(checkpoint.folder)
-        process_group.on_rank_0(lambda: self._log.go_on(checkpoint.run, *came_from(folder, self._folder)))
+        process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
         process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 
     def _read_newest(self) -> Newest | None:
@@ -365,15 +362,6 @@ def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> No
     torch.manual_seed(seed + rank)
     if ranks == 1:  # DataParallel's GPUs all belong to one process
         seed_gpus(seed)
-
-
-def came_from(there: Path, here: Path) -> tuple[bool, bool]:
-    """Return whether a state that is loaded `here` was saved elsewhere, and whether `there` still is one."""
-    try:
-        same = there.samefile(here)  # perhaps by another name
-        return not same, not same and (there.is_file() or bool(_checkpoints(there)))
-    except OSError as error:  # it is gone, or in a folder of another user
-        return True, isinstance(error, PermissionError)
 
 
 def report_stop(text: str, folder: Path) -> None:

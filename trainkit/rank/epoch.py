@@ -23,7 +23,6 @@ class Trained(NamedTuple):
     seconds: float
     loss: float
     learning_rate: float  # of the first step
-    samples: int | None = None  # of all ranks; None: steps times the batch size
 
 
 class Tested(NamedTuple):
@@ -65,17 +64,49 @@ def diverged(what: str) -> UserError:
     )
 
 
-def why_ended(rows: list[dict[str, object]], options: Options) -> str:
-    """Return why a run with these recorded epochs ends before its last one, or "" if it goes on."""
-    if not rows or rows[-1]["epoch"] >= options.epochs:
+class Stopping:
+    """The rules of --stop-at and --patience, with what they need to know of the epochs so far."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._epoch = self._best_epoch = 0
+        self._accuracy = math.nan
+        self._best_loss = math.inf
+
+    def note(self, epoch: int, tested: Tested, best_epoch: int = 0) -> None:
+        """Note the results of an epoch; without a `best_epoch`, that with the lowest loss is the best."""
+        self._epoch = epoch
+        self._accuracy = tested.accuracy
+        if best_epoch:
+            self._best_epoch = best_epoch
+        elif tested.loss < self._best_loss:
+            self._best_epoch, self._best_loss = epoch, tested.loss
+
+    @property
+    def reason(self) -> str:
+        """Return why the run ends before its last epoch, or "" if it does not."""
+        if self._epoch >= self._options.epochs:
+            return ""
+        if self._options.stop_at and self._accuracy >= self._options.stop_at:
+            return f"accuracy {self._options.stop_at} reached"
+        since_best = self._epoch - self._best_epoch
+        if self._options.patience and since_best >= self._options.patience:
+            return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
         return ""
-    if options.stop_at and rows[-1]["test_accuracy"] >= options.stop_at:
-        return f"accuracy {options.stop_at} reached"
-    best = rows[-1].get("best_epoch") or min(rows, key=lambda row: row["test_loss"])["epoch"]
-    since_best = rows[-1]["epoch"] - best
-    if options.patience and since_best >= options.patience:
-        return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
-    return ""
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "epoch": self._epoch,
+            "accuracy": self._accuracy,
+            "best_epoch": self._best_epoch,
+            "best_loss": self._best_loss,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._epoch = state["epoch"]
+        self._accuracy = state["accuracy"]
+        self._best_epoch = state["best_epoch"]
+        self._best_loss = state["best_loss"]
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:

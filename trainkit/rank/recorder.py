@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.rank import identity, options
-from trainkit.rank.checkpoint import came_from, report_stop
+from trainkit.rank import facts as facts_of
+from trainkit.rank import identity, options, screen
+from trainkit.rank.checkpoint import report_stop
 from trainkit.rank.drift import Drift
-from trainkit.rank.epoch import Metric, Tested, Trained
 from trainkit.rank.model import trained_weights
 from trainkit.rank.run import Agreement, rows_of_ranks
-from trainkit.rank.runlog import RunLog
 from trainkit.rank.state_file import fitting, load_parts, load_verified, save
 from trainkit.rank.weights import check_equal, check_whole, inner_optimizer
 from trainkit.runtime import process_group
@@ -22,11 +21,9 @@ from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 from trainkit.schema.columns import OWN_LOOP
+from trainkit.schema.records import ALL_EPOCHS, SAME, RecordWriter, Row
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
-# What has to be equal in a training that goes on.
-OF_THE_TRAINING = ("stage", "dataset", "model", "global_batch", "settings", "precision")
-OF_THE_OPTIMIZER = ("optimizer", "lr")
 
 
 class Recorder:
@@ -73,24 +70,34 @@ class Recorder:
         self._optimizer = inner_optimizer(optimizer)
         self._device, self._batch_size = next(model.parameters()).device, batch_size
         here = process_group.joined(self._device)
-        folder = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
-        own = {"recipe": OWN_LOOP, "gamma": math.nan, "loader": "workers", "results_dir": folder.absolute()}
-        lr, settings = identity.base_lr(self._optimizer), settings or {}
-        opts = options.Options(epochs=epochs, batch_size=batch_size, lr=lr, **own)
-        facts = {"stage": name, "devices": here.size, "accumulate": 1}
-        facts |= {"parameters": trained_weights(model), "settings": options.in_words(settings)}
-        facts |= {
+        results = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
+        lr = identity.base_lr(self._optimizer)
+        facts = facts_of.of_start(here, model, dataset) | {
+            "stage": name,
+            "devices": here.size,
+            "global_batch": batch_size,
+            "batch_per_device": batch_size // here.size,
+            "recipe": OWN_LOOP,
+            "loader": "workers",
+            "lr": lr,
+            "gamma": math.nan,
+            "parameters": trained_weights(model),
+            "settings": options.in_words(settings or {}),
             "optimizer": identity.of_optimizer(self._optimizer),
             "schedule": identity.of_schedule(schedule),
             "network": identity.of_network({"model": model}),
         }
-        known = self._optimizer.defaults | settings | {"lr": lr, "learning_rate": lr}
+        if precision:
+            facts["precision"] = precision
+        known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}
         known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
         facts["arguments"] = identity.of_arguments(known, here.size, here.nodes, batch_size)
-        facts |= {"precision": precision} if precision else {}
-        self._log = process_group.on_rank_0(lambda: RunLog(opts, here, dataset, model, facts))
-        # What one that has made steps began with is known from the record alone.
-        self._must_be_equal = OF_THE_TRAINING + (() if self._optimizer.state else OF_THE_OPTIMIZER)
+        self._epochs = epochs
+        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), facts))
+        # What an optimizer that has made steps began with is known from the record alone.
+        self._must_be_equal = (*SAME, "precision")
+        if not self._optimizer.state:
+            self._must_be_equal += ("optimizer", "lr")
         self.first_epoch = self._epoch = 1
         self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
         self._agreement, self._stop = None, False
@@ -143,34 +150,60 @@ class Recorder:
         if self._drift:
             self._drift.check()
             self._drift = None
-        count, tests = (int(sum(one[name] for one in of_ranks)) for name in ("samples", "test_samples"))
-        slowest, testing = (max(one[name] for one in of_ranks) for name in ("seconds", "test_seconds"))
+        of_devices = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
         means = {name: _mean(of_ranks, name) for name in given}
-        tested = Tested(tests, testing, means["test_loss"], means["accuracy"])
-        rate = float(self._optimizer.param_groups[0].get("lr") or 0)
-        trained = Trained(max(1, count // self._batch_size), slowest, means["loss"], rate, count)
-        of_epoch = [Metric(name, "epoch", means[name]) for name in metrics if name not in known]
-        rows = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
-        process_group.on_rank_0(lambda: self._log.epoch(self._epoch, trained, tested, rows, of_epoch))
+        trained = sum(one["samples"] for one in of_ranks)
+        slowest = max(one["seconds"] for one in of_ranks)
+        row = {
+            "epoch": self._epoch,
+            "steps": max(1, trained // self._batch_size),
+            "images": trained,
+            "train_seconds": slowest,
+            "images_per_s": trained / (slowest or math.nan),
+            "train_loss": means["loss"],
+            "test_images": sum(one["test_samples"] for one in of_ranks),
+            "eval_seconds": max(one["test_seconds"] for one in of_ranks),
+            "test_loss": means["test_loss"],
+            "test_accuracy": means["accuracy"],
+            "learning_rate": float(self._optimizer.param_groups[0].get("lr") or 0),
+            "peak_memory_mb": max(one["peak_memory_mb"] for one in of_devices),
+        }
+        of_epoch = [
+            {"epoch": self._epoch, "metric": name, "of": "epoch", "value": means[name]}
+            for name in metrics
+            if name not in known
+        ]
+        process_group.on_rank_0(lambda: self._write_row(row, of_devices, of_epoch))
         self._epoch += 1
         reset_peak_memory()
 
+    def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
+        row = self._record.add(row, of_devices, metrics)
+        screen.tell_epoch(row, of_devices, self._epochs)
+
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
-        return self._log.state() if self._log else {}
+        return self._record.state_dict() | {"epoch": self._epoch - 1} if self._record else {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue the record of an earlier process, on every rank from rank 0's `state_dict`.
+        """Go on from an earlier start, on every rank from rank 0's `state_dict`, in a record of its own.
 
         Raises:
-            UserError: if it is not such a state, or the record cannot be written.
+            UserError: if it is not such a state, or of another training.
         """
         try:
-            process_group.on_rank_0(lambda: self._log.check_same(state["rows"], self._must_be_equal))
-            process_group.on_rank_0(lambda: self._log.go_on(state, *state.get("came_from", ())))
-            self.first_epoch = self._epoch = len(state["rows"]) + 1
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            process_group.on_rank_0(lambda: self._check_same(state))
+            process_group.on_rank_0(lambda: self._record.load_state_dict(state))
+            self.first_epoch = self._epoch = state["epoch"] + 1
+        except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
+
+    def _check_same(self, state: dict[str, object]) -> None:
+        """Raise a ValueError if a start of another training has saved `state`."""
+        for name in self._must_be_equal:
+            before, now = state["facts"][name], self._record.facts[name]
+            if str(before) != str(now):  # NaN is NaN
+                raise ValueError(f"its {name} is {before}, not {now}")
 
     def save(self, path: Path | str, parts: dict[str, object]) -> None:
         """Write rank 0's state_dict of each of `parts`, and of this record, to `path`, whole or not at all.
@@ -181,11 +214,9 @@ class Recorder:
         if "record" in parts:
             raise UserError("`record` is the name of the Recorder's own part: give another.")
         _check(parts)
-        path = Path(path)
-        record = self.state_dict() | {"file": str(Path(os.path.realpath(path.parent), path.name))}
-        state = {name: part.state_dict() for name, part in parts.items()} | {"record": record}
+        state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
         advice = "free the space, or give another. The earlier file and the record are kept."
-        process_group.on_rank_0(lambda: save("the training", state, path, advice))
+        process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
 
     def load(self, path: Path | str, parts: dict[str, object]) -> None:
         """Continue on every rank from what `save` has written, if `path` exists.
@@ -204,11 +235,9 @@ class Recorder:
             load_parts(parts, state)
 
     def _read(self, path: Path) -> dict:
-        """Return what `save` has written, and whether it was written there."""
+        """Return what `save` has written, if it is of this training."""
         state = load_verified(path)
-        record = state["record"]
-        self._log.check_same(record["rows"], self._must_be_equal)
-        record["came_from"] = came_from(Path(record.get("file", path)), path)
+        self._check_same(state["record"])
         return state
 
     def finish(self, saved: Path | str | None = None) -> None:
@@ -219,9 +248,20 @@ class Recorder:
         """
         if saved and not process_group.broadcast(Path(saved).exists()):
             raise UserError(f"stopped by a signal before there was a {saved}: give the job more time.")
-        words = f"stopped by a signal; saved in {saved}"
-        end = (lambda: report_stop(words, Path(saved))) if saved else (lambda: self._log.finish({}))
-        process_group.on_rank_0(end)
+        process_group.on_rank_0(lambda: self._tell_end(saved))
+
+    def _tell_end(self, saved: Path | str | None) -> None:
+        if saved:
+            report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
+        else:
+            self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else "its loop ended")
+            screen.tell_end(self._record, self._epochs)
+
+
+def _open_record(results_dir: Path, facts: Row) -> RecordWriter:
+    record = RecordWriter(results_dir / "runs", facts)
+    screen.tell_start(record.facts)
+    return record
 
 
 def _check(parts: dict[str, object]) -> None:

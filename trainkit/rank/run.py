@@ -13,22 +13,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from trainkit.rank import identity, recipes
+from trainkit.rank import facts as facts_of
+from trainkit.rank import identity, recipes, screen
 from trainkit.rank.batches import Batch, Batches, Data, generator
 from trainkit.rank.checkpoint import ALWAYS_THERE, Checkpoints
 from trainkit.rank.compute_time import ComputeTime
 from trainkit.rank.drift import Drift
-from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Tested, Trained, diverged
+from trainkit.rank.epoch import NOT_TESTED, Metric, PartialEpoch, Stopping, Tested, Trained, diverged
 from trainkit.rank.model import trained_weights, unwrapped
 from trainkit.rank.options import Options
 from trainkit.rank.precision import precision_of
-from trainkit.rank.runlog import RunLog
+from trainkit.rank.state_file import save
 from trainkit.rank.weights import check_equal, check_whole
 from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
-from trainkit.runtime.errors import UserError
+from trainkit.runtime.errors import UserError, tell
+from trainkit.runtime.files import check_writable
 from trainkit.runtime.place import Place
 from trainkit.schema.columns import OWN_OPTIMIZER
+from trainkit.schema.records import ALL_EPOCHS, RecordWriter, Row
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few scripts need it
@@ -84,9 +87,8 @@ class Run:
         check_whole(kept | self.each_rank, IF_SPLIT)
         check_equal(kept, IF_SPLIT)
         dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.here.device
-        unit = self.unit, self.per_sample
-        given = (self.options, self.here, dataset, self.model, self._facts(), unit)
-        self._log = process_group.on_rank_0(lambda: RunLog(*given))  # None on the others
+        facts = self._facts(dataset)
+        self._record = process_group.on_rank_0(lambda: self._open_record(facts))  # None on the others
         mine = self.options.shaping() | {"test_size": self.options.test_size}
         mine |= {"dataset": dataset, "precision": precision_of(self.model)}
         for rank, other in enumerate(process_group.gather(mine)):
@@ -98,9 +100,11 @@ class Run:
             raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
         if taken := self.also.keys() & set(ALWAYS_THERE):
             raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
-        state = {"optimizer": self.optimizer, "schedule": self.schedule} | self.also
+        self._stopping = Stopping(self.options)
+        state = {"optimizer": self.optimizer, "schedule": self.schedule, "stopping": self._stopping}
+        state |= self.also
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
-        given = self._log, self.sharded, self.each_rank
+        given = self._record, self.sharded, self.each_rank
         self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
         self._epoch = self._checkpoints.epochs().start  # the next one
         self._drift = Drift(self._whole_networks())  # until the first epoch has been compared
@@ -108,15 +112,27 @@ class Run:
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._ended = process_group.broadcast(self._has_ended())
 
-    def _facts(self) -> dict[str, object]:
-        """Return the columns of the record that only the training knows."""
+    def _open_record(self, facts: Row) -> RecordWriter:
+        folder = None if self.options.dry_run else self.options.results_dir / "runs"
+        record = RecordWriter(folder, facts)
+        if folder and self.options.save_model:
+            fix = "give another --results-dir."
+            check_writable(self.options.results_dir / "models", "the weights", fix)
+        screen.tell_start(record.facts)
+        return record
+
+    def _facts(self, dataset: str) -> Row:
+        """Return the columns of the record that are known before the first epoch."""
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule} | self.also
         networks = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
         weights = sum(map(trained_weights, networks.values()))
         sizes = {"devices": self.devices, "nodes": self.here.nodes, "batch": self.options.batch_size}
-        facts = {
+        facts = self.options.columns() | facts_of.of_start(self.here, self.model, dataset)
+        facts |= {
             "stage": self.name,
             "devices": self.devices,
+            "batch_per_device": self.options.batch_size // max(self.devices, 1),
+            "lr": self.options.scaled_lr,
             "accumulate": self.accumulate,
             "settings": self.options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else weights,
@@ -292,19 +308,39 @@ class Run:
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
         of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
-        process_group.on_rank_0(
-            lambda: self._log.epoch(
-                epoch,
-                trained=self.trained,
-                tested=tested,
-                of_ranks=of_ranks,
-                metrics=[*self._of_steps, *metrics],
-                best_epoch=best_epoch,
-            )
-        )
+        metrics = [*self._of_steps, *metrics]
+        self._stopping.note(epoch, tested, best_epoch)
+        process_group.on_rank_0(lambda: self._write_row(epoch, tested, of_ranks, metrics, best_epoch))
         self.trained, self._epoch = None, epoch + 1
         stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
         self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
+
+    def _write_row(
+        self, epoch: int, tested: Tested, of_ranks: list[Row], metrics: list[Metric], best_epoch: int
+    ) -> None:
+        """Write what an epoch has shown to the record, and print its line; on rank 0."""
+        images = self.trained.steps * self.options.batch_size
+        images_per_s = images / self.trained.seconds
+        row = {
+            "epoch": epoch,
+            "steps": self.trained.steps,
+            "images": images,
+            "train_seconds": self.trained.seconds,
+            "images_per_s": images_per_s,
+            "test_images": tested.samples,
+            "eval_seconds": tested.seconds,
+            "train_loss": self.trained.loss,
+            "test_loss": tested.loss,
+            "test_accuracy": tested.accuracy,
+            "best_epoch": best_epoch,
+            "learning_rate": self.trained.learning_rate,
+            "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
+        }
+        if self.unit != "images":
+            speed = Metric(f"{self.unit}_per_s", "training", images_per_s * self.per_sample)
+            metrics = [speed, *metrics]
+        row = self._record.add(row, of_ranks, [{"epoch": epoch} | one._asdict() for one in metrics])
+        screen.tell_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
@@ -312,8 +348,19 @@ class Run:
             weights = self.sharded.weights()
         else:
             weights = unwrapped(self.model).state_dict()
-        process_group.on_rank_0(lambda: self._log.finish(weights))
+        process_group.on_rank_0(lambda: self._tell_end(weights))
         self._checkpoints.finish(self._ended)
+
+    def _tell_end(self, weights: dict[str, torch.Tensor]) -> None:
+        if self.options.dry_run:
+            tell("dry run: one training step and one test batch went through; nothing was written.")
+            return
+        self._record.finish(self._stopping.reason or ALL_EPOCHS)
+        screen.tell_end(self._record, self.options.epochs, self._stopping.reason)
+        if self.options.save_model:
+            path = self.options.results_dir / "models" / f"{self._record.facts['run_id']}.pt"
+            save("the weights", weights, path, "mend that. The record is kept.", check=False)
+            tell(f"weights: {path}")
 
     def _timed(self, batches: Batches) -> Iterator[Batch]:
         """Yield the batches, and add up the time spent waiting for them."""
@@ -327,8 +374,8 @@ class Run:
             yield batch
 
     def _has_ended(self) -> bool:
-        """Return whether --stop-at or --patience end the run; only rank 0, with the record, knows."""
-        return self._log is not None and self._log.ended != ""
+        """Return whether --stop-at or --patience end the run; rank 0 decides for all."""
+        return process_group.is_rank_0() and self._stopping.reason != ""
 
 
 class Agreement:
@@ -359,10 +406,8 @@ class Agreement:
         return [answer > 0 for answer in answers]
 
 
-def rows_of_ranks(
-    epoch: int, device: torch.device, own_seconds: float, data_seconds: float
-) -> list[dict[str, object]]:
-    """Return a row of `records.RANK_COLUMNS` for each device of every rank; unknown seconds are NaN."""
+def rows_of_ranks(epoch: int, device: torch.device, own_seconds: float, data_seconds: float) -> list[Row]:
+    """Return a row of `RANK_COLUMNS` for each device of every rank; unknown seconds are NaN."""
     own = [
         {
             "epoch": epoch,

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainkit.rank import facts as facts_of
 from trainkit.rank.options import Options
-from trainkit.rank.runlog import facts_of_run
 from trainkit.runtime import clock, process_group
 from trainkit.runtime.device import between, moment, wait_for
 from trainkit.runtime.errors import tell
@@ -65,7 +65,7 @@ def facts(options: Options, here: Place, dataset: str, model: nn.Module) -> dict
     """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     own = {"run_id": run_id, "settings": options.settings()}
-    return own | facts_of_run(options, here, dataset, model)
+    return own | options.columns() | facts_of.of_start(here, model, dataset)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:

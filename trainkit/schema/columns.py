@@ -10,10 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
-ABOVE_0, MOST = 1e-9, 1e15  # of seconds, speeds and counts, so that sums and ratios of them are finite
-FLOAT32 = 3.5e38  # the largest one, rounded up
-# What no machine has: workers, seconds (30 years), samples per second, and MB of a device.
-WORKERS, LONGEST, FASTEST, LARGEST = 10**6, 1e9, 1e12, 1e9
 # The stages of the tutorial, in its order, and how they read. Any other name is a user's own training.
 SINGLE, DP, DDP = "single", "dp", "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
@@ -58,7 +54,8 @@ class Column:
         words: its name in a sentence.
         label: how a value reads in a label.
         option: the option of the stages that sets it.
-        default: that option's default.
+        default: that option's default, and the value for a training that does not know its own; it goes
+            without saying in a label. None: every training knows it.
         unsaid: the value that a label leaves out, if it is not the default.
         follows: the columns that determine it: if the first differs, this one need not be named.
     """
@@ -78,120 +75,159 @@ class Column:
         return "" if value == usual else self.label.format(value)
 
 
-def text(longest: int = 200) -> Callable[[str], str]:
-    """Return a reader of printable text of up to `longest` characters."""
+def whole(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` on."""
 
-    def read(cell: str) -> str:
-        if len(cell) > longest or not cell.isprintable():
-            raise ValueError(f"{cell[:30]!r} has more than {longest} characters, or unprintable ones")
-        return cell
+    def read(cell: str) -> int:
+        with suppress(ValueError):
+            if int(cell) >= least:
+                return int(cell)
+        raise ValueError(f"{cell[:30]!r} is not a whole number from {least} on")
 
     return read
 
 
-def number(kind: type, least: float, most: float = MOST, nan: bool = False) -> Callable[[str], float]:
-    """Return a reader of numbers of `kind` within these bounds; with `nan` it also accepts nan."""
+def number(
+    least: float = -math.inf, most: float = math.inf, above: float = -math.inf, nan: bool = False
+) -> Callable[[str], float]:
+    """Return a reader of finite numbers of `least` to `most`, or `above` a bound; with `nan` also of nan."""
 
     def read(cell: str) -> float:
         if nan and cell == "nan":
             return math.nan
         with suppress(ValueError):
-            if least <= kind(cell) <= most:
-                return kind(cell)
-        raise ValueError(f"{cell[:30]!r} is not a number of {least:g} to {most:g}, as {kind.__name__}")
+            value = float(cell)
+            if least <= value <= most and value > above and math.isfinite(value):
+                return value
+        raise ValueError(f"{cell[:30]!r} is not a number that it may have")
 
     return read
 
 
 def flag(cell: str) -> bool:
     """Read 0 or 1."""
-    return bool(number(int, 0, 1)(cell))
+    if cell not in ("0", "1"):
+        raise ValueError(f"{cell[:30]!r} is neither 0 nor 1")
+    return cell == "1"
 
 
 OWN_LOOP = "own"  # the recipe of a training with another loop (rank/recorder.py)
 OWN_OPTIMIZER = "own optimizer"  # the recipe of a copy of a stage that makes its optimizer or schedule itself
 UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs are pooled with each other
 # In the order of the file. results/README.md explains them.
-# fmt: off
 COLUMNS: dict[str, Column] = {
-    "run_id": Column(text(), Role.FACT),
-    "resumed_from": Column(text(), Role.FACT),
-    "stage": Column(text(), Role.LAYOUT),
-    "launcher": Column(text(), Role.FACT),
-    "epoch": Column(number(int, 1, 10**6), Role.MEASUREMENT),
+    "run_id": Column(str, Role.FACT),
+    "resumed_from": Column(str, Role.FACT, default=""),
+    "stage": Column(str, Role.LAYOUT),
+    "launcher": Column(str, Role.FACT),
+    "epoch": Column(whole(1), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
-    "dataset": Column(text(), Role.TASK, "dataset", option="--dataset", default="mnist"),
-    "model": Column(text(), Role.TASK, "model"),
-    "loader": Column(text(), Role.LOADING, "loader", "{} loader", "--loader", "resident", unsaid="workers"),
-    "recipe": Column(text(), Role.TRAINING, "recipe", "{}", "--recipe", "classic", unsaid=""),
+    "dataset": Column(str, Role.TASK, "dataset", option="--dataset", default="mnist"),
+    "model": Column(str, Role.TASK, "model"),
+    "loader": Column(
+        str, Role.LOADING, "loader", "{} loader", "--loader", default="resident", unsaid="workers"
+    ),
+    "recipe": Column(str, Role.TRAINING, "recipe", "{}", "--recipe", default="classic", unsaid=""),
     "lr": Column(
-        number(float, 0, FLOAT32, nan=True), Role.TRAINING, "learning rate", "lr {}", "--lr", UNKNOWN,
+        number(least=0, nan=True),
+        Role.TRAINING,
+        "learning rate",
+        "lr {}",
+        "--lr",
+        default=UNKNOWN,
         follows=("recipe", "lr_scale", "global_batch"),
     ),
     "gamma": Column(
-        number(float, 0, 1, nan=True), Role.TRAINING, "gamma", "gamma {}", "--gamma", UNKNOWN,
+        number(least=0, most=1, nan=True),
+        Role.TRAINING,
+        "gamma",
+        "gamma {}",
+        "--gamma",
+        default=UNKNOWN,
         follows=("recipe",),
     ),
-    "lr_scale": Column(
-        text(), Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", "none"
-    ),
+    "lr_scale": Column(str, Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", default="none"),
     "lr_warmup_images": Column(
-        number(int, 0), Role.TRAINING, "--lr-warmup-images", "lr warm-up {}", "--lr-warmup-images", 0,
+        whole(0), Role.TRAINING, "--lr-warmup-images", "lr warm-up {}", "--lr-warmup-images", default=0
     ),
-    "width": Column(
-        number(int, 1), Role.TRAINING, "width", "width {}", "--width", DEFAULT_WIDTH
-    ),
-    "parameters": Column(  # 0: not known
-        number(int, 0), Role.TRAINING, "weights", "{:,} weights", unsaid=0, follows=("width",)
-    ),
-    "settings": Column(text(longest=2_000), Role.TRAINING, "settings", "{}", default=""),
+    "width": Column(whole(1), Role.TRAINING, "width", "width {}", "--width", default=DEFAULT_WIDTH),
+    # 0: not known.
+    "parameters": Column(whole(0), Role.TRAINING, "weights", "{:,} weights", default=0, follows=("width",)),
+    "settings": Column(str, Role.TRAINING, "settings", "{}", default=""),
     # What identifies a training (rank/identity.py), in words of `name=value`; "": not known, or as the recipe
     # says.
-    "optimizer": Column(text(longest=2_000), Role.TRAINING, "optimizer", "{}", default=""),
-    "network": Column(
-        text(longest=2_000), Role.TRAINING, "network", "{}", default="", follows=("parameters",)
-    ),
-    "schedule": Column(text(longest=2_000), Role.DOUBT, "schedule", "{}", default=""),
-    "arguments": Column(text(longest=2_000), Role.DOUBT, "arguments", "{}", default=""),
-    "script": Column(text(), Role.FACT),
-    "world_size": Column(number(int, 1, WORKERS), Role.LAYOUT),
-    "nodes": Column(number(int, 1, WORKERS), Role.LAYOUT),
-    "devices": Column(number(int, 1, WORKERS), Role.LAYOUT),
-    "device_name": Column(text(), Role.TASK, "device"),
+    "optimizer": Column(str, Role.TRAINING, "optimizer", "{}", default=""),
+    "network": Column(str, Role.TRAINING, "network", "{}", default="", follows=("parameters",)),
+    "schedule": Column(str, Role.DOUBT, "schedule", "{}", default=""),
+    "arguments": Column(str, Role.DOUBT, "arguments", "{}", default=""),
+    "script": Column(str, Role.FACT, default=""),
+    "world_size": Column(whole(1), Role.LAYOUT),
+    "nodes": Column(whole(1), Role.LAYOUT),
+    "devices": Column(whole(1), Role.LAYOUT),
+    "device_name": Column(str, Role.TASK, "device"),
     "workers_per_loader": Column(
-        number(int, 0, WORKERS), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", 0
+        whole(0), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", default=0
     ),
-    "threads_per_worker": Column(number(int, 1, WORKERS), Role.LOADING, "threads per worker", "threads {}"),
-    "global_batch": Column(number(int, 1), Role.SIZE, "global batch", option="--batch-size"),
-    "batch_per_device": Column(number(int, 1), Role.FACT),
-    "accumulate": Column(number(int, 1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
-    "precision": Column(text(), Role.COMPUTING, "precision", "{}", "--precision"),
-    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", False),
-    "steps": Column(number(int, 1), Role.MEASUREMENT),
-    "images": Column(number(int, 1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
-    "train_seconds": Column(number(float, ABOVE_0, LONGEST), Role.MEASUREMENT),
-    "images_per_s": Column(number(float, ABOVE_0, FASTEST), Role.MEASUREMENT),
-    "test_images": Column(number(int, 0), Role.FACT),
-    "eval_seconds": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
-    "train_loss": Column(number(float, -FLOAT32, FLOAT32), Role.MEASUREMENT),
-    "test_loss": Column(number(float, -FLOAT32, FLOAT32, nan=True), Role.MEASUREMENT),
-    "test_accuracy": Column(number(float, 0, 100, nan=True), Role.MEASUREMENT),  # a regression has none
-    "best_epoch": Column(number(int, 0), Role.MEASUREMENT),  # so far, by a validation; or 0
-    "learning_rate": Column(number(float, 0, FLOAT32), Role.MEASUREMENT),
-    "peak_memory_mb": Column(number(float, 0, LARGEST), Role.MEASUREMENT),
-    "elapsed_s": Column(number(float, 0, LONGEST), Role.MEASUREMENT),
-    "recorded_at": Column(text(), Role.FACT),
-    "ended": Column(text(), Role.FACT),
-    "seed": Column(number(int, 0), Role.REPEAT, option="--seed"),
-    "job_id": Column(text(), Role.FACT),
-    "node_list": Column(text(longest=20_000), Role.FACT),
-    "torch_version": Column(text(), Role.FACT),
-    "cuda_version": Column(text(), Role.FACT),
-    "git_commit": Column(text(), Role.FACT),
-    "started_at": Column(text(), Role.FACT),
-    "schema_version": Column(number(int, 1), Role.FACT),
+    "threads_per_worker": Column(whole(1), Role.LOADING, "threads per worker", "threads {}"),
+    "global_batch": Column(whole(1), Role.SIZE, "global batch", option="--batch-size"),
+    "batch_per_device": Column(whole(1), Role.FACT),
+    "accumulate": Column(whole(1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
+    "precision": Column(str, Role.COMPUTING, "precision", "{}", "--precision"),
+    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", default=False),
+    "steps": Column(whole(1), Role.MEASUREMENT),
+    "images": Column(whole(1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
+    "train_seconds": Column(number(above=0), Role.MEASUREMENT),
+    "images_per_s": Column(number(above=0), Role.MEASUREMENT),
+    "test_images": Column(whole(0), Role.FACT, default=0),
+    "eval_seconds": Column(number(least=0), Role.MEASUREMENT, default=0.0),
+    "train_loss": Column(number(), Role.MEASUREMENT),
+    "test_loss": Column(number(nan=True), Role.MEASUREMENT, default=math.nan),
+    # A regression has none.
+    "test_accuracy": Column(number(least=0, most=100, nan=True), Role.MEASUREMENT, default=math.nan),
+    "best_epoch": Column(whole(0), Role.MEASUREMENT, default=0),  # so far, by a validation; or 0
+    "learning_rate": Column(number(least=0), Role.MEASUREMENT),
+    "peak_memory_mb": Column(number(least=0), Role.MEASUREMENT),
+    "elapsed_s": Column(number(least=0), Role.MEASUREMENT),
+    "recorded_at": Column(str, Role.FACT),
+    "ended": Column(str, Role.FACT, default=""),
+    "seed": Column(whole(0), Role.REPEAT, option="--seed", default=1),
+    "job_id": Column(str, Role.FACT),
+    "node_list": Column(str, Role.FACT),
+    "torch_version": Column(str, Role.FACT),
+    "cuda_version": Column(str, Role.FACT),
+    "git_commit": Column(str, Role.FACT),
+    "started_at": Column(str, Role.FACT),
+    "schema_version": Column(whole(1), Role.FACT),
 }
-# fmt: on
+# Of the ranks' file: how long the rank worked by itself (compute_time.py), and waited for its batches.
+RANK_COLUMNS: dict[str, Callable[[str], object]] = {
+    "epoch": whole(1),
+    "rank": whole(0),
+    "host": str,
+    "device": str,
+    "device_name": str,
+    "own_seconds": number(least=0, nan=True),
+    "data_seconds": number(least=0, nan=True),
+    "peak_memory_mb": number(least=0),
+}
+# Of the file of a training with its own metrics.
+METRIC_COLUMNS: dict[str, Callable[[str], object]] = {
+    "epoch": whole(1),
+    "metric": str,
+    "of": str,
+    "value": number(nan=True),
+}
+# Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
+ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
+    "bytes": whole(1),
+    "seconds": number(above=0),
+    "ranks": whole(1),
+    "nodes": whole(1),
+    "backend": str,
+    "device_name": str,
+    "job": str,
+    "started_at": str,
+}
 
 
 def with_role(*roles: Role) -> list[str]:

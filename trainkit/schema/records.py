@@ -1,194 +1,177 @@
-"""The CSV that every run writes, with the columns of columns.py: a writer that survives a kill, a reader.
+"""The record of a training: a CSV with a row per epoch, as columns.py says. Its writer and its readers.
 
-One file per run, one row per epoch; next to it `<run_id>.ranks.tsv`, a row per epoch and device, and, for a
-training with its own metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are replaced as a
-whole after every epoch, so a kill or a full disk never leaves half a row. A CSV
-with the rows of many runs is read as well. This module also has the file of a job of the doctor, a row per
-size of its all-reduce.
+Every start of a training, the first one and each that goes on from a checkpoint, writes a file of its own,
+`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the record that it goes on
+from. `join` puts the starts together to runs. Next to the CSV are `<run_id>.ranks.tsv`, a row per epoch and
+device, and, for a training with its own metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The
+files are replaced as a whole after every epoch, so a kill or a full disk never leaves half a row.
+
+A CSV may hold the rows of many runs, as those in results/sample. This module also reads the file of a job of
+the doctor, a row per size of its all-reduce.
 """
 
 import csv
 import io
 import math
+import re
+import secrets
 import statistics
+import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from trainkit.runtime.errors import UserError, reason
-from trainkit.runtime.files import check_writable, explained, locked, replacing
-from trainkit.schema.columns import ABOVE_0, COLUMNS, FLOAT32, LONGEST, WORKERS, number, text
+from trainkit.runtime.files import check_writable, explained, replacing
+from trainkit.runtime.process import process_start
+from trainkit.schema import samples
+from trainkit.schema.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS
 
 SCHEMA_VERSION = 1
-# Column -> the reader of its cells, which refuses those that no run writes.
-Columns = dict[str, Callable[[str], object]]
-OF_A_RUN: Columns = {name: column.read for name, column in COLUMNS.items()}
-# Of the ranks' file: how long the rank worked by itself (compute_time.py), and waited for its batches.
-RANK_COLUMNS: Columns = {
-    "epoch": OF_A_RUN["epoch"],
-    "rank": number(int, 0, WORKERS),
-    "host": text(),
-    "device": text(),
-    "device_name": text(),
-    "own_seconds": number(float, 0, LONGEST, nan=True),
-    "data_seconds": number(float, 0, LONGEST, nan=True),
-    "peak_memory_mb": OF_A_RUN["peak_memory_mb"],
-}
-# Of the file of a training with its own metrics.
-METRIC_COLUMNS: Columns = {
-    "epoch": OF_A_RUN["epoch"],
-    "metric": text(),
-    "of": text(),
-    "value": number(float, -FLOAT32, FLOAT32, nan=True),
-}
-# Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
-ALL_REDUCE_COLUMNS: Columns = {
-    "bytes": number(int, 1),
-    "seconds": number(float, ABOVE_0, LONGEST),
-    "ranks": OF_A_RUN["devices"],
-    "nodes": OF_A_RUN["nodes"],
-    "backend": text(),
-    "device_name": text(),
-    "job": text(),
-    "started_at": text(),
-}
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
-# What a training of one's own, or its environment, may choose freely.
-NAMES = ("run_id", "stage", "dataset", "model", "settings", "global_batch", "job_id", "node_list")
-NAMES += ("precision", "devices", "batch_per_device")
+ALL_EPOCHS = "all epochs"  # why a run ended, if nothing ended it earlier
+# Of a training that goes on: what has to be the same, and what stays as at its first start, whatever the
+# script says now. For example, an optimizer has its constants from the checkpoint.
+SAME = ("stage", "dataset", "model", "global_batch", "settings")
+KEPT = ("precision", "optimizer", "lr", "schedule")
+
+Row = dict[str, object]
+Readers = dict[str, Callable[[str], object]]  # column -> the reader of its cells
 
 
 class RecordError(UserError):
     """A CSV that cannot be used; the text names the file and the reason."""
 
 
-class RunFiles:
-    """Writes `<results_dir>/runs/<run_id>.csv`.
+class RecordWriter:
+    """Writes the record of one start of a training, on one rank.
 
-    `rows` are the rows so far, `of_ranks` and `metrics` those of the files next to it.
+    `facts` are the columns that are the same in all rows, `rows` those that are written, and `path` is the
+    CSV, which is there from the first row on.
 
     Args:
-        results_dir: created if it does not exist.
-        facts: the columns that are the same in every row of the run.
+        folder: `<results_dir>/runs`, created if it is not there; None writes nothing, as in a dry run.
+        facts: columns that the training knows at its start. For others their `Column.default` counts.
 
     Raises:
-        UserError: if the directory cannot be written to, or a name or setting of the run could not be read
-            back: before the training, not after an epoch whose result would be lost.
+        UserError: if the folder cannot be written to, or a fact could not be read back: before the training,
+            not after an epoch whose result would be lost.
     """
 
-    def __init__(self, results_dir: Path, facts: dict[str, object]) -> None:
-        self.path = results_dir / "runs" / f"{facts['run_id']}.csv"
-        for name in NAMES:
+    _of_this_process = 0  # a second training in a process does not begin with the process
+
+    def __init__(self, folder: Path | None, facts: Row) -> None:
+        self._began = time.monotonic() if RecordWriter._of_this_process else process_start()
+        RecordWriter._of_this_process += 1
+        self._seconds_before = 0.0  # of the starts that this one goes on from
+        began_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._began)
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:40] or "own"  # part of a file name
+        defaults = {name: column.default for name, column in COLUMNS.items() if column.default is not None}
+        of_this_start = {
+            "run_id": f"{word}-{began_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
+            "started_at": f"{began_at:%Y-%m-%dT%H:%M:%SZ}",
+            "schema_version": SCHEMA_VERSION,
+        }
+        self.facts: Row = defaults | of_this_start | facts
+        for name in facts:
             try:
-                OF_A_RUN[name](str(facts[name]))
+                COLUMNS[name].read(_to_text(facts[name]))
             except ValueError as error:
                 raise UserError(f"the {name} cannot be recorded ({error}): give another.") from None
-        self._facts = facts | {"schema_version": SCHEMA_VERSION}
-        self.rows: list[dict[str, object]] = []
-        self.of_ranks: list[dict[str, object]] = []
-        self.metrics: list[dict[str, object]] = []
-        fix = "free the space, fix the permissions, or give another --results-dir."
-        check_writable(self.path.parent, "results", fix)
-        self._claim(self.path)
+        self.rows: list[Row] = []
+        self._of_ranks: list[Row] = []
+        self._metrics: list[Row] = []
+        self._epochs_added = 0
+        self.path = folder / f"{self.facts['run_id']}.csv" if folder else None
+        if folder:
+            fix = "free the space, fix the permissions, or give another --results-dir."
+            check_writable(folder, "results", fix)
 
-    def add(
-        self,
-        of_ranks: Iterable[dict[str, object]] = (),
-        metrics: Iterable[dict[str, object]] = (),
-        **row: object,
-    ) -> None:
-        """Append the row of one epoch, those of its devices and its metrics, and replace the files.
+    def add(self, row: Row, of_ranks: Iterable[Row] = (), metrics: Iterable[Row] = ()) -> Row:
+        """Write the row of an epoch, those of its devices and its metrics; return the row with all columns.
+
+        It replaces the rows of this epoch and later ones: the training has gone back to an earlier state, or
+        they could not be written.
 
         Raises:
             UserError: if a number makes no sense, or they cannot be written; earlier epochs are kept.
         """
+        epoch = row["epoch"]
+        of_the_clock = {
+            "warmup": self._epochs_added == 0,
+            "elapsed_s": self._elapsed_s(),
+            "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
+        }
+        row = self.facts | of_the_clock | row
         metrics = [*metrics]
         try:
-            _check(self._facts | row, "its row", OF_A_RUN)
-            for one in metrics:
-                _check(one, "its metrics", METRIC_COLUMNS)
+            _check(row, {name: column.read for name, column in COLUMNS.items()})
+            for metric in metrics:
+                _check(metric, METRIC_COLUMNS)
         except ValueError as error:
             raise UserError(
-                f"epoch {row['epoch']} cannot be recorded ({error}): correct the numbers of the training. "
+                f"epoch {epoch} cannot be recorded ({error}): correct the numbers of the training. "
                 "The earlier epochs are recorded."
             ) from None
-        # In place of those of an earlier try, which could not be written.
-        self.rows[row["epoch"] - 1 :] = [self._facts | row]
-        self._keep_before(row["epoch"])
-        self.of_ranks += of_ranks
-        self.metrics += metrics
-        self._write()
+        self.rows = [*_before(epoch, self.rows), row]
+        self._of_ranks = [*_before(epoch, self._of_ranks), *of_ranks]
+        self._metrics = [*_before(epoch, self._metrics), *metrics]
+        if self.path:
+            self._write()
+            if not self._epochs_added:
+                samples.note_run(self.path)
+        self._epochs_added += 1
+        return row
 
-    def may_continue(self, facts: dict[str, object], rows: list[dict[str, object]]) -> bool:
-        """Return whether the file of the run with `facts` is missing, or has just these `rows`.
-
-        From then on no other process may write it.
-        """
-        path = self.path.with_name(f"{facts['run_id']}.csv")
-        same = not path.exists() or self.later_rows(facts, rows) == []
-        return same and self._claim(path)
-
-    def later_rows(
-        self, facts: dict[str, object], rows: list[dict[str, object]]
-    ) -> list[dict[str, object]] | None:
-        """Return what the file of the run with `facts` has after `rows`, or None if it lacks those."""
-        try:
-            found = read(self.path.with_name(f"{facts['run_id']}.csv"))
-        except RecordError:
-            return None
-        known, written = ([(row["epoch"], row.get("recorded_at", "")) for row in of] for of in (rows, found))
-        same = found[0]["started_at"] == facts["started_at"] and written[: len(known)] == known
-        return found[len(known) :] if same else None
-
-    def _claim(self, path: Path) -> bool:
-        """Return whether no other process writes this record; none may from now on."""
-        with suppress(UserError):
-            self._lock = locked(path.with_name(f".{path.stem}.lock"), "held")
-            return True
-        return False
-
-    def go_on(self, facts: dict[str, object], rows: list[dict[str, object]]) -> None:
-        """Continue the file of an earlier process of the run, which had written `rows`, and those next to it.
-
-        `facts`, including `run_id`, keep their values from there.
+    def finish(self, ended: str = ALL_EPOCHS) -> None:
+        """Write why the run has ended into its last row: after its last checkpoint, so that it stays so.
 
         Raises:
-            UserError: if the file cannot be written.
-            ValueError: if no run has written these rows.
+            UserError: if that cannot be written; the epochs are.
         """
-        if [row["epoch"] for row in rows] != [*range(1, len(rows) + 1)]:
-            raise ValueError("its rows are not those of epoch 1, 2 and so on")
-        self.path = self.path.with_name(f"{facts['run_id']}.csv")
-        self._facts |= facts
-        self.rows = [self._facts | row for row in rows]
-        for row in self.rows:
-            _check(row, f"its row of epoch {row['epoch']}", OF_A_RUN)
-        self.of_ranks = self._earlier(read_ranks, "ranks")
-        self.metrics = self._earlier(read_metrics, "metrics")
-        self._keep_before(len(rows) + 1)
-        self._claim(self.path)
-        if rows:
+        if self.path and self.rows:
+            self.rows[-1] = self.rows[-1] | {"ended": ended}
             self._write()
 
-    def _keep_before(self, epoch: int) -> None:
-        self.of_ranks = [row for row in self.of_ranks if row["epoch"] < epoch]
-        self.metrics = [row for row in self.metrics if row["epoch"] < epoch]
-
-    def _earlier(self, read: Callable[[Path], list], kind: str) -> list[dict[str, object]]:
-        with suppress(RecordError):
-            return read(self.path)
-        with suppress(OSError):  # there is none
-            beside(self.path, kind).rename(beside(self.path, f"{kind}.damaged"))
-        return []
+    @property
+    def of_the_last_epoch(self) -> list[Row]:
+        """Return the rows of the devices in the last epoch."""
+        return [row for row in self._of_ranks if row["epoch"] == self.rows[-1]["epoch"]]
 
     def _write(self) -> None:
         fix = "free the space or give another --results-dir. The earlier epochs are recorded."
         with explained(f"{self.path} cannot be written", fix):
             put_table(self.path, COLUMNS, self.rows)
-            parts = ("ranks", RANK_COLUMNS, self.of_ranks), ("metrics", METRIC_COLUMNS, self.metrics)
-            for kind, columns, rows in parts:
-                if rows:
-                    put_table(beside(self.path, kind), columns, rows, delimiter="\t")
+            if self._of_ranks:
+                put_table(beside(self.path, "ranks"), RANK_COLUMNS, self._of_ranks, delimiter="\t")
+            if self._metrics:
+                put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self._metrics, delimiter="\t")
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a start that goes on from here has to know: numbers and texts, for a checkpoint."""
+        return {
+            "run_id": self.facts["run_id"],
+            # A start without a row of its own has no file: the next one goes on from the one before it.
+            "record": self.facts["run_id"] if self.rows else self.facts["resumed_from"],
+            "elapsed_s": self._elapsed_s(),
+            "facts": {name: self.facts[name] for name in (*SAME, *KEPT)},
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from the start that has saved `state`: name its record, and count on from its seconds."""
+        if state["run_id"] == self.facts["run_id"]:
+            return  # this start goes back to what it has saved itself
+        self.facts |= {name: state["facts"][name] for name in KEPT}
+        self.facts["resumed_from"] = state["record"]
+        self._seconds_before = state["elapsed_s"]
+
+    def _elapsed_s(self) -> float:
+        """Return the seconds that the run's processes took so far, without the time between them."""
+        return self._seconds_before + time.monotonic() - self._began
+
+
+def _before(epoch: int, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["epoch"] < epoch]
 
 
 def beside(path: Path, kind: str = "ranks") -> Path:
@@ -201,17 +184,42 @@ def verdict_file(path: Path) -> Path:
     return path.with_name(f"{path.stem}.monitor.json")
 
 
-def read(path: Path) -> list[dict[str, object]]:
-    """Read the rows of a CSV of one or more runs, each cell as its column says.
+def put_table(path: Path, columns: Iterable[str], rows: list[Row], **dialect: str) -> None:
+    """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, **dialect)
+        writer.writeheader()
+        writer.writerows({name: _to_text(row[name]) for name in columns} for row in rows)
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):  # the reader accepts nan, but not inf
+        return f"{value:.6g}" if math.isfinite(value) else "nan"
+    return str(value)
+
+
+def _check(row: Row, readers: Readers) -> None:
+    """Raise a ValueError for a value that could not be read back."""
+    _read_row({name: _to_text(value) for name, value in row.items()}, readers)
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Row]:
+    """Read the rows of a CSV of one or more starts, each cell as its column says.
 
     Raises:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
             no run writes.
     """
-    return _read(path, OF_A_RUN)
+    return _read(path, {name: column.read for name, column in COLUMNS.items()})
 
 
-def read_ranks(path: Path) -> list[dict[str, object]]:
+def read_ranks(path: Path) -> list[Row]:
     """Read the rows of the ranks next to a run's CSV, each cell as `RANK_COLUMNS` says.
 
     Raises:
@@ -220,7 +228,7 @@ def read_ranks(path: Path) -> list[dict[str, object]]:
     return _read(beside(path), RANK_COLUMNS, delimiter="\t")
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
+def read_metrics(path: Path) -> list[Row]:
     """Read the rows of the metrics next to a run's CSV, each cell as `METRIC_COLUMNS` says.
 
     Raises:
@@ -229,21 +237,7 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
     return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
 
 
-def by_run(rows: Iterable[dict[str, object]]) -> dict[str, list[dict[str, object]]]:
-    """Group the rows of a file by the `run_id` of their run."""
-    found: dict[str, list[dict[str, object]]] = {}
-    for row in rows:
-        found.setdefault(row["run_id"], []).append(row)
-    return found
-
-
-def ends_with(rows: list[dict[str, object]]) -> dict[str, object]:
-    """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
-    best = rows[-1]["best_epoch"]  # of a script with a validation
-    return next((row for row in rows if row["epoch"] == best), rows[-1])
-
-
-def read_all_reduce(path: Path) -> list[dict[str, object]]:
+def read_all_reduce(path: Path) -> list[Row]:
     """Read the rows that the doctor wrote, each cell as `ALL_REDUCE_COLUMNS` says.
 
     Raises:
@@ -252,7 +246,139 @@ def read_all_reduce(path: Path) -> list[dict[str, object]]:
     return _read(path, ALL_REDUCE_COLUMNS, delimiter="\t")
 
 
-def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
+def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
+    rows = []
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+        lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
+        for cells in lines:
+            where = f"line {lines.line_num}"
+            if None in cells or None in cells.values():
+                raise ValueError(f"{where} is cut short or too long")
+            version = cells.get("schema_version", str(SCHEMA_VERSION))
+            if version != str(SCHEMA_VERSION):
+                raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
+            try:
+                rows.append(_read_row(cells, readers))
+            except KeyError as error:
+                raise ValueError(f"it has no column {error.args[0]}") from None
+            except ValueError as error:
+                raise ValueError(f"{where}, {error}") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: not read, {reason(error)}.") from None
+    if not rows:
+        raise RecordError(f"{path}: not read, it has no rows.")
+    return rows
+
+
+def _read_row(cells: dict[str, str], readers: Readers) -> Row:
+    """Read each cell; raise a ValueError that names the column, or a KeyError if it lacks one."""
+    row = {}
+    for name, read_cell in readers.items():
+        cell = cells[name]
+        try:
+            row[name] = read_cell(cell)
+        except ValueError as error:
+            raise ValueError(f"column {name}: {error}") from None
+    return row
+
+
+def by_run(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Group the rows of a file by their `run_id`, in the order of their epochs."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["run_id"], []).append(row)
+    return {run_id: sorted(rows, key=lambda row: row["epoch"]) for run_id, rows in found.items()}
+
+
+def read_runs(paths: Iterable[Path]) -> dict[str, list[Row]]:
+    """Read CSVs, and return the rows of each run by the `run_id` of its last start, as `join` does.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    starts: dict[str, list[Row]] = {}
+    for path in paths:
+        starts |= by_run(read(path))
+    return join(starts)
+
+
+def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Put the starts of trainings together to runs: the rows of each, by the `run_id` of its last start.
+
+    A run is a start and, of those that it goes on from, the epochs before its own first one: so an epoch that
+    was made again counts once, as the later start made it. A start that did not come to its end is left
+    behind by a later one that goes on from it, or from one before it; a start that did come to its end stays
+    a run, unless a later one goes on after its last epoch. So two starts from one checkpoint are two runs
+    that share their first epochs if the first of them had come to its end, and otherwise the second is the
+    run.
+
+    Args:
+        starts: the rows of each, by `run_id`, in the order of their epochs.
+
+    Returns:
+        The same rows with the run's `run_id`, and their own in `start`. Of epochs that two runs share, those
+        of the second run are a `warmup`, so that no speed counts twice.
+    """
+    runs: dict[str, list[Row]] = {}
+    shared: set[tuple[str, int]] = set()
+    resumed = [rows for rows in starts.values() if rows[0]["resumed_from"]]
+    for run_id, own_rows in starts.items():
+        before = _goes_on_from(run_id, starts)
+        if _is_left_behind(own_rows, {run_id, *before}, resumed):
+            continue
+        rows = own_rows
+        for earlier in before:
+            if earlier not in starts:
+                break  # its record is not here
+            # A run that has ended, and went on after all, has not ended there.
+            went_on = [row | {"ended": ""} for row in _before(rows[0]["epoch"], starts[earlier])]
+            rows = [*went_on, *rows]
+        runs[run_id] = [
+            row
+            | {"run_id": run_id, "start": row["run_id"]}
+            | ({"warmup": True} if (row["run_id"], row["epoch"]) in shared else {})
+            for row in rows
+        ]
+        shared |= {(row["run_id"], row["epoch"]) for row in rows}
+    return runs
+
+
+def _goes_on_from(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
+    """List the starts before this one in its run, the latest first; the record of the last may be missing."""
+    found = [run_id]
+    while found[-1] in starts:
+        before = starts[found[-1]][0]["resumed_from"]
+        if not before or before in found:
+            break
+        found.append(before)
+    return found[1:]
+
+
+def _is_left_behind(rows: list[Row], of_the_run: set[str], resumed: list[list[Row]]) -> bool:
+    """Return whether one of the `resumed` starts takes the place of that with these rows, as `join` says.
+
+    `of_the_run` are the names of this start, and of those that it goes on from.
+    """
+    last = rows[-1]
+    if last["ended"]:
+        return any(
+            other[0]["resumed_from"] == last["run_id"] and other[0]["epoch"] > last["epoch"]
+            for other in resumed
+        )
+    return any(
+        other[0]["resumed_from"] in of_the_run and other[0]["recorded_at"] > last["recorded_at"]
+        for other in resumed
+    )
+
+
+def ends_with(rows: list[Row]) -> Row:
+    """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
+    best = rows[-1]["best_epoch"]  # of a script with a validation
+    return next((row for row in rows if row["epoch"] == best), rows[-1])
+
+
+def slow_rank(of_ranks: Iterable[Row]) -> str:
     """Return a clause that names a rank that holds up the others, by its mean seconds over all epochs.
 
     "" if none is `SLOW`, if there is only one rank, or if the seconds of one are unknown.
@@ -269,66 +395,3 @@ def slow_rank(of_ranks: Iterable[dict[str, object]]) -> str:
         return ""
     _, host = max(by_rank[slowest])  # where it was slowest: a job that was requeued may have moved
     return f"rank {slowest} on {host} takes {times:.1f}x the median of the others for its own part of a step"
-
-
-def _read(
-    path: Path, columns: Columns, added: dict[str, object] | None = None, **dialect: str
-) -> list[dict[str, object]]:
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-        lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
-        names, rows = lines.fieldnames or [], []
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"it has the column {min(twice)} twice")
-        if len(names) == 1 and max(map(names[0].count, ";\t")) > 3:
-            raise ValueError("its cells are not separated by commas: export it with those")
-        for line in lines:
-            where = f"line {lines.line_num}"
-            if None in line or None in line.values():
-                raise ValueError(f"{where} is cut short or too long")
-            version = str(line.get("schema_version"))
-            if columns is OF_A_RUN and version != str(SCHEMA_VERSION):
-                raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
-            rows.append(_row((added or {}) | line, where, columns))
-    except (OSError, ValueError, csv.Error) as error:
-        raise RecordError(f"{path}: not read, {reason(error)}.") from None
-    if not rows:
-        raise RecordError(f"{path}: not read, it has no rows.")
-    return rows
-
-
-def _row(cells: dict[str, str], where: str, columns: Columns) -> dict[str, object]:
-    missing = [name for name in columns if name not in cells]
-    if missing:
-        raise ValueError(f"it has no column {', '.join(missing)}")
-    row = {}
-    for name, read_cell in columns.items():
-        try:
-            row[name] = read_cell(str(cells[name]))
-        except ValueError as error:
-            raise ValueError(f"{where}, column {name}: {error}") from None
-    if row.get("nodes", 1) > row.get("devices", row.get("ranks", math.inf)):
-        raise ValueError(f"{where} has more nodes than devices")
-    return row
-
-
-def _check(cells: dict[str, object], where: str, columns: Columns) -> None:
-    """Raise a ValueError for values that could not be read back."""
-    _row({name: _to_text(value) for name, value in cells.items()}, where, columns)
-
-
-def put_table(path: Path, columns: Iterable[str], rows: list[dict[str, object]], **dialect: str) -> None:
-    """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-    with replacing(path) as file:
-        writer = csv.DictWriter(file, columns, **dialect)
-        writer.writeheader()
-        writer.writerows({name: _to_text(row[name]) for name in columns} for row in rows)
-
-
-def _to_text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, float):  # the reader accepts nan, but not inf
-        return f"{value:.6g}" if math.isfinite(value) else "nan"
-    return str(value)

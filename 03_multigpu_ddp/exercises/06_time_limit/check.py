@@ -108,16 +108,17 @@ def check(mine: Workspace) -> str:
 
 
 def rows_of_one_run(mine: Workspace) -> list[dict[str, object]]:
-    """Return the rows of the only CSV in mine/runs."""
+    """Return the rows of the only run in mine/runs, whose job may have started several times."""
     files = sorted((mine.folder / "runs").glob("*.csv"))
     if not files:
         raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")
-    if len(files) != 1:
-        raise Wrong(
-            f"mine/runs has {len(files)} CSV files. A job that comes back goes on in the CSV that it began. "
-            "`reset` moves these files away; then run the job once, or take `recorded`."
-        )
     try:
-        return records.read(files[0])
+        runs = list(records.read_runs(files).values())
     except records.RecordError as error:
         raise Wrong(str(error)) from None
+    if len(runs) != 1:
+        raise Wrong(
+            f"mine/runs has {len(runs)} runs. A job that comes back goes on with the run that it began. "
+            "`reset` moves these files away; then run the job once, or take `recorded`."
+        )
+    return runs[0]

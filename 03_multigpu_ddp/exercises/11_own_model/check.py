@@ -146,12 +146,12 @@ def train(
         return seen
 
     seen = in_ranks(rank, size, group=False)
-    files = list(folder.glob("runs/*.csv"))
-    if len(files) != 1:
+    runs = list(records.read_runs(folder.glob("runs/*.csv")).values())
+    if len(runs) != 1:
         raise Wrong(
-            f"The training left {len(files)} CSV files. It should leave one, and go on in it after a stop."
+            f"The training left {len(runs)} runs. It should leave one, and go on with it after a stop."
         )
-    return records.read(files[0]), seen
+    return runs[0], seen
 
 
 def check_names(row: dict[str, object]) -> None:
