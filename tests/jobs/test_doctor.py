@@ -376,7 +376,7 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
 def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -> None:
     """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
     assert checkup.LIMIT > 60
-    (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.job_script(), re.MULTILINE)
+    (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.JOB_SCRIPT.read_text(), re.MULTILINE)
     told = checkout.run(*command(checkout, "--help")).stdout
     (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
     assert 2 * checkup.LIMIT <= int(wait) < int(minutes) * 60

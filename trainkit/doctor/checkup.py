@@ -80,7 +80,7 @@ def main() -> None:
     parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
-    options, _ = parser.parse_known_args()  # the job script's other options are the training's
+    options = parser.parse_args()
     env = os.environ
     if "SLURM_STEP_NUM_TASKS" not in env:
         raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")

@@ -5,8 +5,8 @@
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
 
-The job is stage 03's job script with the training replaced by `trainkit.doctor.checkup`, so what works
-for it works for the training.
+The job is slurm/doctor.sh, which makes everything ready as the job scripts do (slurm/job_env.sh), so what
+works for it works for the training.
 
 The exit code is 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on
 will do: it needs only the standard library, and checks the job's environment, too.
@@ -31,7 +31,7 @@ from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import WORDS, Site
-from trainkit.jobs.stages import STAGES, resources
+from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser, at_least
 from trainkit.runtime.errors import UserError, reason, tell
@@ -39,7 +39,8 @@ from trainkit.schema import records
 from trainkit.schema.columns import DDP
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
-JOB_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
+JOB_SCRIPT = REPOSITORY / "slurm" / "doctor.sh"
+STAGE_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
 MINUTES = 15
 
 
@@ -121,14 +122,14 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     """Ask Slurm whether it would take the job, and the stages' job scripts if the site has other words."""
-    done = _sbatch(site, "--test-only", *_request(options, site), script=job_script())
+    done = _sbatch(site, JOB_SCRIPT, "--test-only", *_request(options, site))
     if refusal := _refusal("submission", done):
         return [refusal]
     # There is no such job.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     found = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
     if site.words != WORDS:
-        done = _sbatch(site, "--test-only", *options.sbatch_options, JOB_SCRIPT.name)
+        done = _sbatch(site, STAGE_SCRIPT, "--test-only", *options.sbatch_options)
         if done.returncode:
             message = f"Slurm refuses the job scripts of the stages: {slurm.sbatch_message(done.stderr)}"
             ours = " ".join(
@@ -196,10 +197,10 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     return found
 
 
-def _sbatch(site: Site, *arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run sbatch in stage 03's folder, with the site's SBATCH_* variables."""
+def _sbatch(site: Site, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run sbatch for a job script, in its folder, with the site's SBATCH_* variables."""
     env = local.outside_of_jobs() | site.sbatch
-    return slurm.ask("sbatch", *arguments, cwd=JOB_SCRIPT.parent, env=env, input=script)
+    return slurm.ask("sbatch", *options, script.name, cwd=script.parent, env=env)
 
 
 def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | None:
@@ -217,31 +218,12 @@ def _request(options: argparse.Namespace, site: Site) -> list[str]:
     return [*(f"--{name}={value}" for name, value in asked.items()), *options.sbatch_options]
 
 
-def job_script() -> str:
-    """Return stage 03's job script with the checkup as its training; a rank's exit does not end the others.
-
-    Each rank ends by itself, as each step has a limit; --wait is for a rank that hangs even then. It asks for
-    nothing by itself, since some Slurms take no two words for the same, even on the command line.
-    """
-    text = re.sub(r"#SBATCH --(nodes|ntasks|gres|gpus|cpus|mem)\b.*\n", "", JOB_SCRIPT.read_text())
-    for training, ours in {
-        'python "${TRAINING[@]}"': 'python -m trainkit.doctor.checkup "${TRAINING[@]:1}"',
-        "--kill-on-bad-exit=1": "--kill-on-bad-exit=0",
-        "--wait=60": f"--wait={3 * checkup.LIMIT}",
-    }.items():
-        if training not in text:
-            raise UserError(f"there is no `{training}` in {JOB_SCRIPT}, to be replaced by `{ours}`.")
-        text = text.replace(training, ours)
-    return text
-
-
 def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Finding:
     """Submit the job and wait for its end; cancel it if it does not start in time, or on Ctrl-C."""
     minutes = options.time or min(MINUTES, site.minutes or MINUTES)
     settings = (f"--job-name={name}", f"--time={minutes}", "--no-requeue", f"--output={log}")
     try:
-        script = job_script()
-        done = _sbatch(site, "--parsable", *_request(options, site), *settings, script=script)
+        done = _sbatch(site, JOB_SCRIPT, "--parsable", *_request(options, site), *settings)
         if refusal := _refusal("job", done):
             return refusal
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
