@@ -127,6 +127,28 @@ def test_an_epoch_after_the_checkpoint_counts_as_it_was_made_again(tmp_path: Pat
     assert joined(tmp_path) == {"c": [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5)]}
 
 
+def test_a_start_that_saved_before_its_first_row_is_not_a_run_of_its_own(tmp_path: Path) -> None:
+    """The first one saved within epoch 1, and was killed between the row of that epoch and its checkpoint."""
+    (row, *_) = records.read(SAMPLE)
+    facts = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
+    first = records.RecordWriter(tmp_path, facts)
+    saved = first.state_dict()
+    first.add({"epoch": 1})
+    second = records.RecordWriter(tmp_path, facts)
+    second.load_state_dict(saved)
+    second.add({"epoch": 1})
+    (run,) = records.read_runs(tmp_path.glob("*.csv")).values()
+    assert [(row["start"], row["epoch"]) for row in run] == [(second.facts["run_id"], 1)]
+
+
+def test_starts_that_never_had_a_row_keep_the_others_together(tmp_path: Path) -> None:
+    """After a, the start x saved within epoch 3 twice; b, which went on from x, did not save any more."""
+    write_start(tmp_path, "a", range(1, 3))
+    write_start(tmp_path, "b", range(3, 4), resumed_from="x a")
+    write_start(tmp_path, "c", range(3, 5), resumed_from="x a")
+    assert joined(tmp_path) == {"c": [("a", 1), ("a", 2), ("c", 3), ("c", 4)]}
+
+
 def test_a_run_that_came_to_its_end_stays_beside_its_branch(tmp_path: Path) -> None:
     """The epochs that both share count in the speed once."""
     write_start(tmp_path, "a", range(1, 6), ended="all epochs")

@@ -1,10 +1,12 @@
 """The record of a training: a CSV with a row per epoch, as columns.py says. Its writer and its readers.
 
 Every start of a training, the first one and each that goes on from a checkpoint, writes a file of its own,
-`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the record that it goes on
-from. `join` puts the starts together to runs. Next to the CSV are `<run_id>.ranks.tsv`, a row per epoch and
-device, and, for a training with its own metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The
-files are replaced as a whole after every epoch, so a kill or a full disk never leaves half a row.
+`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the start that it goes on
+from, and those before that one if it had no row when it saved. `join` puts the starts together to runs.
+
+Next to the CSV are `<run_id>.ranks.tsv`, a row per epoch and device, and, for a training with its own
+metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are replaced as a whole after every
+epoch, so a kill or a full disk never leaves half a row.
 
 A CSV may hold the rows of many runs, as those in results/sample. This module also reads the file of a job of
 the doctor, a row per size of its all-reduce.
@@ -151,8 +153,11 @@ class RecordWriter:
         """Return what a start that goes on from here has to know: numbers and texts, for a checkpoint."""
         return {
             "run_id": self.facts["run_id"],
-            # A start without a row of its own has no file: the next one goes on from the one before it.
-            "record": self.facts["run_id"] if self.rows else self.facts["resumed_from"],
+            # A start that has no row yet has no file. If it never gets one, the next goes on from the starts
+            # before it.
+            "resumed_from": " ".join(
+                [self.facts["run_id"]] if self.rows else [self.facts["run_id"], self.facts["resumed_from"]]
+            ).strip(),
             "elapsed_s": self._elapsed_s(),
             "facts": {name: self.facts[name] for name in (*SAME, *KEPT)},
         }
@@ -162,7 +167,7 @@ class RecordWriter:
         if state["run_id"] == self.facts["run_id"]:
             return  # this start goes back to what it has saved itself
         self.facts |= {name: state["facts"][name] for name in KEPT}
-        self.facts["resumed_from"] = state["record"]
+        self.facts["resumed_from"] = state["resumed_from"]
         self._seconds_before = state["elapsed_s"]
 
     def _elapsed_s(self) -> float:
@@ -322,15 +327,12 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     """
     runs: dict[str, list[Row]] = {}
     shared: set[tuple[str, int]] = set()
-    resumed = [rows for rows in starts.values() if rows[0]["resumed_from"]]
+    before = {run_id: _starts_before(run_id, starts) for run_id in starts}
     for run_id, own_rows in starts.items():
-        before = _goes_on_from(run_id, starts)
-        if _is_left_behind(own_rows, {run_id, *before}, resumed):
+        if _is_superseded(run_id, starts, before):
             continue
         rows = own_rows
-        for earlier in before:
-            if earlier not in starts:
-                break  # its record is not here
+        for earlier in filter(starts.get, before[run_id]):
             # A run that has ended, and went on after all, has not ended there.
             went_on = [row | {"ended": ""} for row in _before(rows[0]["epoch"], starts[earlier])]
             rows = [*went_on, *rows]
@@ -344,32 +346,34 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     return runs
 
 
-def _goes_on_from(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
-    """List the starts before this one in its run, the latest first; the record of the last may be missing."""
-    found = [run_id]
-    while found[-1] in starts:
-        before = starts[found[-1]][0]["resumed_from"]
-        if not before or before in found:
-            break
-        found.append(before)
-    return found[1:]
+def _starts_before(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
+    """List the starts that this one went on from, the latest first; the records of some may be missing."""
+    found: list[str] = []
+    recorded: str | None = run_id
+    while recorded:
+        names = starts[recorded][0]["resumed_from"].split()
+        recorded = next((name for name in names if name in starts), None)
+        found += names[: names.index(recorded) + 1] if recorded else names
+    return found
 
 
-def _is_left_behind(rows: list[Row], of_the_run: set[str], resumed: list[list[Row]]) -> bool:
-    """Return whether one of the `resumed` starts takes the place of that with these rows, as `join` says.
+def _is_superseded(run_id: str, starts: dict[str, list[Row]], before: dict[str, list[str]]) -> bool:
+    """Return whether another start takes the place of this one, as `join` says.
 
-    `of_the_run` are the names of this start, and of those that it goes on from.
+    `before`: of each start those that it went on from, the latest first.
     """
-    last = rows[-1]
-    if last["ended"]:
-        return any(
-            other[0]["resumed_from"] == last["run_id"] and other[0]["epoch"] > last["epoch"]
-            for other in resumed
-        )
-    return any(
-        other[0]["resumed_from"] in of_the_run and other[0]["recorded_at"] > last["recorded_at"]
-        for other in resumed
-    )
+    last = starts[run_id][-1]
+    of_this_run = {run_id, *before[run_id]}
+    # A start is never superseded by one that it went on from, whatever the clocks of their nodes say.
+    for other in starts.keys() - of_this_run:
+        first = starts[other][0]
+        if last["ended"]:
+            goes_on = run_id in before[other] and first["epoch"] > last["epoch"]
+        else:
+            goes_on = not of_this_run.isdisjoint(before[other]) and first["recorded_at"] > last["recorded_at"]
+        if goes_on:
+            return True
+    return False
 
 
 def ends_with(rows: list[Row]) -> Row:
