@@ -13,6 +13,13 @@
 #export SBATCH_RESERVATION=workshop
 #export SBATCH_QOS=normal
 #export SBATCH_CONSTRAINT=a100
+#export SBATCH_TIMELIMIT=10                # minutes; where the partition allows less than our 30
+
+# How submit.py, sweep.py and doctor.py ask for GPUs, CPU cores and memory. %d is the number: of a
+# node's GPUs, of a task's cores, ... as the option counts them. Empty: not asked for.
+#SITE_GPUS=--gres=gpu:a100:%d              # default: --gpus-per-node=%d
+#SITE_CPUS=--cpus-per-gpu=%d               # default: --cpus-per-task=%d
+#SITE_MEM=--mem-per-gpu=%dG                # default: --mem=%dG
 
 # --- 2. The Python environment, made ready inside every job -------------------------------------
 # Default: .venv of this checkout if it is there, else the `python` of the shell you submit from.

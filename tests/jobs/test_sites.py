@@ -142,4 +142,4 @@ def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:
             folder.rmdir()
     cores = re.findall(r"^cores (\{\d+\}) ", text, re.MULTILINE)
     assert len(cores) == 2 and len(set(cores)) == 2, text
-    assert re.search(r":cpuset:/slurm_n1/uid_\d+/job_\d+/step_\d+$", text, re.MULTILINE), text
+    assert re.search(r":cpuset:/slurm_n1/uid_\d+/job_\d+/step_\d+(/task_\d+)?$", text, re.MULTILINE), text
