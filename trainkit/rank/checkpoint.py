@@ -40,7 +40,7 @@ VERSION = 3  # of the fields of Checkpoint
 KEPT = 2  # checkpoints
 LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
-# The parts that every training has; the others have names of the script's own.
+# The names of the parts that every training has. Run refuses them as names of the script's own parts.
 ALWAYS_THERE = ("model", "optimizer", "schedule", "stopping")
 
 
@@ -49,11 +49,11 @@ class Checkpoint:
     """The content of one file. All of it is tensors, numbers, texts, and lists or dictionaries of them."""
 
     epoch: int  # the epoch to go on with, counted from 1
-    part: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
+    partial_epoch: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
     # The state_dict of each part by its name: the network without wrappers, the optimizer, the schedule, and
     # what else the script keeps. A network that is split over the ranks is whole in it.
     parts: dict[str, dict[str, object]]
-    split: bool  # Sharded has saved the network and the optimizer, whose states it names otherwise
+    split: bool  # the states of network and optimizer are those of Sharded, keyed by the names of the weights
     each_rank: list[torch.Tensor] | None  # of each rank what the script keeps for it, as bytes of torch.save
     random_numbers: list[list[torch.Tensor]]  # of each rank the states of its generators
     training: dict[str, object]  # what makes another training: see Checkpoints._describe_training
@@ -73,8 +73,8 @@ class Checkpoints:
     """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
 
     Every rank creates one and calls its methods at the same points. With `--resume auto` it loads the newest
-    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `record`.
-    From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
+    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `record`, which only
+    rank 0 has. From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
         UserError: if the folder cannot be written to, is another run's, holds another training, or
@@ -104,7 +104,7 @@ class Checkpoints:
         if sharded:
             del self._parts["model"], self._parts["optimizer"]
         self._first_epoch = 1
-        self._part: PartialEpoch | None = None
+        self._partial_epoch: PartialEpoch | None = None
         self._stop_asked = False
         self._saved_at = time.monotonic()
         if self._folder:
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def partial_epoch(self, epoch: int) -> PartialEpoch | None:
         """Return the part of `epoch` that an earlier process trained, or None."""
-        return self._part if epoch == self._first_epoch else None
+        return self._partial_epoch if epoch == self._first_epoch else None
 
     def requests(self) -> tuple[bool, bool]:
         """Return whether this rank was asked to stop, and whether it is time to save within the epoch.
@@ -132,8 +132,8 @@ class Checkpoints:
         overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
         return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
 
-    def save(self, epoch: int, part: PartialEpoch | None = None, stop: bool = False) -> None:
-        """Save the state before `epoch`, or after `part` of it; with `stop`, all ranks then stop.
+    def save(self, epoch: int, partial_epoch: PartialEpoch | None = None, stop: bool = False) -> None:
+        """Save the state before `epoch`, or within it; with `stop`, all ranks then stop.
 
         Raises:
             Stopped: with `stop`.
@@ -142,13 +142,22 @@ class Checkpoints:
         """
         if not self._folder:
             return
-        where = f"step {part.steps} of epoch {epoch}" if part else f"epoch {epoch - 1}"
+        # In words of what is done: before the first step of an epoch, that is the epoch before it.
+        where = f"step {partial_epoch.steps} of epoch {epoch}" if partial_epoch else f"epoch {epoch - 1}"
         self._check_finite(where)
         # What all ranks have to give; rank 0 has the rest, and writes the file.
         random_numbers = process_group.gather(random_states())
         each_rank = process_group.gather(self._packed_each_rank()) if self._each_rank else None
         of_sharded = self._sharded.state_dict() if self._sharded else {}
-        process_group.on_rank_0(lambda: self._write(epoch, part, of_sharded, each_rank, random_numbers))
+        process_group.on_rank_0(
+            lambda: self._write(
+                epoch,
+                partial_epoch,
+                of_sharded=of_sharded,
+                each_rank=each_rank,
+                random_numbers=random_numbers,
+            )
+        )
         self._saved_at = time.monotonic()
         if stop:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
@@ -156,8 +165,9 @@ class Checkpoints:
             # After rank 0 has saved: a rank that left earlier would end the whole job step.
             process_group.leave()
             raise Stopped(text)
+        # What `epochs` and `finish` go by from now on.
         self._first_epoch = epoch
-        self._part = part
+        self._partial_epoch = partial_epoch
 
     def finish(self, ended: bool) -> None:
         """Remove the checkpoints in a job's own folder, which are not needed after the end.
@@ -195,7 +205,7 @@ class Checkpoints:
     def _write(
         self,
         epoch: int,
-        part: PartialEpoch | None,
+        partial_epoch: PartialEpoch | None,
         of_sharded: dict[str, dict],
         each_rank: list[torch.Tensor] | None,
         random_numbers: list[list[torch.Tensor]],
@@ -203,7 +213,7 @@ class Checkpoints:
         """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
         checkpoint = Checkpoint(
             epoch=epoch,
-            part=vars(part) if part else None,
+            partial_epoch=vars(partial_epoch) if partial_epoch else None,
             parts=of_sharded | {name: one.state_dict() for name, one in self._parts.items()},
             split=self._sharded is not None,
             each_rank=each_rank,
@@ -213,7 +223,8 @@ class Checkpoints:
             record=self._record.state_dict(),
         )
         refuse_shares(checkpoint.parts)
-        path = self._folder / f"epoch-{epoch}-step-{part.steps if part else 0}.pt"
+        step = partial_epoch.steps if partial_epoch else 0
+        path = self._folder / f"epoch-{epoch}-step-{step}.pt"
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", vars(checkpoint), path, advice)
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
@@ -237,7 +248,7 @@ class Checkpoints:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
-        # Only one rank reads the file, so that all ranks get the same one.
+        # Only one rank reads the file, so that all ranks get the same one; on the others this is None.
         newest = process_group.on_rank_0(self._read_newest)
         # Of these each rank gets its own share, and none but rank 0 has all.
         of_sharded: dict[str, dict] = {"model": {}, "optimizer": {}}
@@ -255,7 +266,7 @@ class Checkpoints:
         set_precision(self._model, checkpoint.precision)
         _set_random_numbers(checkpoint.random_numbers, self._options.seed + 1000 * checkpoint.epoch)
         self._first_epoch = checkpoint.epoch
-        self._part = PartialEpoch(**checkpoint.part) if checkpoint.part else None
+        self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
         process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
         process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
 

@@ -32,8 +32,9 @@ from trainkit.schema.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS,
 SCHEMA_VERSION = 1
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
 ALL_EPOCHS = "all epochs"  # why a run ended, if nothing ended it earlier
-# Of a training that goes on: what has to be the same, and what stays as at its first start, whatever the
-# script says now. For example, an optimizer has its constants from the checkpoint.
+# Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
+# so), and what stays as at its first start, whatever the script says now. For example, an optimizer has its
+# constants from the checkpoint.
 SAME = ("stage", "dataset", "model", "global_batch", "settings")
 KEPT = ("precision", "optimizer", "lr", "schedule")
 
@@ -46,7 +47,7 @@ class RecordError(UserError):
 
 
 class RecordWriter:
-    """Writes the record of one start of a training, on one rank.
+    """Writes the record of one start of a training, on one rank: the row of an epoch, then its checkpoint.
 
     `facts` are the columns that are the same in all rows, `rows` those that are written, and `path` is the
     CSV, which is there from the first row on.
@@ -339,6 +340,7 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
         runs[run_id] = [
             row
             | {"run_id": run_id, "start": row["run_id"]}
+            # In a speed an epoch counts once, also if two runs have it: a warm-up counts in none.
             | ({"warmup": True} if (row["run_id"], row["epoch"]) in shared else {})
             for row in rows
         ]
