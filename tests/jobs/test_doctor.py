@@ -447,6 +447,12 @@ def test_slurm_refuses(on_cluster: Callable, checkout: Checkout) -> None:
     assert "set SBATCH_PARTITION in slurm/site.sh" in told
     told = found(on_cluster("--gpus", 64, "--", "--partition=debug"), "submission", FAULT)
     assert "not available -> ask for fewer --gpus" in told
+    checkout.site(NO_PYTHON)
+    script = checkout.folder / "03_multigpu_ddp" / "slurm_submit.sh"
+    script.write_text(script.read_text().replace("--gpus-per-node=2", "--gpus-per-node=64"))
+    told = on_cluster()
+    assert found(told, "submission", OK)
+    assert "job script of stage 03: Slurm refuses" in found(told, "submission", WARNING)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
         told = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]
         submission = {one["level"]: one for one in told if one["check"] == "submission"}
         assert submission.keys() == {"ok", "warning"}
-        assert "job scripts" in submission["warning"]["message"]
+        assert "job script" in submission["warning"]["message"]
 
         checkout.site(kind.site)
         done = succeeded(checkout.submit_py(stage, *asked, "--wait"))

@@ -121,24 +121,22 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
 
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
-    """Ask Slurm whether it would take the job, and the stages' job scripts if the site has other words."""
+    """Ask Slurm whether it would take the job, and the stages' job scripts as they are."""
     done = _sbatch(site, JOB_SCRIPT, "--test-only", *_request(options, site))
     if refusal := _refusal("submission", done):
         return [refusal]
     # There is no such job.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     found = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
-    if site.words != WORDS:
-        done = _sbatch(site, STAGE_SCRIPT, "--test-only", *options.sbatch_options)
-        if done.returncode:
-            message = f"Slurm refuses the job scripts of the stages: {slurm.sbatch_message(done.stderr)}"
-            ours = " ".join(
-                f"--{name}={value}" for name, value in sbatch_options(site, options.shape).items()
-            )
-            fix = (
-                f"send their jobs by submit.py, or have their #SBATCH lines ask in this site's words: {ours}"
-            )
-            found.append(Finding("submission", WARNING, message, fix))
+    done = _sbatch(site, STAGE_SCRIPT, "--test-only", *options.sbatch_options)
+    if refusal := _refusal("submission", done):
+        fix = refusal.fix
+        if site.words != WORDS:
+            asked = sbatch_options(site, options.shape).items()
+            ours = " ".join(f"--{name}={value}" for name, value in asked)
+            fix = f"have their #SBATCH lines ask in this site's words ({ours}), or use submit.py"
+        message = f"of the job script of stage 03: {refusal.message}"
+        found.append(refusal._replace(level=WARNING, message=message, fix=fix))
     return found
 
 
