@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
 # The part of a job that is the same in every job script, which sources this at its beginning. It reads
-# slurm/site.sh, makes the Python environment ready, checks it, chooses where the ranks meet, and prints what
-# this job runs on. While the ranks train, each node is sampled, unless SITE_MONITOR is off. When the job
+# slurm/site.sh, makes the Python environment ready, chooses where the ranks meet, and prints what this job
+# runs on. While the ranks train, each node is sampled, unless SITE_MONITOR is off. When the job
 # script ends, `finish` prints the verdict of the samples, says why the job failed if it did, and sends a job
 # that was stopped by a signal, and has saved, back to the queue.
 #
@@ -70,10 +70,8 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (no SLURM_JOB_ID): send it with sbatch, or python submit.py."
 plain=""
-needed=(torch numpy tqdm psutil trainkit)
 if [[ ${1:-} == --plain ]]; then
     plain=1
-    needed=(trainkit)
     # A queue.py in the folder of the script is not for `python -m`. runtime/plain.py unsets this.
     export PYTHONSAFEPATH=1
 else
@@ -181,7 +179,10 @@ hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
-SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}")
+# A container may not pass on the environment. What is set inside of it lets a rank find its job's folder, and
+# refuse to train by itself where it does not know the others (trainkit/runtime/place.py).
+SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
+    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun)
 
 # --- what this job runs on --------------------------------------------------------------------------
 echo "job     $SLURM_JOB_ID ${SLURM_JOB_NAME:-}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
@@ -195,40 +196,6 @@ code_version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/
     code_version="not a git checkout"
 echo "code    $code_version in $REPOSITORY"
 
-was_preempted() { [[ $(scontrol show job "$this_job" 2>/dev/null) == *PreemptTime=[0-9]* ]]; }
-
-# Python is checked by srun, as the ranks will be started, since the batch shell itself is outside of a site's
-# container. The check needs no GPU.
-if ! checked=$(srun --nodes=1 --ntasks=1 --gpus=0 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python -c '
-import importlib.metadata, importlib.util, os, sys
-variables = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "TRAINKIT_JOB_DIR"
-lost = [name for name in variables if name not in os.environ]
-if lost:
-    sys.exit("error: the container does not pass on the variables " + " ".join(lost))
-missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"error: {sys.executable} has no " + " ".join(missing))
-torch = importlib.util.find_spec("torch") and importlib.metadata.version("torch")
-print(f"python  {sys.executable}, torch {torch}")' "${needed[@]}" 2>&1) ||
-    [[ $'\n'$checked != *$'\npython  '* ]]; then
-    echo "$checked" >&2
-    # Preemption ends the check, which does not hold signals back yet, and leaves the job to itself.
-    if [[ ! -e $TRAINKIT_JOB_DIR/preempted ]] && was_preempted && scontrol requeue "$this_job"; then
-        touch "$TRAINKIT_JOB_DIR/preempted"
-        echo "a job of higher priority took its place before it began; back to the queue"
-        exit 1
-    fi
-    if [[ $checked =~ Unable\ to\ create\ step[^$'\n']* ]]; then
-        fail "srun starts nothing in this job (${BASH_REMATCH[0]}): correct what it asks for, in the \
-#SBATCH lines, by sbatch or in slurm/site.sh, or unset what another job has left in your shell (SLURM_..., \
-SRUN_...)."
-    fi
-    answer=${checked%%$'\n'*}
-    fail "the Python environment of this job does not work (its answer: ${answer:-none}): fix \
-activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh, or unset what another job has left \
-in your shell (SLURM_..., SRUN_...)."
-fi
-echo "$checked"
 echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
 echo
 

@@ -214,3 +214,14 @@ def test_what_launchers_and_nccl_print(
         of_rank_5 = [f"srun: error: n3: task 5: {how}"] if launcher == "srun" else []
         (first, *_) = why.Evidence(tmp_path, printed.splitlines() + of_rank_5, launcher).reasons()
         assert first == why.Reason("error on rank 5", rank=5, exit_code=code if of_rank_5 else 1)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_command_that_is_not_there(launcher: str, tmp_path: Path) -> None:
+    """In place of the ranks' Python; one that a rank has called itself is another matter."""
+    printed = ["srun: error: n1: tasks 0-1: Exited with exit code 127"]
+    (found,) = why.Evidence(tmp_path, printed, launcher).reasons()
+    assert "SITE_CONTAINER" in found.text
+    (tmp_path / "rank-0.started").write_text("n1\n")
+    found, *_ = why.Evidence(tmp_path, printed, launcher).reasons()
+    assert found.text.startswith("rank 0 on n1 ended silently")

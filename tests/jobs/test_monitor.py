@@ -227,7 +227,7 @@ def test_the_sampler_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkou
     record = "JobId=7 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=1,gres/gpu=1 "
     checkout.fake("scontrol", f"[[ $* == *hostnames* ]] && echo 127.0.0.2 || echo '{record}'")
     keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{told}'"
-    checkout.fake("srun", f"[[ $* != *monitor.py* ]] || {keep}; echo 'python  here'")
+    checkout.fake("srun", f"[[ $* != *monitor.py* ]] || {keep}")
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n1",

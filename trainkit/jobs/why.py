@@ -22,6 +22,8 @@ TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeo
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 NODE_FAILED = "srun: error: Node failure on "
+NO_STEP = re.compile(r"srun: error: (Unable to create step.*)")
+NO_COMMAND = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code 12[67]")  # by bash, or env
 CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
 MOST_REASONS = 9  # that are printed
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
@@ -72,6 +74,10 @@ class Evidence:
 
     def reasons(self) -> list[Reason]:
         """Return why the job failed, the first reason first; nothing if it is unknown."""
+        if self._launcher and not job_folder.notes(self._folder, *job_folder.STATES):
+            never_started = self._never_started()
+            if never_started:
+                return [never_started]
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(filter(None, reasons)))
         if self._nodes and not found:
@@ -81,6 +87,20 @@ class Evidence:
             why = "the network failed, or a rank hung for longer than --timeout"
             return [Reason(f"the ranks lost contact: {why}")]
         return list(map(self._with_its_output, found))
+
+    def _never_started(self) -> Reason | None:
+        """Return why srun could not start the ranks' Python, if it says so."""
+        for line in self._lines:
+            refused = NO_STEP.match(line)
+            if refused:
+                asks = "in the #SBATCH lines, by sbatch or in slurm/site.sh"
+                return Reason(
+                    f"srun starts nothing in this job ({refused[1]}): correct what it asks for, {asks}"
+                )
+            if NO_COMMAND.match(line):
+                remedy = "correct activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh"
+                return Reason(f"no rank could start, as a command was not found: {remedy}")
+        return None
 
     def _noted_by_a_rank(self) -> Reason | None:
         """Return the note of the rank that failed first; None on a full disk, where there is none."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TextIO
 
-from trainkit.runtime.job_folder import note
+from trainkit.runtime.job_folder import here, note
 from trainkit.runtime.place import rank_of
 from trainkit.runtime.signals import STOP_SIGNALS
 
@@ -142,6 +142,10 @@ def quiet_without_run() -> None:
             text = str(error)
         elif _lacks_memory(error):
             text = NO_MEMORY
+        elif isinstance(error, ModuleNotFoundError) and here():
+            # In a job it is mostly the wrong Python.
+            remedy = "correct activate_environment in slurm/site.sh, or install it"
+            text = f"{sys.executable} has no {error.name}: {remedy}."
         else:
             text = ""
         if text:

@@ -30,7 +30,8 @@ VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this 
 PLAIN, CHECKPOINTS = "plain", "checkpoints"
 OUTCOME, PREEMPTED, ENDED_AFTER_PREEMPTION = "outcome.json", "preempted", "ended-after-preemption"
 FIRST_FAILED, STOPPED = "first-failed", "stopped"
-NOTE = re.compile(r"rank-(\d+)\.(started|finished|failed|lost)")
+STATES = ("started", "finished", "failed", "lost")  # of a rank
+NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 
 
 def here() -> Path | None:

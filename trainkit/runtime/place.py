@@ -32,6 +32,7 @@ LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR",
 OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
 # Inside an srun step. The batch script has the first two as well, and there they are 0.
 OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+STARTED_BY = "TRAINKIT_STARTED_BY"  # set by slurm/job_env.sh, within the site's container
 NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
 # What torchrun and mpirun set for their processes, and these leave to others; as in slurm/job_env.sh.
 LEFT_BY_LAUNCHERS = re.compile(
@@ -54,6 +55,11 @@ def read() -> Place:
             f"mpirun has started {processes} processes, and each would train by itself: use torchrun "
             f"--nproc-per-node={processes}, or srun as the job scripts of 03_multigpu_ddp do, or leave "
             "out mpirun for one process."
+        )
+    if launcher == "python" and os.environ.get(STARTED_BY) == "srun":
+        raise ValueError(
+            "srun has started this process, but the container does not pass on the variables of Slurm, such "
+            "as SLURM_PROCID: correct SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh."
         )
     if launcher == "python":
         return Place()
