@@ -8,12 +8,12 @@ table made of it.
 import argparse
 import csv
 import math
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +21,6 @@ import torch
 from ladder import RUNGS
 
 from trainkit.compare.page import markdown
-from trainkit.jobs import following, local
 from trainkit.jobs.stages import STAGES
 from trainkit.rank import staging
 from trainkit.runtime import errors
@@ -142,23 +141,18 @@ def _stage(
 ) -> Rows:
     """Run a stage and yield the rows of its CSV, cut to the columns of a benchmark."""
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        handle = local.start(
-            STAGES[stage].script,
-            chosen,
-            folder / "job",
-            args.data_dir.absolute(),
-            folder,
-            ranks=workers,
-            gpus=min(workers, local.gpus_here()),
-            threads=threads or torch.get_num_threads(),  # as the classic script
-            checkpoints=False,
+        launcher = [sys.executable]
+        if workers > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        command = [*launcher, STAGES[stage].script, *chosen, "--data-dir", args.data_dir.absolute()]
+        threads = threads or torch.get_num_threads()  # as the classic script
+        subprocess.run(
+            [*command, "--results-dir", text],
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            stdout=subprocess.DEVNULL,
+            check=True,
         )
-        with redirect_stdout(None):
-            code = following.follow(handle)
-        if code:
-            raise errors.UserError(f"{case} failed; its error is above.")
-        (path,) = handle.results.glob("*.csv")
+        (path,) = Path(text, "runs").glob("*.csv")
         rows = records.read(path)
     for row in rows:
         yield {
